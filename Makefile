@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 VLLM ?= 0.32.0
-VERSIONS ?= 0.28.0 0.32.0
+VERSIONS ?= 0.31.0 0.32.0
 FAULTS ?= 0.29.0 0.31.0 0.32.0
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from building import ROOT, sources
-from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
+from kvtxn.integrations.vllm_plugin.policy.supported import AUDIT_RELEASES, RELEASES
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -106,5 +106,8 @@ def test_every_release_since_the_oldest_checked_one_is_let_in():
     """One that was not checked too: it runs stock, or with ``unchecked`` after a self-test."""
     texts = PROJECT["optional-dependencies"]["vllm"]
     (bounds,) = (r.specifier for r in map(Requirement, texts) if r.name == "vllm")
-    assert str(bounds) == f">={RELEASES[0]}"
-    assert all(bounds.contains(version) for version in (*RELEASES, "0.30.0", "0.33.0", "1.0"))
+    assert str(bounds) == f">={AUDIT_RELEASES[0]}"
+    assert all(
+        bounds.contains(version)
+        for version in (*AUDIT_RELEASES, *RELEASES, "0.30.0", "0.33.0", "1.0")
+    )

@@ -54,7 +54,7 @@ def unhook() -> None:
 
 
 def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
-    """Bound what connectors store, beside windows; contain what the audit finds, if asked to.
+    """Contain what the audit finds, if the user asks for it.
 
     Args:
         scheduler: the scheduler.
@@ -67,31 +67,11 @@ def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) 
     from .audit import containing
     from .internals import audited
 
-    _bound_stores(scheduler, config, asked)
     if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
         containing.attach(scheduler, config, required=wants(asked, "required", True))
-
-
-def _bound_stores(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
-    """Let connectors store computed rows only, in an engine that can have windows."""
-    from .internals import config as engine_config
-    from .internals import connectors
-
-    try:
-        facts = engine_config.config_facts(config)
-        wanted = settings(asked, 1, facts.device)
-        if wanted is not None and wanted.windows:
-            policy, _ = decide(wanted.txn.policy, facts)
-            if policy != "off":
-                _undo_engines.append(connectors.bound_stores(scheduler))
-    except STOPS_THE_START:
-        raise
-    except Exception as error:
-        effect = "connectors store what vLLM says"
-        log.warning("kvtxn.stores_not_bounded", why=repr(error), effect=effect)
 
 
 def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ def no_bytes(attention: str, kv_dtype: str) -> str | None:
 
 def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
-    if facts.version not in supported.releases_for(facts.device):
+    if not supported.is_listed(facts.version):
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
     why = cannot_watch(facts.device, facts.runner, facts.context_parallel)
     if why is not None:

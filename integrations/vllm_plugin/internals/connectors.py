@@ -6,8 +6,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -29,11 +28,6 @@ _HOLDERS: Final = (
 
 #: Blocks whose bytes are gathered at a time, to take little of the device's memory.
 _AT_ONCE: Final = 16
-
-#: How the scheduler's half of OffloadingConnector bounds what it stores of a request.
-OFFLOADING_METHODS: Final = {
-    "_calc_num_offloadable_tokens": ("req_status", "num_computed_tokens"),
-}
 
 
 @attrs.frozen(eq=False)
@@ -112,49 +106,6 @@ def adopt(before: Foreign, after: Foreign) -> int:
             elif type(value).__module__.startswith(_HOLDERS):
                 todo.append(value)
     return told
-
-
-def bound_stores(scheduler: Any) -> Callable[[], None]:
-    """Let OffloadingConnector store computed rows only, when a request has ended.
-
-    The last token of a request was sampled by its last step and never fed to the model: its slot
-    has no row of it, but that of a rejected draft or of an earlier owner. Releases up to 0.29 store
-    a block that ends there (vllm-project/vllm#54193); this is the bound of those that followed.
-
-    Args:
-        scheduler: vLLM's scheduler; it may have any connector, or none.
-
-    Returns:
-        A function that undoes the hook.
-    """
-    todo, found = [getattr(scheduler, "connector", None)], list[Any]()
-    while todo:
-        each = todo.pop()
-        todo.extend(getattr(each, "_connectors", ()))
-        half = getattr(each, "connector_scheduler", None)
-        if all(hasattr(half, method) for method in OFFLOADING_METHODS):
-            found.append(half)
-    for half in found:
-        real = half._calc_num_offloadable_tokens
-        half._calc_num_offloadable_tokens = partial(_offloadable, real)
-
-    def undo() -> None:
-        for half in found:
-            vars(half).pop("_calc_num_offloadable_tokens", None)
-
-    return undo
-
-
-def _offloadable(real: Callable[..., int], req_status: Any, num_computed_tokens: int) -> int:
-    """Return how many rows of a request may be stored; the parameters are vLLM's.
-
-    The number that vLLM has for a request that was aborted counts computed rows already.
-    """
-    request = req_status.req
-    if request.is_finished() and request.status.name != "FINISHED_ABORTED":
-        computed = max(request.num_prompt_tokens, request.num_tokens - 1)
-        num_computed_tokens = min(num_computed_tokens, computed)
-    return real(req_status, num_computed_tokens)
 
 
 def transfers(runner: Any, metadata: Any) -> Transfers:

@@ -16,7 +16,6 @@ from . import (
     audited,
     audited_v2,
     batches,
-    connectors,
     gated_delta,
     gated_delta_hooks,
     layers,
@@ -98,10 +97,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.outputs.ModelRunnerOutput",
         "vllm.v1.outputs.SamplerOutput",
         "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",
-        *_of(
-            f"{_CONNECTORS}.kv_connector.v1.offloading.scheduler.OffloadingConnectorScheduler",
-            connectors.OFFLOADING_METHODS,
-        ),
         *_of(
             f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
             (

@@ -73,7 +73,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     known = ", ".join(supported.releases_for(facts.device))
     return {
-        "version": f"{facts.version} (supported: {known})",
+        "version": f"{facts.version} (windows are for vLLM {known}; the audit takes others, too)",
         **_moved(facts),
         "engine": {
             "device": facts.device,

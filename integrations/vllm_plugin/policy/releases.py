@@ -16,10 +16,13 @@ import attrs
 
 from .sources import Found, Sources
 
-#: The things that can be checked with a release: windows over rows on a CPU, on one GPU and on
+#: The things that can be checked with a release: the audit alone, in a release that is too old for
+#: windows; windows over rows on a CPU, on one GPU and on
 #: several, and there on pipeline stages before the last one; drafts that wait on a GPU under other
 #: attention backends than FLASH_ATTN; and windows over recurrent states on a CPU and on a GPU.
-CHECKS: Final = ("cpu", "gpu", "gpus", "gpu-stages", "gpu-backends", "states", "gpu-states")
+CHECKS: Final = (
+    *("audit", "cpu", "gpu", "gpus", "gpu-stages", "gpu-backends", "states", "gpu-states"),
+)
 FILE: Final = Path(__file__).with_name("releases.json")
 
 

