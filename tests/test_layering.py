@@ -161,6 +161,17 @@ def test_no_class_is_cut_by_inheritance():
     assert found == SLICES
 
 
+def test_one_class_stands_before_vllms_runner_on_a_cpu():
+    """It has no base, so each of vLLM's methods is overridden once; parts hear of it by a list."""
+    source = Source(ROOT)
+    adapters = [name for name in source.classes if ".vllm_plugin.seam." in name]
+    assert adapters == ["kvtxn.integrations.vllm_plugin.seam.runner_cpu_v1.CpuRunnerV1"]
+    assert [source.before(name) for name in adapters] == [adapters]
+    known = imports(source.files[source.module_of(adapters[0])])
+    ours = {name for name in known if name.startswith("kvtxn.integrations.")}
+    assert ours == {"kvtxn.integrations.serving.parts.Parts"}
+
+
 BASE = "class Base:\n    def one(self): pass\n"
 NO_SLICES = {
     "used by itself": (BASE + "first = Base()", "from .a import Base\nclass Sub(Base): x = 1"),

@@ -144,18 +144,6 @@ class EagerSteps:
             with self._guard("abort"):
                 window.abort()
 
-    @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """Abort the step's window if the engine's code in the block raises; re-raise."""
-        try:
-            yield
-        except BaseException as error:
-            try:
-                self.abandon()
-            except Exception as failure:
-                error.add_note(f"kvtxn: aborting the window failed as well: {failure!r}")
-            raise
-
     # -- the attention's side (deferred) ------------------------------------------
 
     @property

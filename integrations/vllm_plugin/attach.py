@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
+from ...config import TxnConfig
 from ...errors import KVTxnError
 from ...log import get_logger
 from .asked import RequiredError
@@ -177,6 +178,34 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
 
 
 # -- a model runner -----------------------------------------------------------------
+
+
+class HookedRunner(Protocol):
+    """What kvtxn keeps on each model runner that it has hooked.
+
+    Attributes:
+        kvtxn: the steps of windows over the present KV cache; None while there are none.
+        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
+        kvtxn_settings: the user's settings.
+        kvtxn_config: those of windows among them.
+        kvtxn_rank: the worker's rank.
+        kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_on_trial: a self-test decides, after the warm-up, whether windows stay.
+        kvtxn_announce: logs that windows are active, once the self-test is passed.
+        kvtxn_undo: undoes the hooks around the present KV cache.
+        kvtxn_unhook: undoes the hooks around the runner itself.
+    """
+
+    kvtxn: Any
+    kvtxn_audit: Any
+    kvtxn_settings: PluginSettings
+    kvtxn_config: TxnConfig
+    kvtxn_rank: int
+    kvtxn_required: bool
+    kvtxn_on_trial: bool
+    kvtxn_announce: Callable[[], None] | None
+    kvtxn_undo: ExitStack
+    kvtxn_unhook: ExitStack
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:

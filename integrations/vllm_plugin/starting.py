@@ -113,7 +113,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
     """
-    from .audit import runner as audit
+    from .cpu import parts as cpu_parts
     from .internals import config as engine_config
     from .internals import workers
     from .policy.fitting import bounded, check_fit
@@ -139,7 +139,8 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         if wanted.audit == "off":
             return
         if facts.device == "cpu":
-            audit.attach(workers.runner_of(wrapper), wanted, rank)
+            runner = workers.runner_of(wrapper)
+            cpu_parts.attach(runner, wanted, rank, windows=False, states=False)
             return
         from .audit import gpu_runners
 
@@ -192,23 +193,10 @@ def _attach(
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
     from .internals import workers
 
-    if facts.recurrent is not None and facts.device == "cpu":
-        from .cpu.runner_states import attach
-    elif facts.recurrent is not None and facts.runner == "v1":
-        from .gpu.runner_states_v1 import attach
-    elif facts.recurrent is not None:
-        from .gpu.runner_states_v2 import attach
-    elif facts.device == "cpu":
-        from .cpu.runner_v1 import attach
-    elif facts.runner == "v1":
-        from .gpu.runner_v1 import attach
-    else:
-        from .gpu.runner_v2 import attach
-
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
-    attach(runner, wanted, rank)
+    _give_windows(runner, wanted, rank, facts)
     if not is_hooked(runner):
         return
     runner.kvtxn_on_trial = on_trial(facts)
@@ -225,6 +213,24 @@ def _attach(
         gpu_runners.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
+
+
+def _give_windows(runner: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts) -> None:
+    """Give windows to a runner, as its kind needs it; one that is unknown stays as it is."""
+    if facts.device == "cpu":
+        from .cpu import parts
+
+        parts.attach(runner, wanted, rank, windows=True, states=facts.recurrent is not None)
+        return
+    if facts.recurrent is not None and facts.runner == "v1":
+        from .gpu.runner_states_v1 import attach
+    elif facts.recurrent is not None:
+        from .gpu.runner_states_v2 import attach
+    elif facts.runner == "v1":
+        from .gpu.runner_v1 import attach
+    else:
+        from .gpu.runner_v2 import attach
+    attach(runner, wanted, rank)
 
 
 def _register_attention(rank: int, names: Sequence[str]) -> None:

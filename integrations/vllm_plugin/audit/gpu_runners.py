@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..attach import hook_runner
 from ..internals import (
     Foreign,
@@ -29,14 +31,18 @@ from .left_states import leave, new_state_reader
 from .memory import rest
 from .next_forward import NextForward
 from .opening import open_device_watch
-from .runner import AuditedRunnerV1, take_back
+from .runner import AuditedRunner, take_back
 from .watch import Watch
 
 
-class AuditedGpuRunnerV1(AuditedRunnerV1):
-    """A mixin of the V1 runner on a GPU.
+class AuditedGpuRunnerV1(AuditedRunner):
+    """A mixin of the V1 runner on a GPU: each method runs vLLM's own code and tells the ledger.
 
     Attributes:
+        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
+            such as a warm-up.
+        kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
+            forward that the ledger does not know.
         kvtxn_step_reader: reads the runner's steps.
         kvtxn_sampled_reader: reads what the runner samples.
         kvtxn_state_reader: reads the states of the runner's steps.
@@ -45,6 +51,8 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
     """
 
     kvtxn_audit: DeviceWatch | None
+    kvtxn_prepared: Any = None
+    kvtxn_outputs: Tensor | None = None
     kvtxn_step_reader: audited_v1.StepReader
     kvtxn_sampled_reader: audited_v1.SampledReader
     kvtxn_state_reader: audited_states.DeviceStateReader
@@ -68,7 +76,17 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
         """Tell the ledger what changes, and note the columns of states before vLLM moves them."""
         if self.kvtxn_copies is not None:
             self.kvtxn_copies.begin(scheduler_output)
-        return super()._update_states(scheduler_output)
+        self.kvtxn_prepared = None
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        self.kvtxn_tell(lambda watch: watch.change(audited.changes(self, scheduler_output)))
+        return result
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Keep the prepared inputs until the forward begins."""
+        self.kvtxn_prepared = super()._prepare_inputs(  # type: ignore[misc]
+            scheduler_output, num_scheduled_tokens
+        )
+        return self.kvtxn_prepared
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
@@ -77,7 +95,7 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
             if prepared is not None:
                 self.kvtxn_tell(partial(_step_v1, self, prepared))
             self.kvtxn_prepared = None
-            output = super()._model_forward(*args, **kwargs)
+            output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             if prepared is not None:
                 self.kvtxn_tell(take_back)
@@ -87,9 +105,13 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Look for a NaN that came out, and tell the ledger which drafts were accepted."""
-        known = self.kvtxn_take_outputs(logits) is not None
-        output = super()._sample(logits, spec_decode_metadata)
-        if known:
+        rows, self.kvtxn_outputs = self.kvtxn_outputs, None
+        looks = self.kvtxn_audit is not None and self.kvtxn_audit.scrub is not None
+        if rows is not None and logits is not None and looks:
+            outputs = rows
+            self.kvtxn_tell(lambda watch: watch.came_out(logits, outputs))
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if rows is not None:
             self.kvtxn_tell(partial(_sampled_v1, self, output))
         return output
 

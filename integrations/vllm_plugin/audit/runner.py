@@ -1,31 +1,25 @@
-"""vLLM's model runners, watched by a ledger: what all share, and the V1 runner on a CPU.
+"""A ledger over a runner's caches: opening it, and ending each step of it.
 
-``_update_states`` says who comes and goes and which blocks are handed out, ``_prepare_inputs``
-which rows the forward writes and reads, ``_sample`` how many drafts were accepted.
+``open_watch`` opens one on a CPU, ``opening`` on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
-from functools import partial
-from types import MappingProxyType
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any, Protocol, TypeVar
 
 from ....audit import Key, Scrub
+from ....config import TxnConfig
 from ....log import get_logger
-from ..attach import hook_runner, stay_out
+from ..attach import HookedRunner, stay_out
 from ..cpu import cache_layout
 from ..internals import (
     Foreign,
     audited,
-    audited_cpu,
     audited_states,
     ranks,
     scheduling,
-    single_states,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -40,7 +34,7 @@ Watched = TypeVar("Watched", bound=Watch)
 
 
 class AuditedRunner:
-    """A mixin of vLLM's runners that keeps a watch for as long as the KV cache lives.
+    """A mixin of vLLM's runners on a GPU that keeps a watch for as long as the KV cache lives.
 
     Attributes:
         kvtxn_audit: the watch, once the KV cache exists; None where there is nothing to watch.
@@ -51,10 +45,14 @@ class AuditedRunner:
         kvtxn_unhook: undoes the hooks around the runner itself.
     """
 
-    kvtxn_audit: Watch | None = None
+    kvtxn: Any = None
+    kvtxn_audit: Any = None
     kvtxn_settings: PluginSettings
+    kvtxn_config: TxnConfig
     kvtxn_rank: int = 0
     kvtxn_required: bool = False
+    kvtxn_on_trial: bool = False
+    kvtxn_announce: Callable[[], None] | None = None
     kvtxn_undo: ExitStack
     kvtxn_unhook: ExitStack
 
@@ -65,13 +63,8 @@ class AuditedRunner:
 
     def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
         """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        watch = self.kvtxn_audit
-        if watch is None or watch.stopped or not watch.begun:
-            return
-        try:
-            tell(watch)
-        except Exception as error:
-            watch.stop(error)
+        if self.kvtxn_audit is not None:
+            self.kvtxn_audit.hear(tell)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
@@ -85,7 +78,7 @@ class AuditedRunner:
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
-        return open_watch(self)
+        raise NotImplementedError
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """End the step of an engine that samples nothing: its output is what the forward gave."""
@@ -100,124 +93,48 @@ class AuditedRunner:
     def kvtxn_last_part(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the last part of a step, and end the step of the audit, however the part ends.
 
-        Adds to its output the requests that read wrong rows, if they are contained.
-
         Raises:
-            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+            AuditError: see ``end_step``.
         """
         try:
             output = run(*args, **kwargs)
         except BaseException:
-            self.kvtxn_tell(_sampling_failed)
-            if self.kvtxn_audit is not None:
-                with suppress(AuditError):  # the step's own error wins
-                    self.kvtxn_audit.end_step()
+            fail_step(self)
             raise
-        watch = self.kvtxn_audit
-        if watch is not None:
-            if watch.scrub is not None:
-                self.kvtxn_tell(Watch.ended)
-            wrong = watch.end_step()
-            if wrong is not None:
-                scheduling.mark(output, wrong)
+        end_step(self, output)
         return output
 
 
-class AuditedRunnerV1(AuditedRunner):
-    """A mixin of the V1 runner: each method runs vLLM's own code and tells the ledger of it.
+class WatchedRunner(HookedRunner, Protocol):
+    """A hooked runner that tells a watch of its steps."""
 
-    Attributes:
-        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
-            such as a warm-up.
-        kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
-            forward that the ledger does not know.
-        kvtxn_leaves: by group, the blocks whose states windows write once it is known which drafts
-            of the step stay.
-        kvtxn_reader: reads the runner's steps on a CPU.
-        kvtxn_samples: reads what was sampled in them.
+    def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+
+
+def end_step(runner: WatchedRunner, output: Foreign) -> None:
+    """End a step; adds to its output the requests that read wrong rows, if they are contained.
+
+    Raises:
+        AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
     """
-
-    kvtxn_prepared: Any = None
-    kvtxn_outputs: Tensor | None = None
-    kvtxn_leaves: Mapping[str, Tensor] = MappingProxyType({})
-    kvtxn_reader: audited_cpu.StepReader
-    kvtxn_samples: audited_cpu.SampledReader
-
-    def kvtxn_open_watch(self) -> Watch | None:
-        """Open a ledger over new caches; if that is impossible, log why and return None."""
-        watch = open_watch(self)
-        if watch is not None:
-            given = watch.ledger.input
-            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups, given)
-            self.kvtxn_samples = audited_cpu.SampledReader(self, given)
-        return watch
-
-    def _update_states(self, scheduler_output: Any) -> Any:
-        """Tell the ledger which requests begin and end, and which blocks each request gets."""
-        self.kvtxn_prepared = None
-        result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        self.kvtxn_tell(lambda watch: watch.change(audited.changes(self, scheduler_output)))
-        return result
-
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        """Keep the prepared inputs until the forward begins."""
-        self.kvtxn_prepared = super()._prepare_inputs(  # type: ignore[misc]
-            scheduler_output, num_scheduled_tokens
-        )
-        return self.kvtxn_prepared
-
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Tell the ledger which rows the forward writes and reads, then run the forward."""
-        prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
-        self.kvtxn_outputs = None if prepared is None else prepared[0]
-        try:
-            if prepared is not None:
-                given = (kwargs.get("input_ids"), kwargs.get("positions"))
-                self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared, given))
-            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            if prepared is not None:
-                self.kvtxn_tell(take_back)
-            raise
-
-    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Tell the ledger of a NaN that came out, and which drafts were accepted."""
-        rows = self.kvtxn_take_outputs(logits)
-        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        if rows is not None:
-            self.kvtxn_tell(partial(_tell_sampled, self, output))
-        return output
-
-    def kvtxn_take_outputs(self, logits: Any) -> Tensor | None:
-        """Look for a NaN in logits, if bytes are compared; returns the rows that they are of."""
-        rows, self.kvtxn_outputs = self.kvtxn_outputs, None
-        looks = self.kvtxn_audit is not None and self.kvtxn_audit.scrub is not None
-        if rows is not None and logits is not None and looks:
-            outputs = rows
-            self.kvtxn_tell(lambda watch: watch.came_out(logits, outputs))
-        return rows
+    watch = runner.kvtxn_audit
+    if watch is None:
+        return
+    if watch.scrub is not None:
+        runner.kvtxn_tell(Watch.ended)
+    wrong = watch.end_step()
+    if wrong is not None:
+        scheduling.mark(output, wrong)
 
 
-def _tell_forward(
-    runner: AuditedRunnerV1, watch: Watch, prepared: Foreign, given: tuple[Foreign, Foreign]
-) -> None:
-    """Tell a watch which rows and states the next forward writes and reads.
-
-    Args:
-        runner: the runner.
-        watch: its watch.
-        prepared: what the runner has prepared for the forward.
-        given: the ids and the positions that the model is called with.
-    """
-    rows = runner.kvtxn_reader.rows(prepared, *given)
-    states, runner.kvtxn_leaves = None, {}
-    if watch.states and audited_states.has_single_states(runner):
-        states = single_states.states(runner, list(watch.states), rows)
-        runner.kvtxn_leaves = {} if rows.drafts is None else states.leaves
-    elif watch.states:
-        assert rows.first is not None  # on a CPU the host knows it
-        states = audited_states.states(runner, watch.states, rows.starts, rows.first)
-    watch.forward(rows, partial(audited.returning, runner), states)
+def fail_step(runner: WatchedRunner) -> None:
+    """End a step whose last part raised; that error wins over what the audit finds."""
+    watch = runner.kvtxn_audit
+    if watch is not None:
+        runner.kvtxn_tell(_sampling_failed)
+        with suppress(AuditError):
+            watch.end_step()
 
 
 def take_back(watch: Watch) -> None:
@@ -235,24 +152,7 @@ def _sampling_failed(watch: Watch) -> None:
         watch.take_back()
 
 
-def _tell_sampled(runner: AuditedRunnerV1, output: Foreign, watch: Watch) -> None:
-    """Tell a watch what was sampled, and which states windows write after that."""
-    watch.sampled(*runner.kvtxn_samples.of_step(output, watch.rows))
-    if runner.kvtxn_leaves and watch.under_way is not None:
-        watch.ledger.leave(watch.under_way.lines, runner.kvtxn_leaves)
-
-
-def audit_mixins(settings: PluginSettings) -> tuple[type, ...]:
-    """Return the mixins of the audit that the user asks for; empty without an audit."""
-    return () if settings.audit == "off" else (AuditedRunnerV1,)
-
-
-def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
-    """Attach the audit to a runner without windows, before its KV cache exists."""
-    hook_runner(runner, settings, rank, audited.AUDITED_METHODS, *audit_mixins(settings))
-
-
-def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
+def _compare_bytes(runner: HookedRunner, watch: Watch) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
@@ -278,7 +178,7 @@ def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
         say_without_bytes(runner, why, error)
 
 
-def say_without_bytes(runner: AuditedRunner, why: str, error: Exception | None) -> None:
+def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
     """Log that the bytes of some rows or states are not compared, and why.
 
     Raises:
@@ -296,7 +196,7 @@ def shared_key() -> Key | None:
 
 
 def on_all_ranks(
-    runner: AuditedRunner,
+    runner: HookedRunner,
     key: Key | None,
     watch: Watched | None,
     why: str | None,
@@ -325,7 +225,7 @@ def on_all_ranks(
     return watch
 
 
-def join_stages(runner: AuditedRunner, watch: Watched | None) -> Watched | None:
+def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
     """Let the ranks of all pipeline stages stop together; every rank must call this.
 
     vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
@@ -337,7 +237,7 @@ def join_stages(runner: AuditedRunner, watch: Watched | None) -> Watched | None:
     return watch
 
 
-def say_active(runner: AuditedRunner, watch: Watch) -> None:
+def say_active(runner: HookedRunner, watch: Watch) -> None:
     """Log that a worker is watched, and which of its KV-cache groups are not."""
     rank = runner.kvtxn_rank
     watch.left_out = audited.groups_left_out(runner, [*watch.groups, *watch.states])
@@ -357,7 +257,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def open_watch(runner: AuditedRunner) -> Watch | None:
+def open_watch(runner: HookedRunner) -> Watch | None:
     """Open a ledger over a runner's new caches.
 
     Returns:
@@ -400,7 +300,7 @@ def nothing_to_audit(groups: Sized, states: Sized) -> str | None:
 
 
 def follow_transfers(
-    runner: AuditedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
+    runner: HookedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
 ) -> None:
     """Let a watch follow the rows of a KV connector; if that fails, the audit ends.
 

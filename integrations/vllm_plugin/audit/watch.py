@@ -141,6 +141,20 @@ class Watch(WatchedOutputs):
     def begin(self) -> None:
         """Watch from now on; a watch on a CPU does so from its first step."""
 
+    def hear(self, tell: Callable[[Any], None]) -> None:
+        """Let the runner tell of a step; an error of the audit's own ends the audit alone.
+
+        Args:
+            tell: gets this watch; not called before the engine has warmed up, nor once the audit
+                has ended.
+        """
+        if self.stopped or not self.begun:
+            return
+        try:
+            tell(self)
+        except Exception as error:
+            self.stop(error)
+
     def stop(self, error: Exception) -> None:
         """Stop watching after an error of the audit's own; the engine runs on.
 

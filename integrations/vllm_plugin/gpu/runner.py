@@ -1,4 +1,4 @@
-"""The mixin that vLLM's two model runners on a GPU share.
+"""The mixin that vLLM's two model runners on a GPU share: it keeps kvtxn's steps.
 
 Before vLLM measures how much memory is free, kvtxn reserves the memory of its steps; once the
 caches exist, the steps take it. Each runner's own mixin says when a step begins and ends.
@@ -6,11 +6,13 @@ caches exist, the steps take it. Each runner's own mixin says when a step begins
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from ....config import TxnConfig
 from ....cuda_graphs import MOST_BYTES
@@ -37,7 +39,8 @@ from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
-from ..runner import WindowedRunnerMixin
+from ..settings import PluginSettings
+from ..window_steps import end_unheard, open_steps
 from .spare_blocks import (
     SpareBlocks,
     by_rows,
@@ -53,15 +56,37 @@ if TYPE_CHECKING:
 log = get_logger()
 
 
-class GpuRunnerMixin(WindowedRunnerMixin):
-    """Steps in fixed buffers, which captured graphs read.
+class GpuRunnerMixin:
+    """Steps in fixed buffers, which captured graphs read, for as long as the KV cache lives.
 
     Attributes:
+        kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
+        kvtxn_audit: the watch over the KV cache; None if nothing is watched.
+        kvtxn_settings: the user's settings, those of the audit included.
+        kvtxn_config: those of windows among them.
+        kvtxn_rank: the worker's rank.
+        kvtxn_room: memory reserved while vLLM measures how much is free, for the steps to take.
+        kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_on_trial: a self-test decides, after the warm-up, whether windows stay.
+        kvtxn_announce: logs that windows are active, once the self-test is passed.
+        kvtxn_undo: undoes the hooks of the present steps.
+        kvtxn_unhook: undoes the hooks around the runner itself.
         kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
         kvtxn_keeps_order: vLLM's order of a batch must stay, since sums depend on it.
         kvtxn_connected: the engine has a KV connector, which may read rows once a step is over.
     """
 
+    kvtxn: Any = None
+    kvtxn_audit: Any = None
+    kvtxn_settings: PluginSettings
+    kvtxn_config: TxnConfig
+    kvtxn_rank: int = 0
+    kvtxn_room: Tensor | None = None
+    kvtxn_required: bool = False
+    kvtxn_on_trial: bool = False
+    kvtxn_announce: Callable[[], None] | None = None
+    kvtxn_undo: ExitStack
+    kvtxn_unhook: ExitStack
     kvtxn_spare: SpareBlocks | None = None
     kvtxn_keeps_order: bool = False
     kvtxn_connected: bool = False
@@ -74,7 +99,10 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Add blocks in which drafts may wait, unknown to the scheduler, and make the caches."""
+        """Add blocks in which drafts may wait, unknown to the scheduler, and make new steps.
+
+        A profiling run's caches get neither.
+        """
         self.kvtxn_spare = None
         self.kvtxn_connected = not is_profiling and connectors.connector() is not None
         given = kv_cache_config
@@ -84,13 +112,34 @@ class GpuRunnerMixin(WindowedRunnerMixin):
             connectors.adopt(given, kv_cache_config)
             self.kvtxn_room = None
             torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+        self.kvtxn = None
+        self.kvtxn_undo.close()  # the hooks of the steps over earlier caches
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
+        if not is_profiling:
+            self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
+            self.kvtxn = open_steps(self, self.kvtxn_facts, self.make_steps)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step's forward; an error of a window's is heard, whichever rank meets it."""
+        return self.kvtxn_heard(super().execute_model, *args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rest of a step; an error of a window's is heard, whichever rank meets it."""
+        return self.kvtxn_heard(super().sample_tokens, *args, **kwargs)  # type: ignore[misc]
+
+    def kvtxn_heard(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a part of a step; an error of a window's is heard, see ``end_unheard``."""
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            end_unheard(self, error)
+            raise
 
     def kvtxn_release(self) -> None:
         """Abort an open window, and clear the buffers' drafts for graphs that still run."""
-        super().kvtxn_release()
         steps = self.kvtxn
         if steps is not None:
+            steps.abandon()
             if steps.deferred:
                 steps.windows.mark(None)
             keep_for_graphs(self, steps)
@@ -106,7 +155,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
-        """Make the steps; see ``WindowedRunnerMixin``. Drafts wait behind vLLM's own blocks."""
+        """Make the steps; see ``open_steps``. Drafts wait behind vLLM's own blocks."""
         spare = self.kvtxn_spare or SpareBlocks.none()
         own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
         manager = TransactionManager(layer_refs(own, kv_dtype), settings)

@@ -15,12 +15,11 @@ from ...serving.packed_steps import PackedGraphSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
-from ..runner import V1StepMixin
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 
 
-class GpuRunnerV1(V1StepMixin, GpuRunnerMixin):
+class GpuRunnerV1(GpuRunnerMixin):
     """A mixin of vLLM's V1 runner on a GPU: each method runs vLLM's own code in a window."""
 
     kvtxn: PackedGraphSteps | None
@@ -30,6 +29,12 @@ class GpuRunnerV1(V1StepMixin, GpuRunnerMixin):
     ) -> PackedGraphSteps:
         """Make steps over slots of their own, since this runner keeps them by group."""
         return PackedGraphSteps(manager, batches.query_len(self), batches.vocab_size(self), rows)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Abort a window that an abandoned step left open, then run vLLM's own code."""
+        if self.kvtxn is not None:
+            self.kvtxn.abandon()
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         """Let requests with drafts lead, so that windows have no other rows.

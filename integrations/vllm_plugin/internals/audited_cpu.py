@@ -16,6 +16,21 @@ from . import audited, audited_v1, given_forwards
 from .audited import Rows
 
 
+def rows_with_logits(prepared: Any) -> Tensor:
+    """Return the rows of a forward whose outputs are sampled, int ``[num_outputs]``.
+
+    Args:
+        prepared: the result of a V1 runner's ``_prepare_inputs``.
+    """
+    rows: Tensor = prepared[0]
+    return rows
+
+
+def ids_and_positions(inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the ids and the positions that a model is called with, given its arguments."""
+    return inputs.get("input_ids"), inputs.get("positions")
+
+
 class StepReader:
     """Reads the steps of a V1 runner on a CPU into buffers of its own.
 

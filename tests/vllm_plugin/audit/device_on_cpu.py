@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin.audit import gpu_runners, runner
+from kvtxn.integrations.serving.parts import Part
+from kvtxn.integrations.vllm_plugin.audit import gpu_runners
+from kvtxn.integrations.vllm_plugin.cpu import parts
+from kvtxn.integrations.vllm_plugin.seam.runner_cpu_v1 import CpuRunnerV1
 
 
-class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1):
-    """The mixin of GPUs before the runner of a CPU."""
+class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
+    """The ledger's mixin of GPUs before the adapter of a CPU's runner."""
 
     def kvtxn_open_watch(self) -> Any:
         """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
@@ -20,4 +23,5 @@ class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1):
 
 def watch_as_on_a_gpu() -> None:
     """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
-    runner.audit_mixins = lambda settings: (GpuWayRunnerV1,)
+    parts.CpuRunnerV1 = GpuWayRunnerV1
+    parts.CpuLedger = lambda runner: Part()

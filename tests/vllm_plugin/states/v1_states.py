@@ -14,7 +14,7 @@ from typing import Any
 import state_operators
 import torch
 from engine_child import played
-from kvtxn.integrations.vllm_plugin import runner as runner_module
+from kvtxn.integrations.vllm_plugin import window_steps
 from kvtxn.integrations.vllm_plugin.attach import hook_runner
 from kvtxn.integrations.vllm_plugin.gpu import runner_states
 from kvtxn.integrations.vllm_plugin.gpu.runner_states_v1 import GpuStateRunnerV1
@@ -116,7 +116,7 @@ def hold_states() -> None:
         methods = {**batches.V1_METHODS, **batches.V1_STATE_METHODS, **state_layers.METHODS}
         hook_runner(worker.model_runner, wanted, 0, methods, StatesAlone)
 
-    for module in (runner_states, runner_module):
+    for module in (runner_states, window_steps):
         module.decide = lambda *_: Decision("undo", "a test")  # type: ignore[assignment]
     held_states.launches_differ = lambda *_, **__: None  # type: ignore[assignment]
     Mamba2Rows.keep = keep  # type: ignore[method-assign] - the kernel's work

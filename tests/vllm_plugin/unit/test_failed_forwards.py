@@ -19,8 +19,9 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.attach import hook_runner
     from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
-    from kvtxn.integrations.vllm_plugin.audit.runner import AuditedRunnerV1
 
+from kvtxn.integrations.vllm_plugin.audit import cpu_ledger
+from kvtxn.integrations.vllm_plugin.cpu import parts
 from kvtxn.integrations.vllm_plugin.settings import settings
 
 TOKENS = [1, 2, 3, 4, 5]
@@ -40,23 +41,35 @@ class Failing:
             raise RuntimeError("a kernel failed")
 
 
-def hooked(monkeypatch, mixin, told):
-    """A hooked runner, whose watch is told of a prompt's step before its forward."""
+WATCHED = settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu")
+
+
+def on_cpu(monkeypatch):
+    """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
     made = Failing()
-    hook_runner(made, settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu"), 0, {}, mixin)
-    made.kvtxn_prepared = (None,)
-    module = mixin.__module__
-    name = "_step_v1" if mixin is AuditedGpuRunnerV1 else "_tell_forward"
-    monkeypatch.setattr(f"{module}.{name}", told)
+    monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
+    monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
+    parts.attach(made, WATCHED, 0, windows=False, states=False)
+    made.kvtxn_prepared = (torch.tensor([4]),)
+
+    def tell(ledger, prepared, inputs, w):
+        w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
+
+    monkeypatch.setattr(cpu_ledger.CpuLedger, "_tell_forward", tell)
     return made
 
 
-def tell_cpu(runner, w, prepared, given):
-    w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
+def on_gpu(monkeypatch):
+    """The same in the way of GPUs."""
+    made = Failing()
+    hook_runner(made, WATCHED, 0, {}, AuditedGpuRunnerV1)
+    made.kvtxn_prepared = (None,)
 
+    def tell(runner, prepared, w):
+        w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
 
-def tell_gpu(runner, prepared, w):
-    w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
+    monkeypatch.setattr(f"{AuditedGpuRunnerV1.__module__}._step_v1", tell)
+    return made
 
 
 def device_watch():
@@ -68,7 +81,7 @@ def device_watch():
     return made
 
 
-WAYS = [(AuditedRunnerV1, tell_cpu, watch), (AuditedGpuRunnerV1, tell_gpu, device_watch)]
+WAYS = [(on_cpu, watch), (on_gpu, device_watch)]
 
 
 def read_again(w):
@@ -79,15 +92,15 @@ def read_again(w):
     return [(v["kind"], v["request"], v["position"]) for v in w.report()]
 
 
-@pytest.mark.parametrize(("mixin", "told", "make"), WAYS)
+@pytest.mark.parametrize(("hooked", "make"), WAYS)
 @pytest.mark.parametrize(
     ("fails", "late", "wrong"),
     [("", False, False), ("forward", False, True), ("sampling", False, False),
      ("sampling", True, True)],
 )  # fmt: skip
-def test_the_next_reader_is_told(monkeypatch, mixin, told, make, fails, late, wrong):
+def test_the_next_reader_is_told(monkeypatch, hooked, make, fails, late, wrong):
     """Where sampling fails the rows are there, but for those of a drafter."""
-    runner, w = hooked(monkeypatch, mixin, told), make()
+    runner, w = hooked(monkeypatch), make()
     w.change(come(arrival("a", TOKENS, [1, 2])))
     runner.kvtxn_audit, runner.fails, w.drafts_late = w, fails, late
     with suppress(RuntimeError):
@@ -98,7 +111,7 @@ def test_the_next_reader_is_told(monkeypatch, mixin, told, make, fails, late, wr
 
 
 def test_a_forward_of_nobodys_takes_nothing_back(monkeypatch):
-    runner, w = hooked(monkeypatch, AuditedRunnerV1, tell_cpu), watch()
+    runner, w = on_cpu(monkeypatch), watch()
     w.change(come(arrival("a", TOKENS, [1, 2])))
     runner.kvtxn_audit = w
     runner._model_forward()

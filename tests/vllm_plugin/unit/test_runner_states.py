@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 with importing_kernels():
     import held_rig as held
     from kvtxn.integrations.vllm_plugin import attach as attaching
-    from kvtxn.integrations.vllm_plugin import runner as runner_module
     from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
     from kvtxn.integrations.vllm_plugin.gpu import (
         runner_states,
@@ -62,9 +61,9 @@ def runner(request, monkeypatch):
     manager = SimpleNamespace(note_fallback=lambda *_: None, executor=executor)
     own.opened = []
     monkeypatch.setattr(
-        runner_module,
+        gpu_runner,
         "open_steps",
-        lambda hooked: hooked.opened.append(hooked.kvtxn_hold_states(manager)) or Steps(),
+        lambda hooked, *_: hooked.opened.append(hooked.kvtxn_hold_states(manager)) or Steps(),
     )
     return own
 
@@ -221,7 +220,7 @@ def test_the_attention_is_known_before_the_caches(runner, monkeypatch, attention
     specs = runner.get_kv_cache_spec()
     assert (specs["it"].num_speculative_blocks == 0) == one_state
     runner.opened = []
-    monkeypatch.setattr(runner_module, "open_steps", lambda _: None)
+    monkeypatch.setattr(gpu_runner, "open_steps", lambda *_: None)
     if not one_state:
         runner.initialize_kv_cache(None)
         assert runner.kvtxn_states is None
@@ -250,7 +249,7 @@ def test_of_layers_that_differ_an_unknown_attention_counts(monkeypatch):
 
 def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
     runner.get_kv_cache_spec()
-    monkeypatch.setattr(runner_module, "open_steps", lambda _: None)
+    monkeypatch.setattr(gpu_runner, "open_steps", lambda *_: None)
     with pytest.raises(KVTxnError, match="the caches have one state per request"):
         runner.initialize_kv_cache(None)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import attrs
@@ -12,15 +10,15 @@ import pytest
 import torch
 from engine_jobs import missing
 from kvtxn.integrations.serving.state_steps import StateSteps
-from kvtxn.integrations.vllm_plugin import runner as runner_module
-from kvtxn.integrations.vllm_plugin.attach import swap_class
-from kvtxn.integrations.vllm_plugin.cpu import lent_rows, runner_states
-from kvtxn.integrations.vllm_plugin.internals import gated_delta, state_layers
+from kvtxn.integrations.vllm_plugin.attach import unhook_runner
+from kvtxn.integrations.vllm_plugin.cpu import lent_rows, parts, states, windows
+from kvtxn.integrations.vllm_plugin.internals import batches, gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     EngineFacts,
 )
+from kvtxn.integrations.vllm_plugin.settings import settings
 
 from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.states import WindowState
@@ -162,13 +160,11 @@ class Own:
 def hooked(monkeypatch, facts):
     """A runner that became one of ours, in an engine of these facts, whose steps are refused."""
     runner = Own()
-    swap_class(runner, runner_states.StateRunnerV1)
-    ours: Any = runner
-    ours.kvtxn_config = TxnConfig(policy="auto")
-    ours.kvtxn_undo, ours.kvtxn_unhook = ExitStack(), ExitStack()
-    monkeypatch.setattr(runner_states, "runner_facts", lambda runner: facts)
-    monkeypatch.setattr(runner_module, "open_steps", lambda runner: None)
-    return ours
+    monkeypatch.setattr(batches, "V1_METHODS", {})
+    parts.attach(runner, settings(EXACT, 1, "cpu"), 0, windows=True, states=True)
+    monkeypatch.setattr(states, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(windows, "open_steps", lambda *_: None)
+    return runner
 
 
 @real_vllm
@@ -180,7 +176,8 @@ def test_without_steps_an_engine_with_one_state_does_not_start(monkeypatch):
     with pytest.raises(KVTxnError, match="the caches have one state per request, but kvtxn has no"):
         runner.initialize_kv_cache("real")
     assert runner.caches == ["measured", "real"]
-    runner.kvtxn_unhook.close()
+    unhook_runner(runner)
+    assert type(runner) is Own
     assert runner.gated.num_spec == 4
 
 

@@ -1,0 +1,206 @@
+"""The parts of kvtxn that take part in an engine's steps, and the one list that orders them.
+
+Each engine has an adapter that overrides every method of the engine's runner once, and tells the
+list what happens. Windows, states and the ledger are parts: they hear it, each by itself, and none
+of them knows another one.
+
+A step goes ``step_begins``, ``requests_changed``, ``planned``, ``forward_begins``,
+``forward_ended``, ``sampling_begins``, ``sampled``, ``step_ended``. A step without a forward, such
+as one in which requests only end, leaves out what comes after ``requests_changed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+
+class Part:
+    """Hears what an engine does. Every event does nothing here; a part overrides what it needs.
+
+    What an adapter hands over with an event is the engine's own object. Readers that know this
+    engine make numbers and tensors of it, so a part is made together with its readers.
+    """
+
+    # -- caches ------------------------------------------------------------------------------
+
+    def caches_wanted(self) -> None:
+        """Hear that the engine is about to say which caches it wants."""
+
+    def caches_described(self, specs: Any) -> Any:
+        """Return what the engine shall ask for, given the caches that it is about to ask for."""
+        return specs
+
+    def caches_dropped(self) -> None:
+        """Hear that the engine is about to replace its caches: let go of the present ones."""
+
+    def caches_made(self) -> None:
+        """Hear that new caches exist, which steps will use."""
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Hear that a step begins. The step before it may have been dropped half-way."""
+
+    def requests_changed(self, scheduled: Any) -> None:
+        """Hear which requests come and go, and which blocks are handed out.
+
+        Args:
+            scheduled: what the engine's scheduler says of this step.
+        """
+
+    def planned(self, prepared: Any) -> None:
+        """Hear which rows the step has, and which of them are drafts.
+
+        Args:
+            prepared: what the engine prepared for the forward.
+        """
+
+    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+        """Hear that the forward is about to run.
+
+        Args:
+            prepared: as for ``planned``; None for a forward without requests, such as a warm-up.
+            inputs: the arguments of the forward, by name.
+        """
+
+    def forward_ended(self) -> None:
+        """Hear that the forward has run."""
+
+    def failed(self, error: BaseException) -> None:
+        """Hear that the engine's forward or its sampling raised, or a part before them.
+
+        Args:
+            error: it is raised again afterwards.
+        """
+
+    def sampling_begins(self, logits: Any) -> None:
+        """Hear what the forward computed, before it is sampled."""
+
+    def sampled(self, output: Any) -> None:
+        """Hear what was sampled, before a drafter or a connector sees the cache."""
+
+    def step_ended(self, output: Any) -> None:
+        """Hear the step's output on its way to the engine; drafters have written their rows."""
+
+    def step_failed(self) -> None:
+        """Hear that the last call of a step raised; ``step_ended`` does not come."""
+
+    def raised(self, error: Exception) -> None:
+        """Hear of an error on its way out of the runner, whichever call of a step raised it."""
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def released(self) -> None:
+        """Hear that the engine goes on without kvtxn."""
+
+
+class Parts(Part):
+    """A list of parts that hears every event for them, in its order.
+
+    Windows come before the ledger, which hears of an outcome once it is committed. Caches are let
+    go of in reverse, and so are the parts at the end.
+
+    If a part raises, the parts behind it do not hear the event. Only ``failed``, ``step_failed``
+    and ``released`` reach all of them, whichever part raises.
+
+    Args:
+        parts: the parts, the first one first.
+    """
+
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self._parts: Final = tuple(parts)
+
+    def caches_wanted(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.caches_wanted()
+
+    def caches_described(self, specs: Any) -> Any:
+        """Hand the caches from part to part; returns what the last one returns."""
+        for part in self._parts:
+            specs = part.caches_described(specs)
+        return specs
+
+    def caches_dropped(self) -> None:
+        """Tell the parts, the last one first."""
+        for part in reversed(self._parts):
+            part.caches_dropped()
+
+    def caches_made(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.caches_made()
+
+    def step_begins(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.step_begins()
+
+    def requests_changed(self, scheduled: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.requests_changed(scheduled)
+
+    def planned(self, prepared: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.planned(prepared)
+
+    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.forward_begins(prepared, inputs)
+
+    def forward_ended(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.forward_ended()
+
+    def failed(self, error: BaseException) -> None:
+        """Tell every part; what a part raises becomes a note of the error."""
+        for part in self._parts:
+            try:
+                part.failed(error)
+            except Exception as failure:
+                error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
+
+    def sampling_begins(self, logits: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.sampling_begins(logits)
+
+    def sampled(self, output: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.sampled(output)
+
+    def step_ended(self, output: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.step_ended(output)
+
+    def step_failed(self) -> None:
+        """Tell every part, then raise what the first one raised."""
+        _every(part.step_failed for part in self._parts)
+
+    def raised(self, error: Exception) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.raised(error)
+
+    def released(self) -> None:
+        """Tell every part, the last one first, then raise what the first of them raised."""
+        _every(part.released for part in reversed(self._parts))
+
+
+def _every(events: Iterable[Callable[[], None]]) -> None:
+    """Make every call, then raise what the first failing one raised."""
+    first: Exception | None = None
+    for event in events:
+        try:
+            event()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,0 +1,137 @@
+"""The windows of vLLM's V1 model runner on a CPU.
+
+A step's plan says which rows are drafts, a window is open while the model computes them, and it is
+committed before the drafter or a connector sees the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from ....config import TxnConfig
+from ....manager import TransactionManager
+from ...serving.eager_steps import EagerSteps
+from ...serving.parts import Part
+from ..internals import batches
+from ..internals.layers import TargetLayer
+from ..policy.engine import EngineFacts
+from ..seam.runner_cpu_v1 import CpuRunnerV1
+from ..window_steps import end_unheard, open_steps
+from . import attention, cache_layout
+
+
+class Caches(Protocol):
+    """Knows which caches the windows of a runner are over."""
+
+    def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Add to the facts those that are known once the caches exist."""
+
+    def make_steps(
+        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
+    ) -> tuple[EagerSteps, dict[str, object]]:
+        """Make the steps over the target's layers; see ``open_steps``."""
+
+    def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
+        """Find the slots of the step, by group; see ``batches.step_slots``."""
+
+
+class RowCaches:
+    """Caches of attention, with a row per token.
+
+    Args:
+        runner: the hooked runner.
+    """
+
+    def __init__(self, runner: CpuRunnerV1) -> None:
+        self._runner = runner
+
+    def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Return the facts as they are."""
+        return facts
+
+    def make_steps(
+        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
+    ) -> tuple[EagerSteps, dict[str, object]]:
+        """Make the steps, and let the attention keep drafts out of the cache if they wait."""
+        # The attention copies draft rows out of the batch: nobody else can write into them.
+        staging = "reference" if settings.staging == "auto" else settings.staging
+        refs = cache_layout.layer_refs(layers, kv_dtype)
+        manager = TransactionManager(refs, attrs.evolve(settings, staging=staging))
+        steps = EagerSteps(manager, batches.vocab_size(self._runner))
+        if settings.policy == "deferred":
+            self._runner.kvtxn_undo.callback(attention.unhook_attention, layers)
+            attention.hook_attention(steps, layers)
+        return steps, {}
+
+    def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
+        """Find the slots of the step, by group."""
+        return row_slots(steps)
+
+
+def row_slots(steps: EagerSteps) -> Mapping[str, Tensor] | str:
+    """Find the slots of a step in the groups with a row per token; see ``batches.step_slots``."""
+    manager = steps.manager
+    layers = {ref.group: ref.name for ref in manager.layers.values() if not ref.replay}
+    return batches.step_slots(layers, reads_window=manager.policy == "deferred")
+
+
+class Windows(Part):
+    """Opens a window for each step with drafts, and commits the accepted ones.
+
+    The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
+
+    Args:
+        runner: the hooked runner.
+        caches: what the windows are over.
+    """
+
+    def __init__(self, runner: CpuRunnerV1, caches: Caches) -> None:
+        self._runner = runner
+        self._caches = caches
+
+    def caches_dropped(self) -> None:
+        """Forget the steps over the caches that go."""
+        self._runner.kvtxn = None
+
+    def caches_made(self) -> None:
+        """Make steps over new caches, or log why there are none."""
+        self._runner.kvtxn = open_steps(self._runner, self._caches.facts, self._caches.make_steps)
+
+    def step_begins(self) -> None:
+        """Abort a window that an abandoned step left open."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.abandon()
+
+    def planned(self, prepared: Any) -> None:
+        """Plan the step: which rows are drafts."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))
+
+    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+        """Open the step's window."""
+        steps = self._runner.kvtxn
+        if steps is not None:
+            steps.begin(lambda: self._caches.slots(steps))
+
+    def failed(self, error: BaseException) -> None:
+        """Abort the step's window."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.abandon()
+
+    def sampled(self, output: Any) -> None:
+        """Commit the drafts that the sampled ids accept."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.commit(lambda: batches.sampled_ids(output))
+
+    def raised(self, error: Exception) -> None:
+        """Let an error of a window's be heard, whichever rank meets it."""
+        end_unheard(self._runner, error)
+
+    def released(self) -> None:
+        """Abort a window that is still open."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.abandon()

@@ -1,0 +1,1 @@
+"""Where the plug-in stands in vLLM's own calls: adapters that tell the parts what vLLM does."""

@@ -1,0 +1,86 @@
+"""Parts hear an engine's events in the order of one list."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from kvtxn.integrations.serving.parts import Part, Parts
+
+EVENTS = [name for name, _ in inspect.getmembers(Part, inspect.isfunction)]
+#: The part that hears these first is the last one.
+REVERSED = ("caches_dropped", "released")
+#: Every part hears these, whichever part raises.
+REACH_ALL = ("failed", "released", "step_failed")
+
+
+class Heard(Part):
+    """Notes its name and each event that it hears; raises in some."""
+
+    def __init__(self, name: str, log: list[tuple[str, str]], raises: str = "") -> None:
+        self.name, self.log, self.raises = name, log, raises
+
+    def __getattribute__(self, event):
+        own = object.__getattribute__(self, event)
+        if event not in EVENTS:
+            return own
+
+        def hear(*args):
+            self.log.append((self.name, event))
+            if event == self.raises:
+                raise RuntimeError(f"{self.name} raised")
+            return own(*args)
+
+        return hear
+
+
+def tell(parts: Part, event: str, *args: object) -> object:
+    """Tell an event, with as many arguments as it takes."""
+    method = getattr(parts, event)
+    given = args or [KeyError("the engine's")] * len(inspect.signature(method).parameters)
+    return method(*given)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_parts_hear_an_event_in_order(event):
+    log: list[tuple[str, str]] = []
+    tell(Parts([Heard("windows", log), Heard("ledger", log)]), event)
+    names = ["windows", "ledger"]
+    assert log == [(name, event) for name in (names[::-1] if event in REVERSED else names)]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_list_hears_what_a_part_hears(event):
+    """By the same parameters; an event that it did not hand on would be lost."""
+    assert event in vars(Parts)
+    assert inspect.signature(getattr(Parts, event)) == inspect.signature(getattr(Part, event))
+    given = [KeyError("the engine's")] * len(inspect.signature(getattr(Part(), event)).parameters)
+    assert tell(Parts([Part()]), event, *given) == tell(Part(), event, *given)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_part_that_raises(event):
+    """The parts behind it hear of it only where something is taken back."""
+    log: list[tuple[str, str]] = []
+    names = ["b", "a"] if event in REVERSED else ["a", "b"]
+    parts = Parts(Heard(name, log, event if name == names[0] else "") for name in ("a", "b"))
+    if event == "failed":
+        error = KeyError("the engine's")
+        parts.failed(error)
+        assert "a raised" in error.__notes__[0]
+        assert error.__notes__[0].startswith("kvtxn:")
+    else:
+        with pytest.raises(RuntimeError, match=f"{names[0]} raised"):
+            tell(parts, event)
+    assert [name for name, _ in log] == (names if event in REACH_ALL else names[:1])
+
+
+def test_caches_go_through_the_hands_of_all_parts():
+    class Adds(Part):
+        def __init__(self, what):
+            self.what = what
+
+        def caches_described(self, specs):
+            return [*specs, self.what]
+
+    assert Parts([Adds("b"), Adds("c")]).caches_described(["a"]) == ["a", "b", "c"]
