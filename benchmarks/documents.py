@@ -272,7 +272,12 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
         load("h200-vllm-llama3-8b-eagle-joint")["cells"]
     ),
     "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
+    "vllm-gpu-ledger-ways": lambda: vllm_speed("h200-vllm-ledger-ways", "h100-vllm-ledger-ways"),
+    "vllm-gpu-ledger-ways-host": lambda: "\n\n".join(
+        vllm_report.clocked(load(f"{gpu}-vllm-ledger-ways")) for gpu in ("h200", "h100")
+    ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
+    "vllm-cpu-smol": lambda: vllm_speed("cpu-vllm-smol"),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
