@@ -74,7 +74,7 @@ def last_writers(slots: Tensor, mask: Tensor) -> Tensor:
 
 #: Places in the cells of planes, for slots that are the same in all calls; by what a plane's places
 #: depend on. Layers of one shape share them: to compute them costs more than to move the rows.
-Places = dict[tuple[int | None, ...], tuple[Tensor, ...]]
+Places = dict[tuple[object, ...], tuple[Tensor, ...]]
 
 
 def _places(plane: Plane, slots: Tensor, known: Places | None) -> tuple[Tensor, ...]:
@@ -84,8 +84,9 @@ def _places(plane: Plane, slots: Tensor, known: Places | None) -> tuple[Tensor, 
         ``plane.index``; for rows that are no strided view, the number of each element of each row
         in the cells, int64 ``[num_rows, *row_shape]``.
     """
-    table = None if plane.offsets is None else id(plane.offsets)  # the plane keeps it alive
-    key = *plane.cells.shape[:2], plane.block_size, len(plane.row_shape), table
+    key: tuple[object, ...] = *plane.cells.shape[:2], plane.block_size, plane.row_shape
+    if plane.offsets is not None:  # layers may have views of one table
+        key = *key, plane.offsets.data_ptr(), plane.offsets.stride()
     if known is not None and key in known:
         return known[key]
     index = plane.index(slots)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtxn import LayerRef
+from kvtxn.cache_planes import Plane
 from kvtxn.row_io import read, read_layers, write_layers
 
 BLOCK, HEADS, SIZE = 4, 2, 3
@@ -37,6 +38,8 @@ def layers() -> list[LayerRef]:
     return [
         packed("one", 5, 2 * ROW, given),
         packed("same", 5, 2 * ROW, given),
+        packed("views", 5, 2 * ROW, (given[0][:], given[1][:])),
+        packed("swapped", 5, 2 * ROW, (given[1], given[0])),
         packed("more", 7, 2 * ROW, given),
         packed("longer", 5, 2 * ROW + 6, given),
         strided("plain", 5),
@@ -72,9 +75,9 @@ def test_writes_each_layers_own_rows(layers: list[LayerRef]) -> None:
                 shared[index] = new[row : row + 1]
     write_layers(layers, rows, {"default": slots}, mask)
     for ref in layers:
-        cells = wanted[ref.name]
         for number, plane in enumerate(ref.planes):
-            assert torch.equal(plane.cells, cells[number if plane.offsets is None else 0])
+            own = number if plane.offsets is None else 0
+            assert torch.equal(plane.cells, wanted[ref.name][own])
 
 
 def test_no_slot_beyond_the_cache_is_written(layers: list[LayerRef]) -> None:
@@ -84,3 +87,19 @@ def test_no_slot_beyond_the_cache_is_written(layers: list[LayerRef]) -> None:
     with pytest.raises(IndexError):
         write_layers([ref], rows, {"default": slots}, torch.tensor([True]))
     assert torch.equal(ref.planes[0].cells, before)
+
+
+def test_places_are_found_once_for_layers_with_views_of_one_table(
+    layers: list[LayerRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Plane] = []
+    index = Plane.index
+
+    def counted(plane: Plane, slots: Tensor) -> tuple[Tensor, ...]:
+        found.append(plane)
+        return index(plane, slots)
+
+    monkeypatch.setattr(Plane, "index", counted)
+    alike = [ref for ref in layers if ref.name in ("one", "same", "views")]
+    read_layers(alike, {"default": torch.tensor([3, 4])})
+    assert len(found) == 2  # keys, values
