@@ -37,6 +37,8 @@ class Plane:
             element of a row; None if rows are plain strided views.
         given_shape: shape of one row as it is staged; None if it is ``row_shape``.
         is_scale: True if the plane holds the scales of another plane's rows.
+        layout: planes of equal layouts have their rows in the same places; the tables of offsets
+            may be views of one.
     """
 
     part: str
@@ -47,6 +49,13 @@ class Plane:
     offsets: Tensor | None = None
     given_shape: tuple[int, ...] | None = None
     is_scale: bool = False
+    layout: tuple[object, ...] = attrs.field(init=False, repr=False)
+
+    @layout.default
+    def _layout(self) -> tuple[object, ...]:
+        table = self.offsets
+        form = *self.cells.shape[:2], self.block_size, self.row_shape
+        return form if table is None else (*form, table.data_ptr(), table.stride())
 
     @property
     def num_slots(self) -> int:
@@ -69,6 +78,19 @@ class Plane:
         if self.offsets is None:
             return block, offset
         return block.view(-1, *[1] * len(self.row_shape)), self.offsets[offset]
+
+    def places(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Return where the rows of int64 ``slots`` are in ``cells``.
+
+        Returns:
+            As ``index``; for rows that are no strided view, the number of each element of each row
+            in the cells, int64 ``[num_rows, *row_shape]``, which torch finds more quickly.
+        """
+        block, offset = slots // self.block_size, slots % self.block_size
+        if self.offsets is None:
+            return block, offset
+        first = block * self.cells.shape[1]
+        return (first.view(-1, *[1] * len(self.row_shape)) + self.offsets[offset],)
 
 
 @attrs.frozen(eq=False)

@@ -72,30 +72,9 @@ def last_writers(slots: Tensor, mask: Tensor) -> Tensor:
     return mask & ~later.any(1)
 
 
-#: Places in the cells of planes, for slots that are the same in all calls; by what a plane's places
-#: depend on. Layers of one shape share them: to compute them costs more than to move the rows.
+#: ``Plane.places`` of the same slots, by ``Plane.layout``: to compute them costs more than to move
+#: the rows.
 Places = dict[tuple[object, ...], tuple[Tensor, ...]]
-
-
-def _places(plane: Plane, slots: Tensor, known: Places | None) -> tuple[Tensor, ...]:
-    """Return the places of the rows of ``slots`` in a plane's cells, and remember them.
-
-    Returns:
-        ``plane.index``; for rows that are no strided view, the number of each element of each row
-        in the cells, int64 ``[num_rows, *row_shape]``.
-    """
-    key: tuple[object, ...] = *plane.cells.shape[:2], plane.block_size, plane.row_shape
-    if plane.offsets is not None:  # layers may have views of one table
-        key = *key, plane.offsets.data_ptr(), plane.offsets.stride()
-    if known is not None and key in known:
-        return known[key]
-    index = plane.index(slots)
-    if plane.offsets is not None:
-        block, offset = index
-        index = (block * plane.cells.shape[1] + offset,)
-    if known is not None:
-        known[key] = index
-    return index
 
 
 def read(plane: Plane, slots: Tensor) -> Tensor:
@@ -103,12 +82,11 @@ def read(plane: Plane, slots: Tensor) -> Tensor:
 
     Padding reads slot 0, and a slot beyond the cache reads the last one: neither is written back.
     """
-    return _read(plane, slots.clamp(0, plane.num_slots - 1), None)
+    return _read(plane, plane.places(slots.clamp(0, plane.num_slots - 1)))
 
 
-def _read(plane: Plane, slots: Tensor, known: Places | None) -> Tensor:
-    """Return the stored rows of slots inside the cache; see ``Places`` for ``known``."""
-    places = _places(plane, slots, known)
+def _read(plane: Plane, places: tuple[Tensor, ...]) -> Tensor:
+    """Return the stored rows at ``Plane.places``."""
     return plane.cells[places] if plane.offsets is None else plane.cells.take(places[0])
 
 
@@ -124,10 +102,13 @@ def write(plane: Plane, rows: Tensor, selection: Selection, known: Places | None
     if selection.source.numel() == 0:
         return
     payload = words(rows).index_select(0, selection.source)
+    places = None if known is None else known.get(plane.layout)
+    if places is None:
+        places = plane.places(selection.target)
+        if known is not None:
+            known[plane.layout] = places
     if selection.live is not None:
-        stored = _read(plane, selection.target, known)
-        payload = torch.where(selection.live, payload, stored)
-    places = _places(plane, selection.target, known)
+        payload = torch.where(selection.live, payload, _read(plane, places))
     # torch allows writes to a tensor that was made in inference mode only in that mode.
     with torch.inference_mode() if plane.cells.is_inference() else nullcontext():
         if plane.offsets is None:
@@ -143,13 +124,14 @@ LayerRows = Mapping[str, tuple[Tensor, ...]]
 
 def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> LayerRows:
     """Return copies of every layer's rows in ``slots``, which are by group."""
-    inside: dict[tuple[str, int], tuple[Tensor, Places]] = {}
+    known: dict[str, Places] = {group: {} for group in slots}
 
     def rows(group: str, plane: Plane) -> Tensor:
-        key = group, plane.num_slots
-        if key not in inside:
-            inside[key] = slots[group].clamp(0, plane.num_slots - 1), {}
-        return _read(plane, *inside[key])
+        places = known[group].get(plane.layout)
+        if places is None:
+            places = plane.places(slots[group].clamp(0, plane.num_slots - 1))
+            known[group][plane.layout] = places
+        return _read(plane, places)
 
     return {ref.name: tuple(rows(ref.group, plane) for plane in ref.planes) for ref in layers}
 

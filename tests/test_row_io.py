@@ -93,13 +93,13 @@ def test_places_are_found_once_for_layers_with_views_of_one_table(
     layers: list[LayerRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Plane] = []
-    index = Plane.index
+    places = Plane.places
 
     def counted(plane: Plane, slots: Tensor) -> tuple[Tensor, ...]:
         found.append(plane)
-        return index(plane, slots)
+        return places(plane, slots)
 
-    monkeypatch.setattr(Plane, "index", counted)
+    monkeypatch.setattr(Plane, "places", counted)
     alike = [ref for ref in layers if ref.name in ("one", "same", "views")]
     read_layers(alike, {"default": torch.tensor([3, 4])})
     assert len(found) == 2  # keys, values

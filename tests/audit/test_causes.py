@@ -86,13 +86,38 @@ class WitnessedLedger(Ledger):
                         block, offset = divmod(slot, group.block_size)
                         self.put(name, block, [offset], now, self.name_of[line])
 
-    def _import(self, operation, request, place, table, first, end, digests, origin=None):
-        now = int(self.books.counters[0])
-        for position in range(first, end):
-            at = 0 if place.group.is_state else position
-            block = int(table[at // place.group.block_size])
-            self.put(place.group.name, block, [at % place.group.block_size], now, request)
-        super()._import(operation, request, place, table, first, end, digests, origin)
+    def import_rows(self, request, group, table, first, end, *arguments, **named):
+        self.brought(request, group, table, range(first, end))
+        super().import_rows(request, group, table, first, end, *arguments, **named)
+        self.judge()
+
+    def import_state(self, request, group, block, length, *arguments, **named):
+        self.brought(request, group, [block], [0])
+        super().import_state(request, group, block, length, *arguments, **named)
+        self.judge()
+
+    def brought(self, request, group, table, positions):
+        size, now = self.books.layout.places[group].group.block_size, int(self.books.counters[0])
+        for position in positions:
+            self.put(group, int(table[position // size]), [position % size], now, request)
+
+    def publish(self, *arguments):
+        super().publish(*arguments)
+        self.judge()
+
+    def publish_state(self, *arguments):
+        super().publish_state(*arguments)
+        self.judge()
+
+    def export(self, *arguments):
+        digests = super().export(*arguments)
+        self.judge()
+        return digests
+
+    def export_state(self, *arguments):
+        digest = super().export_state(*arguments)
+        self.judge()
+        return digest
 
     def where(self, violation):
         """Return the word that a violation names."""

@@ -24,7 +24,9 @@ class Planting:
     def fail_audit(self, rank: int) -> None:
         """Let the audit's own code raise in each step of one rank."""
         if self.rank == rank:
-            self.model_runner.kvtxn_reader = None
+            from kvtxn.integrations.vllm_plugin.internals.audited_cpu import StepReader
+
+            StepReader.rows = _fail  # type: ignore[method-assign]
 
     def fail_commits(self, rank: int) -> None:
         """Let the executor of one rank's windows raise."""
