@@ -20,7 +20,7 @@ class RecordedPasses(StepPasses, Protocol):
 
     @property
     def pending(self) -> PendingChanges:
-        """What waits for the next step."""
+        """The changes that wait for the next step."""
 
     def settle(self) -> None:
         """Launch what waits for the next step."""

@@ -24,7 +24,7 @@ class InputPasses(OverBooks, Protocol):
 
     @property
     def pending(self) -> PendingChanges:
-        """What waits for the next step."""
+        """The changes that wait for the next step."""
 
     @property
     def staging(self) -> Staging:

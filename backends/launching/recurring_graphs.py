@@ -12,7 +12,7 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class RecurringGraphs:
-    """Counts how often launches came, and captures those that recur as graphs.
+    """Counts launches, and captures a launch that recurs as a graph.
 
     A capture costs a step many launches' time, so it is worth it only for what comes often. A graph
     that the cache drops is forgotten, and captured again once its launch came as often anew.

@@ -63,8 +63,8 @@ class Found:
         aborted: requests that the workload aborted.
         failed: the reasons of requests that the engine refused or did not finish.
         seconds: wall time of the workloads, the engine's start not included.
-        interrupted: the user ended the job before its end: ``requests`` lacks those that were not
-            done.
+        interrupted: the user ended the job before its end: ``requests`` lacks the
+            requests that were not made.
     """
 
     engine: dict[str, str]

@@ -181,7 +181,7 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
 
 
 class HookedRunner(Protocol):
-    """What kvtxn keeps on each model runner that it has hooked.
+    """The attributes that kvtxn keeps on each model runner that it has hooked.
 
     Attributes:
         kvtxn: the steps of windows over the present KV cache; None while there are none.

@@ -250,7 +250,7 @@ class Ledger:
         It does not wait for the device.
 
         Args:
-            gone: names of the requests that ended; a request may be among those that come, too.
+            gone: names of the requests that ended; a request may end and begin again in one call.
             admissions: the requests that come, as for ``admit_all``.
             given: the blocks that are handed out, by group, as for ``hand_out``.
 
@@ -401,8 +401,8 @@ class Ledger:
     def launch_step(self, step: Step) -> None:
         """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
 
-        A replay writes and checks what the step's tensors hold by then; a step all of whose lines
-        are -1 is a step of nobody's. Call this once before it is captured. The step has to be kept
+        A replay writes and checks what the step's tensors hold by then. If all lines of the step
+        are -1, it has no request and counts for none. Call this once before it is captured. The step has to be kept
         for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
         told of each replay by ``replayed``.
 

@@ -63,7 +63,7 @@ class LedgerState:
 
     @property
     def seals(self) -> Tensor | None:
-        """What a scrub has sealed, int64 ``[num_words]``; None without a scrub."""
+        """The checksums that a scrub has sealed, int64 ``[num_words]``; None without a scrub."""
         return None if self.bytes is None else self.bytes.seals
 
     def begin(self, step: Step, *, unread: bool) -> None:

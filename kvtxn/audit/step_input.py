@@ -49,7 +49,7 @@ class OverBooks(Protocol):
 
 
 class StepInput:
-    """What an engine's integration does with numbers before and after it tells them.
+    """The work on an engine's numbers before and after the ledger gets them.
 
     Args:
         passes: the passes of the ledger.

@@ -1,4 +1,4 @@
-"""Which parts hear vLLM's V1 model runner on a CPU, and in which order."""
+"""The parts that hear vLLM's V1 model runner on a CPU, in their order."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Caches(Protocol):
     """Knows which caches the windows of a runner are over."""
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add to the facts those that are known once the caches exist."""
+        """Add the facts that are known only once the caches exist."""
 
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig

@@ -1,1 +1,1 @@
-"""Where the plug-in stands in vLLM's own calls: adapters that tell the parts what vLLM does."""
+"""Adapters that stand in vLLM's own calls and tell the parts what vLLM does."""
