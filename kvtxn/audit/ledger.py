@@ -402,9 +402,9 @@ class Ledger:
         """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
 
         A replay writes and checks what the step's tensors hold by then. If all lines of the step
-        are -1, it has no request and counts for none. Call this once before it is captured. The step has to be kept
-        for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
-        told of each replay by ``replayed``.
+        are -1, it has no request and counts for none. Call this once before it is captured. The
+        step has to be kept for as long as the graph is replayed. Nobody else's calls are in
+        between, and the ledger is told of each replay by ``replayed``.
 
         Raises:
             ConfigError: as in ``write``.

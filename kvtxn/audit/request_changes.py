@@ -79,7 +79,7 @@ class RequestChanges:
     def _roll(
         self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[int], list[int], Coming | None]:
-        """Return the lines of new requests, the lines that are free now, and what begins, if any."""
+        """Return the lines of new requests, the lines that are free now, and what begins."""
         roster = self._state.requests
         leaving = [name for name in gone if name in roster]
         roster.require_room(names, leaving)
