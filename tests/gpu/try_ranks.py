@@ -27,7 +27,7 @@ RANKS: Final = {
     "raise": {"audit": "bytes", "audit_every": 1, "on_violation": "raise"},
     "fail": {"audit": "ledger", "policy": "undo", "on_error": "raise"},
 }
-CONNECTORS: Final = ("offloading", "example")
+CONNECTORS: Final = ("offloading", "example", "several")
 #: Seconds that an engine may take to stop; one that waits for a rank takes minutes.
 SOON: Final = 30
 

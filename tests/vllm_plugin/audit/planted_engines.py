@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,46 +111,108 @@ def _note(names: list[str], found: set[str], *args: Any) -> None:
     names.extend(found)
 
 
+@attrs.frozen
+class Moment:
+    """When a client hangs up, and which one.
+
+    Attributes:
+        call: the scheduler's method around which it does.
+        after: it does so after the method, not before.
+        reader: it is the client whose request read a wrong row; another one of the step if False.
+    """
+
+    call: str
+    after: bool
+    reader: bool
+
+    def __str__(self) -> str:
+        who = "the reader" if self.reader else "another"
+        return f"{who} leaves {'after' if self.after else 'before'} {self.call}"
+
+
+#: Every moment between two forwards. The first one is the step whose wrong reads are contained:
+#: vLLM has the step's tokens, and not yet looked at them.
+MOMENTS: tuple[Moment, ...] = tuple(
+    Moment(call, after, reader)
+    for reader in (False, True)
+    for call, after in (
+        ("update_from_output", False),
+        ("update_from_output", True),
+        ("schedule", False),
+        ("schedule", True),
+    )
+)
+
+
 class HangUp:
-    """Lets a client hang up in the first step whose wrong reads are contained.
+    """Lets one client hang up, at a moment of the first step whose wrong reads are contained.
 
     Args:
         rig: the engine's.
+        moment: when, and who; None: nobody.
 
     Attributes:
         left: the request whose client hung up; None until then.
     """
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, moment: Moment | None) -> None:
         self._rig = rig
+        self._moment = moment
+        self._who: str | None = None
         self.left: str | None = None
 
-    def __call__(self, scheduler_output: Any, output: Any) -> None:
-        """Abort a request of the step that read nothing wrong."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Wait for the moment while the engine runs."""
+        moment = self._moment
+        if moment is None:
+            yield
+            return
+        leave = {"after" if moment.after else "before": self._leave}
+        scheduler = self._rig.scheduler
+        with (
+            around(scheduler, moment.call, **leave),
+            around(scheduler, "update_from_output", self._choose),
+        ):
+            yield
+
+    def _choose(self, scheduler_output: Any, output: Any) -> None:
+        """Choose who leaves, in the first step that read something wrong."""
         wrong = scheduling.marks(output)
-        if wrong is None or self.left is not None:
+        if wrong is None or self._who is not None or self._moment is None:
             return
         names = reversed(list(scheduler_output.num_scheduled_tokens))
-        self.left = next((name for name in names if name not in wrong.requests), None)
-        if self.left is not None:
+        reader = self._moment.reader
+        self._who = next((name for name in names if (name in wrong.requests) is reader), None)
+
+    def _leave(self, *args: Any) -> None:
+        """Abort the request, once it is chosen."""
+        if self._who is not None and self.left is None:
+            self.left = self._who
             self._rig.engine.abort_request([self.left], internal=True)
 
 
-def contain_while_clients_leave(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Contain faults beside a KV connector, whose failed loads end requests by vLLM's default."""
+def contain_while_clients_leave(
+    llm: Any, engine: dict[str, Any], folder: Path, moments: Iterable[Moment] = MOMENTS
+) -> dict[str, Any]:
+    """Contain faults beside a KV connector, whose failed loads end requests by vLLM's default.
+
+    The first fault comes with every moment at which a client can hang up, the others with the one
+    that vLLM's own handling of failed loads does not survive.
+    """
     rig, report = Rig(llm), {}
     prompts = texts(1, 6, 70)
     right = rig.run(prompts, 40)
+    some = tuple(moments)
     for fault in CONNECTED:
-        for leaves in (False, True):
+        for moment in (None, *(some if fault is CONNECTED[0] else some[:1])):
             rig.clear()
-            hang_up = HangUp(rig)
-            before = hang_up if leaves else None
-            with fault(rig), around(rig.scheduler, "update_from_output", before):
+            hang_up = HangUp(rig, moment)
+            with fault(rig), hang_up.watching():
                 found = rig.run(prompts, 40)
             left = None if hang_up.left is None else hang_up.left.rpartition("-")[0]
             said = zip(rig.ran, found, right, strict=True)
-            report[f"{fault.__name__}, {'one leaves' if leaves else 'all stay'}"] = {
+            report[f"{fault.__name__}, {moment or 'all stay'}"] = {
                 "violations": len(rig.found()) if rig.struck else 0,
                 "ended": rig.failed,
                 "left": left,

@@ -182,7 +182,7 @@ ENGINES |= {
             "work": planted_engines.contain_while_clients_leave,
             "options": WHOLE_PROMPTS,
         }
-        for name in ("offloading", "example")
+        for name in ("offloading", "example", "several")
     },
     "fails": {
         "model": "llama",

@@ -248,7 +248,8 @@ WATCHED = {
     **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
     **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
-    **dict.fromkeys(("planted-single-states", "contained-offloading", "contained-example"), 5),
+    **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
+    "planted-single-states": 5,
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 
