@@ -21,6 +21,7 @@ from weakref import WeakSet
 from ...config import TxnConfig
 from ...errors import KVTxnError
 from ...log import get_logger
+from ..serving.parts import Parts
 from .asked import RequiredError
 from .internals import Foreign
 from .settings import PluginSettings
@@ -186,6 +187,9 @@ class HookedRunner(Protocol):
     Attributes:
         kvtxn: the steps of windows over the present KV cache; None while there are none.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
+        kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_states: on a GPU, the recurrent states that commits write; None without any.
+        kvtxn_one_state: the caches have one state per request, which windows hold.
         kvtxn_settings: the user's settings.
         kvtxn_config: those of windows among them.
         kvtxn_rank: the worker's rank.
@@ -198,6 +202,9 @@ class HookedRunner(Protocol):
 
     kvtxn: Any
     kvtxn_audit: Any
+    kvtxn_parts: Parts
+    kvtxn_states: Any
+    kvtxn_one_state: bool
     kvtxn_settings: PluginSettings
     kvtxn_config: TxnConfig
     kvtxn_rank: int
@@ -206,6 +213,9 @@ class HookedRunner(Protocol):
     kvtxn_announce: Callable[[], None] | None
     kvtxn_undo: ExitStack
     kvtxn_unhook: ExitStack
+
+    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:
@@ -291,6 +301,8 @@ def hook_runner(
         stay_out(why, rank, required=settings.required)
         return
     swap_class(runner, *mixins)
+    runner.kvtxn = runner.kvtxn_audit = runner.kvtxn_states = runner.kvtxn_announce = None
+    runner.kvtxn_one_state = runner.kvtxn_on_trial = False
     runner.kvtxn_settings = settings
     runner.kvtxn_config = settings.txn
     runner.kvtxn_required = settings.required
@@ -308,7 +320,7 @@ def unhook_runner(runner: Foreign) -> None:
     """
     if not is_hooked(runner):
         return
-    runner.kvtxn_release()
+    runner.kvtxn_parts.released()
     runner.kvtxn_undo.close()
     runner.kvtxn_unhook.close()
     restore_class(runner)

@@ -113,7 +113,8 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
     """
-    from .cpu import parts as cpu_parts
+    from . import parts
+    from .audit import memory
     from .internals import config as engine_config
     from .internals import workers
     from .policy.fitting import bounded, check_fit
@@ -138,14 +139,10 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             stay_out(why, rank, required=wanted.required)
         if wanted.audit == "off":
             return
-        if facts.device == "cpu":
-            runner = workers.runner_of(wrapper)
-            cpu_parts.attach(runner, wanted, rank, windows=False, states=False)
-            return
-        from .audit import gpu_runners
-
-        gpu_runners.attach(wrapper, wanted, rank, facts)
-        _after_warm_up(wrapper, facts)
+        parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
+        if facts.device != "cpu":
+            memory.reserve(wrapper, wanted)
+            _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
     except Exception as error:
@@ -191,12 +188,13 @@ def _attach(
     wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
+    from . import parts
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
-    _give_windows(runner, wanted, rank, facts)
+    parts.attach(runner, wanted, rank, facts, windows=True)
     if not is_hooked(runner):
         return
     runner.kvtxn_on_trial = on_trial(facts)
@@ -204,33 +202,13 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .gpu.runner import reserve_graphs
+    from .audit import memory
+    from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    if wanted.audit != "off":
-        from .audit import gpu_runners
-
-        gpu_runners.reserve_memory(wrapper, wanted)
+    memory.reserve(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
-
-
-def _give_windows(runner: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts) -> None:
-    """Give windows to a runner, as its kind needs it; one that is unknown stays as it is."""
-    if facts.device == "cpu":
-        from .cpu import parts
-
-        parts.attach(runner, wanted, rank, windows=True, states=facts.recurrent is not None)
-        return
-    if facts.recurrent is not None and facts.runner == "v1":
-        from .gpu.runner_states_v1 import attach
-    elif facts.recurrent is not None:
-        from .gpu.runner_states_v2 import attach
-    elif facts.runner == "v1":
-        from .gpu.runner_v1 import attach
-    else:
-        from .gpu.runner_v2 import attach
-    attach(runner, wanted, rank)
 
 
 def _register_attention(rank: int, names: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Part
+from ..attach import HookedRunner
 from ..internals import audited, audited_cpu, audited_states, single_states
-from ..seam.runner_cpu_v1 import CpuRunnerV1
 from .runner import end_step, fail_step, join_stages, open_watch, take_back
 from .watch import Watch
 
@@ -25,7 +25,7 @@ class CpuLedger(Part):
         runner: the hooked runner.
     """
 
-    def __init__(self, runner: CpuRunnerV1) -> None:
+    def __init__(self, runner: HookedRunner) -> None:
         self._runner = runner
         self._reader: audited_cpu.StepReader
         self._samples: audited_cpu.SampledReader
@@ -50,7 +50,7 @@ class CpuLedger(Part):
             self._samples = audited_cpu.SampledReader(runner, given)
         runner.kvtxn_audit = join_stages(runner, watch)
 
-    def step_begins(self) -> None:
+    def step_begins(self, scheduled: Any) -> None:
         """Forget a step that was dropped half-way."""
         self._in_forward = False
 

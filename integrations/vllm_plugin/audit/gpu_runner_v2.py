@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attach import keep_for_graphs, mix_in
-from ..begun_graphs import NotesMode, let_graphs_begin
+from ..begun_graphs import let_graphs_begin
 from ..internals import (
     Foreign,
     audited_states,
@@ -39,7 +39,7 @@ from .watch import Watch
 from .watching_graphs import WatchingGraphs
 
 
-class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
+class AuditedGpuRunnerV2(AuditedRunner):
     """A mixin of the V2 runner: each method runs vLLM's own code and tells the ledger of it.
 
     Attributes:
@@ -52,6 +52,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         kvtxn_waits: the ledger is told later in a step than when tables and slots are in place.
         kvtxn_at_once: a step whose forward is a graph is told when the graph is replayed.
         kvtxn_state_reader: reads the states of the runner's steps.
+        kvtxn_mode: the mode in which the forward of the step that is under way runs.
         kvtxn_watching: tells the ledger of replays; None if no graph checks steps.
     """
 
@@ -64,6 +65,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
     kvtxn_waits: bool = False
     kvtxn_at_once: bool = False
     kvtxn_state_reader: audited_states.DeviceStateReader
+    kvtxn_mode: object = None
     kvtxn_watching: WatchingGraphs | None = None
 
     def kvtxn_open_watch(self) -> Watch | None:
@@ -130,6 +132,15 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         if self.kvtxn_changes is not None:  # there was no forward
             self.kvtxn_step_is_ready()
         return output
+
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        """Note how the step's forward will run."""
+        self.kvtxn_mode = whole_graphs.mode(batch_desc)
+        return super().prepare_inputs(  # type: ignore[misc]
+            scheduler_output, batch_req_state, batch_desc, *others
+        )
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, if nothing else is awaited."""

@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner on a GPU, watched by a ledger; and attaching the audit to either runner.
+"""vLLM's V1 model runner on a GPU, watched by a ledger.
 
 The ledger's passes are launched beside the forward: once slots and tables are in place, before the
 forward; and once the sampler has decided, before the drafter. Nothing waits for the device.
@@ -11,24 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attach import hook_runner
 from ..internals import (
     Foreign,
     audited,
     audited_states,
     audited_v1,
-    audited_v2,
     carried_states,
-    workers,
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..policy.engine import EngineFacts
-from ..settings import PluginSettings
 from .device_watch import DeviceWatch
-from .gpu_runner_v2 import AuditedGpuRunnerV2
 from .left_states import leave, new_state_reader
-from .memory import rest
 from .next_forward import NextForward
 from .opening import open_device_watch
 from .runner import AuditedRunner, take_back
@@ -153,38 +146,3 @@ def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> No
     assert isinstance(watch, DeviceWatch)
     watch.sampled_on_device(*runner.kvtxn_sampled_reader.sampled(output))
     leave(runner, watch)
-
-
-# -- attaching ----------------------------------------------------------------------------------
-
-
-def mixins_and_methods(
-    settings: PluginSettings, runner: str
-) -> tuple[tuple[type, ...], dict[str, tuple[str, ...]]]:
-    """Return the mixins of the audit that the user asks for, and the methods that they override.
-
-    Args:
-        settings: the user's.
-        runner: ``"v1"`` or ``"v2"``.
-    """
-    if settings.audit == "off":
-        return (), {}
-    if runner == "v2":
-        return (AuditedGpuRunnerV2,), dict(audited_v2.AUDITED_METHODS)
-    return (AuditedGpuRunnerV1,), dict(audited.AUDITED_METHODS)
-
-
-def attach(wrapper: Foreign, settings: PluginSettings, rank: int, facts: EngineFacts) -> None:
-    """Attach the audit to a worker's runner without windows, before its KV cache exists."""
-    runner = workers.runner_of(wrapper)
-    mixins, methods = mixins_and_methods(settings, facts.runner)
-    hook_runner(runner, settings, rank, methods, *mixins)
-    reserve_memory(wrapper, settings)
-
-
-def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
-    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one."""
-    runner = workers.runner_of(wrapper)
-    if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
-        undo = workers.less_cache_memory(wrapper, partial(rest, runner, settings))
-        runner.kvtxn_unhook.callback(undo)

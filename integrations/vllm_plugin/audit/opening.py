@@ -130,7 +130,7 @@ def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts)
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    from ..gpu.runner import layer_refs
+    from ..gpu.cache_layout import layer_refs
 
     error, missing = None, {*watch.groups, *watch.states}
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ....audit import Key, Scrub
 from ....config import TxnConfig
@@ -56,16 +56,6 @@ class AuditedRunner:
     kvtxn_undo: ExitStack
     kvtxn_unhook: ExitStack
 
-    def kvtxn_release(self) -> None:
-        """Stop watching: the runner is about to be unhooked."""
-        self.kvtxn_audit = None
-        getattr(super(), "kvtxn_release", _nothing)()
-
-    def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        if self.kvtxn_audit is not None:
-            self.kvtxn_audit.hear(tell)
-
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
     ) -> None:
@@ -105,14 +95,7 @@ class AuditedRunner:
         return output
 
 
-class WatchedRunner(HookedRunner, Protocol):
-    """A hooked runner that tells a watch of its steps."""
-
-    def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-
-
-def end_step(runner: WatchedRunner, output: Foreign) -> None:
+def end_step(runner: HookedRunner, output: Foreign) -> None:
     """End a step; adds to its output the requests that read wrong rows, if they are contained.
 
     Raises:
@@ -128,7 +111,7 @@ def end_step(runner: WatchedRunner, output: Foreign) -> None:
         scheduling.mark(output, wrong)
 
 
-def fail_step(runner: WatchedRunner) -> None:
+def fail_step(runner: HookedRunner) -> None:
     """End a step whose last part raised; that error wins over what the audit finds."""
     watch = runner.kvtxn_audit
     if watch is not None:
@@ -251,10 +234,6 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
         bytes=watch.ledger.books.num_bytes,
         vllm=workers.version(),
     )
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def open_watch(runner: HookedRunner) -> Watch | None:

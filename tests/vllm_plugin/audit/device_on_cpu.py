@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvtxn.integrations.serving.parts import Part
-from kvtxn.integrations.vllm_plugin.audit import gpu_runners
-from kvtxn.integrations.vllm_plugin.cpu import parts
-from kvtxn.integrations.vllm_plugin.seam.runner_cpu_v1 import CpuRunnerV1
+from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin.audit import cpu_ledger, gpu_runners
+from kvtxn.integrations.vllm_plugin.seam.runner_v1 import RunnerV1
 
 
-class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
+class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, RunnerV1):
     """The ledger's mixin of GPUs before the adapter of a CPU's runner."""
 
     def kvtxn_open_watch(self) -> Any:
@@ -23,5 +23,5 @@ class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
 
 def watch_as_on_a_gpu() -> None:
     """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
-    parts.CpuRunnerV1 = GpuWayRunnerV1
-    parts.CpuLedger = lambda runner: Part()
+    parts.RunnerV1 = GpuWayRunnerV1
+    cpu_ledger.CpuLedger = lambda runner: Part()

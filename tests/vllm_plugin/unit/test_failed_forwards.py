@@ -16,12 +16,12 @@ from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
 from v2_rig import Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.attach import hook_runner
     from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
 
+from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.audit import cpu_ledger
-from kvtxn.integrations.vllm_plugin.cpu import parts
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.settings import settings
 
 TOKENS = [1, 2, 3, 4, 5]
@@ -49,7 +49,7 @@ def on_cpu(monkeypatch):
     made = Failing()
     monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
     monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
-    parts.attach(made, WATCHED, 0, windows=False, states=False)
+    parts.attach(made, WATCHED, 0, EngineFacts(device="cpu", runner="v1"), windows=False)
     made.kvtxn_prepared = (torch.tensor([4]),)
 
     def tell(ledger, prepared, inputs, w):
@@ -62,7 +62,8 @@ def on_cpu(monkeypatch):
 def on_gpu(monkeypatch):
     """The same in the way of GPUs."""
     made = Failing()
-    hook_runner(made, WATCHED, 0, {}, AuditedGpuRunnerV1)
+    monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
+    parts.attach(made, WATCHED, 0, EngineFacts(device="cuda", runner="v1"), windows=False)
     made.kvtxn_prepared = (None,)
 
     def tell(runner, prepared, w):

@@ -22,9 +22,9 @@ from vllm.v1.kv_cache_interface import (
 
 with importing_kernels():
     from graph_rig import PARTS, SIZES, WHOLE, Manager
-    from kvtxn.integrations.vllm_plugin.attach import hook_runner
-    from kvtxn.integrations.vllm_plugin.audit.gpu_runners import mixins_and_methods
+    from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.audit.graph_watch import GraphWatch
+    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
 from kvtxn.integrations.vllm_plugin.settings import settings
 
@@ -125,8 +125,8 @@ class Rig:
             self.runner.cudagraph_manager = Manager(capture)
             capture.records(GraphWatch, "launch_of")
         wanted = settings({"kvtxn": {"audit": "ledger", **asked}}, 1, "cuda")
-        mixins, methods = mixins_and_methods(wanted, "v2")
-        hook_runner(self.runner, wanted, 0, methods, *mixins)
+        facts = EngineFacts(device="cuda", runner="v2")
+        parts.attach(self.runner, wanted, 0, facts, windows=False)
         self.config = cache_config(window)
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
