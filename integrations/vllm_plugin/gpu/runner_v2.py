@@ -20,21 +20,22 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.pipeline_steps import PipelineSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
-from ..begun_graphs import NotesMode
 from ..internals import Foreign, batches, whole_graphs
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 from .saving_graphs import let_graphs_save
 
 
-class GpuRunnerV2(NotesMode, GpuRunnerMixin):
+class GpuRunnerV2(GpuRunnerMixin):
     """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window.
 
     Attributes:
+        kvtxn_mode: the mode in which the forward of the step runs that is under way.
         kvtxn_whole: the mode of steps whose graphs save rows; None if no graph does.
     """
 
     kvtxn: GraphSteps | PipelineSteps | None
+    kvtxn_mode: object = None
     kvtxn_whole: object = None
 
     def make_graph_steps(
@@ -72,6 +73,15 @@ class GpuRunnerV2(NotesMode, GpuRunnerMixin):
             super().update_pp_decode_requests()  # type: ignore[misc]
         finally:
             steps.settle()
+
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        """Note how the step's forward will run."""
+        self.kvtxn_mode = whole_graphs.mode(batch_desc)
+        return super().prepare_inputs(  # type: ignore[misc]
+            scheduler_output, batch_req_state, batch_desc, *others
+        )
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Plan the step, now that its slots are in place."""
