@@ -22,7 +22,6 @@ from ..internals.audited import Rows
 from ..internals.audited_states import States
 from .device_watch import DeviceWatch
 from .left_states import leave, new_state_reader
-from .next_forward import NextForward
 from .opening import open_device_watch
 from .runner import AuditedRunner, take_back
 from .watch import Watch
@@ -116,29 +115,18 @@ def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> Non
         for group, (source, target) in runner.kvtxn_copies.take().items():
             if source:
                 watch.ledger.copy(group, source, target)
-    watch.step(_ForwardV1(runner, watch, prepared), partial(audited.returning, runner))
+    watch.step(partial(_read_v1, runner, watch, prepared), partial(audited.returning, runner))
 
 
-class _ForwardV1(NextForward):
-    """A step of the V1 runner that is about to run.
-
-    Args:
-        runner: the runner.
-        watch: its watch.
-        prepared: the result of ``_prepare_inputs``.
-    """
-
-    def __init__(self, runner: AuditedGpuRunnerV1, watch: DeviceWatch, prepared: Foreign) -> None:
-        self._runner, self._watch, self._prepared = runner, watch, prepared
-
-    def read(self) -> tuple[Rows, States | None]:
-        """Read the batch's rows, and its states if any are watched."""
-        runner = self._runner
-        rows = runner.kvtxn_step_reader.rows(self._prepared)
-        if not self._watch.states:
-            return rows, None
-        metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(runner)
-        return rows, runner.kvtxn_state_reader.read(metadata, rows, total)
+def _read_v1(
+    runner: AuditedGpuRunnerV1, watch: DeviceWatch, prepared: Foreign
+) -> tuple[Rows, States | None]:
+    """Read the rows of the step that is about to run, and its states if any are watched."""
+    rows = runner.kvtxn_step_reader.rows(prepared)
+    if not watch.states:
+        return rows, None
+    metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(runner)
+    return rows, runner.kvtxn_state_reader.read(metadata, rows, total)
 
 
 def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> None:
