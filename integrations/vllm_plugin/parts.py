@@ -38,7 +38,7 @@ def attach(
     audit = settings.audit != "off"
     methods = _methods(facts, windows=windows, states=states, audit=audit)
     adapter = RunnerV2 if facts.runner == "v2" else RunnerV1
-    hook_runner(runner, settings, rank, methods, *_mixins(facts, audit=audit), adapter)
+    hook_runner(runner, settings, rank, methods, adapter)
     if not is_hooked(runner):
         return
     parts: list[Part] = []
@@ -46,11 +46,9 @@ def attach(
         parts += _on_cpu(runner, states=states)
     elif windows:
         parts += _on_gpu(runner, facts.runner, states=states)
-    if audit and facts.device == "cpu":
-        from .audit.cpu_ledger import CpuLedger
-
+    if audit:
         runner.kvtxn_samples = audited.samples(runner)
-        parts.append(CpuLedger(runner))
+        parts.append(_ledger(runner, facts))
     runner.kvtxn_parts = Parts(parts)
 
 
@@ -70,16 +68,6 @@ def _methods(
         **({**rows_and_states, **state_layers.METHODS} if states else {}),
         **(watched if audit else {}),
     }
-
-
-def _mixins(facts: EngineFacts, *, audit: bool) -> tuple[type, ...]:
-    """Return the mixins of the ledger, which come before the adapter of a runner on a GPU."""
-    if not audit or facts.device == "cpu":
-        return ()
-    from .audit.gpu_runner_v2 import AuditedGpuRunnerV2
-    from .audit.gpu_runners import AuditedGpuRunnerV1
-
-    return (AuditedGpuRunnerV2,) if facts.runner == "v2" else (AuditedGpuRunnerV1,)
 
 
 def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
@@ -113,3 +101,13 @@ def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
     ours = StatesV1(runner)
     windows = WindowsV1(runner, ours.caches)
     return [windows.caches, ours.caches, windows, ours]
+
+
+def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
+    """Make the ledger of a runner."""
+    from .audit import ledger_v1, ledger_v2
+
+    if facts.runner == "v2":
+        return ledger_v2.LedgerV2(runner)
+    steps = ledger_v1.CpuSteps if facts.device == "cpu" else ledger_v1.DeviceSteps
+    return ledger_v1.LedgerV1(runner, steps(runner))

@@ -310,7 +310,7 @@ def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
     rig = started()
     rig.add("one", prompt(14, 9))
     rig.step()
-    rig.runner.kvtxn_reader = None
+    rig.ledger.reader = None
     rig.step()
     rig.step()
     assert rig.watch.counters()["kvtxn_audit_active"] == 0
@@ -410,7 +410,7 @@ class MostDrafts:
 def test_drafts_are_put_in_place_where_others_are(monkeypatch):
     """Steps whose requests have the same drafts as before copy none to the device."""
     rig = started()
-    reader, given = rig.runner.kvtxn_reader, rig.watch.ledger.input
+    reader, given = rig.ledger.reader, rig.watch.ledger.input
     puts, put = [], given.put
     there = reader._there.data_ptr()
     noted = lambda target, numbers: (puts.append(target.data_ptr() == there), put(target, numbers))  # noqa: E731

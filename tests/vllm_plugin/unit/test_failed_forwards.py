@@ -16,10 +16,9 @@ from v2_rig import Rig
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
-    from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
 
 from kvtxn.integrations.vllm_plugin import parts
-from kvtxn.integrations.vllm_plugin.audit import cpu_ledger
+from kvtxn.integrations.vllm_plugin.audit import ledger_v1
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.settings import settings
 
@@ -43,33 +42,34 @@ class Failing:
 WATCHED = settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu")
 
 
-def on_cpu(monkeypatch):
-    """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
+def hooked(monkeypatch, device):
+    """A hooked runner with a ledger, before a forward that was prepared."""
     made = Failing()
     monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
     monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
-    parts.attach(made, WATCHED, 0, EngineFacts(device="cpu", runner="v1"), windows=False)
+    parts.attach(made, WATCHED, 0, EngineFacts(device=device, runner="v1"), windows=False)
     made.kvtxn_prepared = (torch.tensor([4]),)
+    return made
 
-    def tell(ledger, prepared, inputs, w):
+
+def on_cpu(monkeypatch):
+    """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
+
+    def tell(steps, prepared, inputs, w):
         w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
 
-    monkeypatch.setattr(cpu_ledger.CpuLedger, "_tell_forward", tell)
-    return made
+    monkeypatch.setattr(ledger_v1.CpuSteps, "tell_forward", tell)
+    return hooked(monkeypatch, "cpu")
 
 
 def on_gpu(monkeypatch):
     """The same in the way of GPUs."""
-    made = Failing()
-    monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
-    parts.attach(made, WATCHED, 0, EngineFacts(device="cuda", runner="v1"), windows=False)
-    made.kvtxn_prepared = (None,)
 
-    def tell(runner, prepared, w):
+    def tell(steps, prepared, inputs, w):
         w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
 
-    monkeypatch.setattr(f"{AuditedGpuRunnerV1.__module__}._step_v1", tell)
-    return made
+    monkeypatch.setattr(ledger_v1.DeviceSteps, "tell_forward", tell)
+    return hooked(monkeypatch, "cuda")
 
 
 def device_watch():
@@ -92,15 +92,15 @@ def read_again(w):
     return [(v["kind"], v["request"], v["position"]) for v in w.report()]
 
 
-@pytest.mark.parametrize(("hooked", "make"), WAYS)
+@pytest.mark.parametrize(("runner_on", "make"), WAYS)
 @pytest.mark.parametrize(
     ("fails", "late", "wrong"),
     [("", False, False), ("forward", False, True), ("sampling", False, False),
      ("sampling", True, True)],
 )  # fmt: skip
-def test_the_next_reader_is_told(monkeypatch, hooked, make, fails, late, wrong):
+def test_the_next_reader_is_told(monkeypatch, runner_on, make, fails, late, wrong):
     """Where sampling fails the rows are there, but for those of a drafter."""
-    runner, w = hooked(monkeypatch), make()
+    runner, w = runner_on(monkeypatch), make()
     w.change(come(arrival("a", TOKENS, [1, 2])))
     runner.kvtxn_audit, runner.fails, w.drafts_late = w, fails, late
     with suppress(RuntimeError):

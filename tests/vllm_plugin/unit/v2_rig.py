@@ -131,6 +131,12 @@ class Rig:
     def watch(self):
         return self.runner.kvtxn_audit
 
+    @property
+    def ledger(self):
+        """The runner's only part."""
+        [ledger] = self.runner.kvtxn_parts._parts
+        return ledger
+
     def start(self):
         self.runner.initialize_kv_cache(self.config)
         self.watch.begin()
