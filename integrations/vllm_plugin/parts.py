@@ -56,18 +56,17 @@ def _methods(
     facts: EngineFacts, *, windows: bool, states: bool, audit: bool
 ) -> Mapping[str, Sequence[str]]:
     """Return the methods that a runner must have for its parts, see ``check_methods``."""
+    rows, watched = batches.V1_METHODS, audited.AUDITED_METHODS
     if facts.runner == "v2":
-        rows, rows_and_states, watched = batches.V2_METHODS, {}, audited_v2.AUDITED_METHODS
-    elif facts.device == "cpu":
-        rows, rows_and_states, watched = batches.V1_METHODS, {}, audited.AUDITED_METHODS
-    else:
-        rows, watched = batches.V1_GPU_METHODS, audited.AUDITED_METHODS
-        rows_and_states = batches.V1_STATE_METHODS
-    return {
-        **(rows if windows else {}),
-        **({**rows_and_states, **state_layers.METHODS} if states else {}),
-        **(watched if audit else {}),
-    }
+        rows, watched = batches.V2_METHODS, audited_v2.AUDITED_METHODS
+    elif facts.device != "cpu":
+        rows = batches.V1_GPU_METHODS
+    found = {**(rows if windows else {}), **(watched if audit else {})}
+    if states:
+        found |= state_layers.METHODS
+    if states and facts.runner == "v1" and facts.device != "cpu":
+        found |= batches.V1_STATE_METHODS
+    return found
 
 
 def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
