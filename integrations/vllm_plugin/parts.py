@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..serving.parts import Part, Parts
-from .attach import hook_runner, is_hooked
 from .internals import Foreign, audited, audited_v2, batches, state_layers
 from .policy.engine import EngineFacts
+from .policy.settings import PluginSettings
+from .seam.hooked_runner import hook_runner, is_hooked
 from .seam.runner_v1 import RunnerV1
 from .seam.runner_v2 import RunnerV2
-from .settings import PluginSettings
 
 
 def attach(

@@ -15,16 +15,23 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
-from . import unchecked
-from .asked import STOPS_THE_START, wants
-from .attach import is_hooked, show_log, stay_out, unhook_runner, unhook_runners
+from . import self_test
 from .internals import Foreign
 from .metrics.snapshots import unhook_clients
 from .policy import supported
+from .policy.asked import STOPS_THE_START, wants
 from .policy.engine import EngineFacts
+from .policy.moved import hook_gone
 from .policy.release_rules import on_trial
 from .policy.rules import decide
-from .settings import PluginSettings, is_audited, settings
+from .policy.settings import PluginSettings, is_audited, settings
+from .seam.hooked_runner import (
+    is_hooked,
+    show_log,
+    stay_out,
+    unhook_runner,
+    unhook_runners,
+)
 
 log = get_logger()
 
@@ -96,7 +103,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
     policy, why = decide(wanted.txn.policy, facts)
     if policy == "off" and wanted.windows:
         stay_out(why, 0, required=True)
-    gone = unchecked.hook_gone(facts)
+    gone = hook_gone(facts)
     if gone is not None and wanted.windows:
         stay_out(gone, 0, required=True)
     _audited(config, wanted, 0)
@@ -129,7 +136,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         check_fit(wanted, facts, config)
         wanted = _audited(config, wanted, rank)
         policy, why = decide(wanted.txn.policy, facts)
-        gone = unchecked.hook_gone(facts) if policy != "off" else None
+        gone = hook_gone(facts) if policy != "off" else None
         if gone is not None:
             policy, why = "off", gone
         if wanted.windows and policy != "off":
@@ -265,7 +272,7 @@ def _warmed_up(runner: Foreign, version: str) -> None:
 def _begin(runner: Foreign, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch."""
     if getattr(runner, "kvtxn_on_trial", False):
-        unchecked.decide_by_test(runner, version)
+        self_test.decide_by_test(runner, version)
     elif getattr(runner, "kvtxn", None) is not None:
         runner.kvtxn.manager.metrics.restart()
     if getattr(runner, "kvtxn_audit", None) is not None:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..attach import HookedRunner
 from ..internals import (
     Foreign,
     audited,
@@ -27,6 +26,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..seam.hooked_runner import HookedRunner
 from .device_watch import DeviceWatch
 from .opening import join_stages, new_state_reader, open_device_watch, open_watch
 from .step_ends import end_step, fail_step, leave, take_back

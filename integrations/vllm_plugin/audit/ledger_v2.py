@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..attach import HookedRunner, follow, mix_in
 from ..internals import (
     Foreign,
     audited_states,
@@ -24,6 +23,8 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..internals.class_swaps import follow, mix_in
+from ..seam.hooked_runner import HookedRunner
 from .device_watch import DeviceWatch
 from .opening import join_stages, new_state_reader, open_device_watch
 from .step_ends import end_step, fail_step, leave, take_back

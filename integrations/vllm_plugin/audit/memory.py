@@ -10,7 +10,7 @@ from ....audit.books import Sizes
 from ....log import get_logger
 from ..internals import Foreign, audited, cache_sizes, workers
 from ..internals.cache_sizes import CachePlan
-from ..settings import PluginSettings
+from ..policy.settings import PluginSettings
 
 log = get_logger()
 

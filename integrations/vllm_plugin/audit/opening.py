@@ -11,7 +11,6 @@ from torch import Tensor
 from ....audit import Key, Scrub, Window
 from ....layers import LayerRef
 from ....log import get_logger
-from ..attach import HookedRunner, stay_out
 from ..cpu import cache_layout
 from ..internals import (
     aligned_states,
@@ -24,9 +23,10 @@ from ..internals import (
     workers,
 )
 from ..internals import layers as attention_layers
+from ..policy.audit_rules import last_stage_only, no_bytes
 from ..policy.engine import EngineFacts
+from ..seam.hooked_runner import HookedRunner, stay_out
 from .device_watch import DeviceWatch
-from .expected import last_stage_only, no_bytes
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .watch import Watch
 

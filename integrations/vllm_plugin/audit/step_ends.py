@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..attach import HookedRunner
 from ..internals import Foreign, audited_states, scheduling
+from ..seam.hooked_runner import HookedRunner
 from .device_watch import DeviceWatch
 from .found_violations import AuditError
 from .watch import Watch

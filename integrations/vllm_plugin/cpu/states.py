@@ -18,13 +18,13 @@ from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ...serving.state_steps import StateSteps
-from ..attach import HookedRunner
 from ..internals import batches, state_layers
 from ..internals.config import runner_facts
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
+from ..seam.hooked_runner import HookedRunner
 from . import cache_layout, lent_rows
 from .held_states import hook_states, operators_differ, state_ref
 from .windows import row_slots

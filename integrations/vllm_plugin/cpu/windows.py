@@ -16,11 +16,11 @@ from ....config import TxnConfig
 from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
-from ..attach import HookedRunner
 from ..internals import batches
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
-from ..window_steps import end_unheard, open_steps
+from ..seam.hooked_runner import HookedRunner
+from ..seam.window_steps import end_unheard, open_steps
 from . import attention, cache_layout
 
 

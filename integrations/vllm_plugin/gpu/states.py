@@ -23,7 +23,6 @@ from ....manager import TransactionManager
 from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
-from ..attach import HookedRunner, check_methods, mix_in
 from ..internals import (
     aligned_states,
     batches,
@@ -33,6 +32,7 @@ from ..internals import (
     state_sizes,
     verify_steps,
 )
+from ..internals.class_swaps import check_methods, mix_in
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
@@ -41,6 +41,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
+from ..seam.hooked_runner import HookedRunner
 from .joint_commits import JointCommits
 
 log = get_logger()

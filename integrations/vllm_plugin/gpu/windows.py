@@ -23,8 +23,6 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.packed_steps import PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
-from ..attach import HookedRunner, keep_for_graphs
-from ..begun_graphs import let_graphs_begin
 from ..internals import (
     Foreign,
     backends,
@@ -42,7 +40,9 @@ from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
-from ..window_steps import end_unheard, open_steps
+from ..seam.hooked_runner import HookedRunner, keep_for_graphs
+from ..seam.window_steps import end_unheard, open_steps
+from .begun_graphs import let_graphs_begin
 from .cache_layout import (
     SpareBlocks,
     by_rows,

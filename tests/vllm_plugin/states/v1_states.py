@@ -14,13 +14,14 @@ from typing import Any
 import state_operators
 import torch
 from engine_child import played
-from kvtxn.integrations.vllm_plugin import parts, window_steps
+from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.gpu import states, windows
 from kvtxn.integrations.vllm_plugin.internals import held_states
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import Mamba2Rows
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.rule_type import Decision
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
+from kvtxn.integrations.vllm_plugin.seam import window_steps
 from mixer_models import write
 from scenarios import NGRAM
 from state_engines import OWN

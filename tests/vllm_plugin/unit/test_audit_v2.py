@@ -19,7 +19,7 @@ with importing_kernels():
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
 from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks, scheduling
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ with importing_kernels():
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 TOKENS = [1, 2, 3, 4, 5]
 

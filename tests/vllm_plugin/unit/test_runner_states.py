@@ -16,15 +16,15 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
     import held_rig as held
-    from kvtxn.integrations.vllm_plugin import attach as attaching
     from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
     from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
-    from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+    from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
     from kvtxn import KVTxnError, TxnConfig
     from kvtxn.cuda_graphs import GraphCache
@@ -63,7 +63,7 @@ def runner(request, monkeypatch):
     own = RUNNERS[request.param](rig)
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
     parts.attach(own, wanted, 0, facts, windows=True)
-    assert attaching.is_hooked(own)
+    assert is_hooked(own)
     executor = SimpleNamespace(graphs=GraphCache())
     manager = SimpleNamespace(note_fallback=lambda *_: None, executor=executor)
     own.opened = []

@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine_jobs import missing
 from kvtxn.integrations.serving.state_steps import StateSteps
-from kvtxn.integrations.vllm_plugin.attach import unhook_runner
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows, parts, states, windows
 from kvtxn.integrations.vllm_plugin.internals import batches, gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
@@ -18,7 +17,8 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
 
 from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.states import WindowState

@@ -23,11 +23,12 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import unhook_attention
 
 from kvtxn.integrations.vllm_plugin import plugin, starting
-from kvtxn.integrations.vllm_plugin.attach import is_swapped, show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
+from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.metrics import snapshots
+from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
 
 from kvtxn import KVTxnError, LayerError

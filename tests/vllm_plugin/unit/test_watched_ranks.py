@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
+from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings, settings
+from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings, settings
 
 from kvtxn import LayerError, TxnConfig
 from kvtxn.audit import RowGroup

@@ -24,7 +24,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 SIZE = 4
 BLOCKS = 120

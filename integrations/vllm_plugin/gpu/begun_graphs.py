@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import attrs
 
-from .attach import is_swapped, restore_class, swap_class
-from .internals import Foreign, whole_graphs
+from ..internals import Foreign, whole_graphs
+from ..internals.class_swaps import is_swapped, restore_class, swap_class
 
 
 class Beginning(Protocol):
