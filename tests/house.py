@@ -24,11 +24,11 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("kvtxn", "backends", "benchmarks", "integrations")
 PLUGIN = "kvtxn.integrations.vllm_plugin"
 
-#: The classes that the plug-in puts before each of vLLM's runners on a GPU, over recurrent states
-#: and with the ledger: the longest lists there are. Names that a revision lacks are an error.
+#: The classes that the plug-in puts before each of vLLM's runners, whatever parts it has. Names
+#: that a revision lacks are an error.
 RUNNERS = {
-    "V1": ("AuditedGpuRunnerV1", "GpuStateRunnerV1"),
-    "V2": ("AuditedGpuRunnerV2", "GpuStateRunnerV2"),
+    "V1": ("RunnerV1",),
+    "V2": ("RunnerV2",),
 }
 
 

@@ -161,15 +161,17 @@ def test_no_class_is_cut_by_inheritance():
     assert found == SLICES
 
 
-def test_one_class_stands_before_vllms_runner_on_a_cpu():
+def test_an_adapter_is_one_class_that_knows_parts_alone():
     """It has no base, so each of vLLM's methods is overridden once; parts hear of it by a list."""
     source = Source(ROOT)
-    adapters = [name for name in source.classes if ".vllm_plugin.seam." in name]
-    assert adapters == ["kvtxn.integrations.vllm_plugin.seam.runner_cpu_v1.CpuRunnerV1"]
-    assert [source.before(name) for name in adapters] == [adapters]
-    known = imports(source.files[source.module_of(adapters[0])])
-    ours = {name for name in known if name.startswith("kvtxn.integrations.")}
-    assert ours == {"kvtxn.integrations.serving.parts.Parts"}
+    seam = "kvtxn.integrations.vllm_plugin.seam"
+    adapters = {name for name in source.classes if name.startswith(f"{seam}.runner_")}
+    assert adapters == {f"{seam}.runner_v1.RunnerV1", f"{seam}.runner_v2.RunnerV2"}
+    for name in adapters:
+        assert source.before(name) == [name]
+        known = imports(source.files[source.module_of(name)])
+        ours = {each for each in known if each.startswith("kvtxn.integrations.")}
+        assert ours == {"kvtxn.integrations.serving.parts.Parts"}
 
 
 BASE = "class Base:\n    def one(self): pass\n"

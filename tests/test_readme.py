@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 from kvtxn.benchmarks import documents as tables
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -26,10 +26,6 @@ _CALLS: Final = {
 _OF_STATES: Final = "states."
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
-#: The runner's attribute that hears of replays, and the call by which it does. It makes the watch's
-#: calls, too, or one in place of all calls of a step.
-_GRAPHS: Final = "kvtxn_watching"
-_REPLAY: Final = "before_replay"
 #: The watch's calls that come just before a forward: on a CPU, and on a GPU.
 _FORWARDS: Final = ("forward", "step")
 #: The watch's calls.
@@ -170,15 +166,12 @@ class _OfAudit(_Clock):
     """Times steps with a forward that the audit watches; a step ends where the next one begins."""
 
     def __init__(self, runner: Any, watch: Any) -> None:
-        self._watch = watch
         self._begun = 0  # how many times a step or a forward was heard to begin
-        self._told = 0  # the watch's number of steps at the last call
         self._had_forward = False
-        tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
+        tells = hasattr(runner, _TELL)
         # A wrapper takes time, too: it is subtracted for calls within this one that begin a part.
         names = ("change", *_FORWARDS, "end_step") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
-        own += [] if graphs is None else [(graphs, _REPLAY)]
         super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
 
     def stop(self) -> dict[str, float] | None:
@@ -199,12 +192,5 @@ class _OfAudit(_Clock):
         self._begun += 1
 
     def _took(self, name: str, before: int, seconds: float) -> None:
-        heard, told = self._begun != before, self._told
-        # What a wrapper within a call takes would be timed as that call's own: a steady step is
-        # known by the watch's number of steps, and only now, since to read it warms caches.
-        self._told = getattr(self._watch, "steps", 0)
-        if name == _REPLAY and not heard and self._told > told:
-            self._comes(_FORWARDS[-1])
-            heard = True
-        after = self._had_forward and not heard
+        after = self._had_forward and self._begun == before
         self._now["commit" if after else "begin"] += seconds

@@ -73,7 +73,7 @@ class Pass:
 
     def __init__(self, case: Case, context: int) -> None:
         from ...backends.move_rows.selection import Select
-        from ...integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
+        from ...integrations.vllm_plugin.gpu.cache_layout import waiting_rows
         from .workload import Workload
 
         length = context + case.drafts + 1

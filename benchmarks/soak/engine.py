@@ -166,7 +166,7 @@ class _Soak:
         return missing, cleared
 
     async def _sample(self, begin: float) -> dict[str, Any]:
-        from ...integrations.vllm_plugin.rpc_names import SNAPSHOT
+        from ...integrations.vllm_plugin.internals.workers import SNAPSHOT
 
         missing, cleared = await self._rest()
         workers = list(await self._engine.collective_rpc(occupied))

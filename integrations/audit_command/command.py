@@ -149,7 +149,7 @@ def watched(engine_args: Any) -> dict[str, Any]:
     """
     import torch
 
-    from ..vllm_plugin.settings import AUDITS, settings
+    from ..vllm_plugin.policy.settings import AUDITS, settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model"), str):
         raise ConfigError(

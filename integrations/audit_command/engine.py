@@ -137,7 +137,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
     from ..vllm_plugin.internals import async_engine, audited, workers
-    from ..vllm_plugin.rpc_names import RECORDING, SNAPSHOT
+    from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
 
     arguments = dict(job.engine_args)
     try:

@@ -6,12 +6,13 @@ of them knows another one.
 
 A step goes ``step_begins``, ``requests_changed``, ``planned``, ``forward_begins``,
 ``forward_ended``, ``sampling_begins``, ``sampled``, ``step_ended``. A step without a forward, such
-as one in which requests only end, leaves out what comes after ``requests_changed``.
+as one in which requests only end, leaves out what comes after ``requests_changed``. An adapter
+tells the other events of a step where its engine has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 
@@ -24,6 +25,9 @@ class Part:
 
     # -- caches ------------------------------------------------------------------------------
 
+    def memory_wanted(self) -> None:
+        """Hear that the engine is about to measure how much memory it needs beside its caches."""
+
     def caches_wanted(self) -> None:
         """Hear that the engine is about to say which caches it wants."""
 
@@ -34,27 +38,61 @@ class Part:
     def caches_dropped(self) -> None:
         """Hear that the engine is about to replace its caches: let go of the present ones."""
 
+    def caches_planned(self, config: Any) -> Any:
+        """Return what the engine shall make, given the caches that it is about to make."""
+        return config
+
     def caches_made(self) -> None:
         """Hear that new caches exist, which steps will use."""
 
+    def profiling_caches_made(self) -> None:
+        """Hear that caches exist for forwards that the engine runs to measure memory, no others."""
+
     # -- steps -------------------------------------------------------------------------------
 
-    def step_begins(self) -> None:
-        """Hear that a step begins. The step before it may have been dropped half-way."""
+    def step_begins(self, scheduled: Any) -> None:
+        """Hear that a step begins, before it changes requests or blocks.
 
-    def requests_changed(self, scheduled: Any) -> None:
-        """Hear which requests come and go, and which blocks are handed out.
+        The step before it may have been dropped half-way.
 
         Args:
             scheduled: what the engine's scheduler says of this step.
         """
 
-    def planned(self, prepared: Any) -> None:
+    def requests_changed(self, scheduled: Any) -> None:
+        """Hear which requests come and go, and which blocks are handed out.
+
+        Args:
+            scheduled: as for ``step_begins``.
+        """
+
+    def batch_ordered(self, scheduled: Any) -> None:
+        """Hear that the requests of the batch are in their order; a part may change the order.
+
+        Args:
+            scheduled: as for ``step_begins``.
+        """
+
+    def planned(self, batch: Any, prepared: Any) -> None:
         """Hear which rows the step has, and which of them are drafts.
 
         Args:
+            batch: the requests of the step and their rows.
             prepared: what the engine prepared for the forward.
         """
+
+    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+        """Hear by which arguments the engine looks for a graph that it may replay as the forward.
+
+        Args:
+            arguments: by name; a part may change them.
+        """
+
+    def graph_chosen(self, graph: Any) -> None:
+        """Hear which graph the engine will replay as the forward, if any."""
+
+    def attention_described(self, metadata: Any) -> None:
+        """Hear what the layers are told of the batch, before their forward."""
 
     def forward_begins(self, prepared: Any, inputs: Any) -> None:
         """Hear that the forward is about to run.
@@ -79,6 +117,21 @@ class Part:
 
     def sampled(self, output: Any) -> None:
         """Hear what was sampled, before a drafter or a connector sees the cache."""
+
+    def outcomes_arrive(self) -> None:
+        """Hear that a pipeline stage is about to learn how an earlier step of it ended."""
+
+    def outcome_known(self, counts: Any) -> None:
+        """Hear how many tokens each request has sampled, before a drafter sees the cache.
+
+        Of an engine that tells it later than ``sampled``, or without it.
+        """
+
+    def outcome_kept(self, ids: Any, counts: Any) -> None:
+        """Hear that the engine took over the tokens of ``outcome_known``."""
+
+    def outcomes_arrived(self) -> None:
+        """Hear that the stage has learned it; of requests that are gone it learns nothing."""
 
     def step_ended(self, output: Any) -> None:
         """Hear the step's output on its way to the engine; drafters have written their rows."""
@@ -111,6 +164,11 @@ class Parts(Part):
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: Final = tuple(parts)
 
+    def memory_wanted(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.memory_wanted()
+
     def caches_wanted(self) -> None:
         """Tell the parts."""
         for part in self._parts:
@@ -127,25 +185,56 @@ class Parts(Part):
         for part in reversed(self._parts):
             part.caches_dropped()
 
+    def caches_planned(self, config: Any) -> Any:
+        """Hand the plan from part to part; returns what the last one returns."""
+        for part in self._parts:
+            config = part.caches_planned(config)
+        return config
+
     def caches_made(self) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.caches_made()
 
-    def step_begins(self) -> None:
+    def profiling_caches_made(self) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.step_begins()
+            part.profiling_caches_made()
+
+    def step_begins(self, scheduled: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.step_begins(scheduled)
 
     def requests_changed(self, scheduled: Any) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.requests_changed(scheduled)
 
-    def planned(self, prepared: Any) -> None:
+    def batch_ordered(self, scheduled: Any) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.planned(prepared)
+            part.batch_ordered(scheduled)
+
+    def planned(self, batch: Any, prepared: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.planned(batch, prepared)
+
+    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.graph_sought(arguments)
+
+    def graph_chosen(self, graph: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.graph_chosen(graph)
+
+    def attention_described(self, metadata: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.attention_described(metadata)
 
     def forward_begins(self, prepared: Any, inputs: Any) -> None:
         """Tell the parts."""
@@ -175,6 +264,25 @@ class Parts(Part):
         for part in self._parts:
             part.sampled(output)
 
+    def outcomes_arrive(self) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.outcomes_arrive()
+
+    def outcome_known(self, counts: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.outcome_known(counts)
+
+    def outcome_kept(self, ids: Any, counts: Any) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.outcome_kept(ids, counts)
+
+    def outcomes_arrived(self) -> None:
+        """Tell every part, then raise what the first failing one raised."""
+        _every(part.outcomes_arrived for part in self._parts)
+
     def step_ended(self, output: Any) -> None:
         """Tell the parts."""
         for part in self._parts:
@@ -192,6 +300,29 @@ class Parts(Part):
     def released(self) -> None:
         """Tell every part, the last one first, then raise what the first of them raised."""
         _every(part.released for part in reversed(self._parts))
+
+    # -- calls -------------------------------------------------------------------------------
+
+    def run_call(self, run: Callable[..., Any], ends: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run one of the calls of which an engine's step consists, and tell how it ended.
+
+        Args:
+            run: the engine's own method.
+            ends: the step ends with this call.
+            *args: of the method.
+            **kwargs: likewise.
+        """
+        try:
+            output = run(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.raised(error)
+            if ends:
+                self.step_failed()
+            raise
+        if ends:
+            self.step_ended(output)
+        return output
 
 
 def _every(events: Iterable[Callable[[], None]]) -> None:

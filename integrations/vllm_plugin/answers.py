@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from ...log import get_logger
 from .internals import Foreign, workers
-from .rpc_names import RECORDING, REPORT, SNAPSHOT
-from .settings import is_audited
+from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .policy.settings import is_audited
 
 log = get_logger()
 

@@ -19,9 +19,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...errors import shown
-from .asked import STOPS_THE_START, RequiredError, is_asked, wants
 from .internals import Foreign, frontend, scheduling, workers
-from .rpc_names import RECORDING, REPORT, SNAPSHOT
+from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .policy.asked import (
+    STOPS_THE_START,
+    RequiredError,
+    is_asked,
+    wants,
+)
 
 __all__ = ["register", "unregister"]
 

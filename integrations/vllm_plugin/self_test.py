@@ -4,6 +4,8 @@ After the warm-up, and before the engine serves, dummy requests take a few verif
 windows, and with every draft written directly, as stock does. Both begin with caches full of the
 same noise. The window may differ from direct writes in the slots of rejected drafts alone, where
 the noise has to be; no other slot of the cache may change. Then every byte is put back.
+
+An engine that does not pass runs stock, or, with ``"required": true``, its start stops.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from torch import Tensor
 
 from ...errors import KVTxnError
 from ...layers import LayerRef
+from ...log import get_logger
 from ...manager import TransactionManager
 from ...row_io import LayerRows, read, read_layers, write_layers
 from .internals import Foreign, dummy_steps, ranks
 from .internals.dummy_steps import Dummy, Sizes
+from .seam.hooked_runner import stay_out, unhook_runner
+
+log = get_logger()
 
 #: Verify steps; each knows one more token of the model's own text, to be accepted.
 ROUNDS: Final = 3
@@ -342,3 +348,24 @@ def _counts(bench: Bench) -> list[int]:
     counts = bench.manager.snapshot()
     names: Sequence[str] = ("kvtxn_rows_committed_total", "kvtxn_rows_rejected_total")
     return [int(counts[name]) for name in names]
+
+
+def decide_by_test(runner: Foreign, version: str) -> None:
+    """Test a hooked runner after its warm-up; unhook it if the test fails.
+
+    Raises:
+        RequiredError: the test failed, and the user wants no engine without kvtxn.
+    """
+    steps = getattr(runner, "kvtxn", None)
+    if steps is None or runner.kvtxn_announce is None:
+        return  # kvtxn stays out already, or the test was passed before
+    rank, required, announce = runner.kvtxn_rank, runner.kvtxn_required, runner.kvtxn_announce
+    why = run(runner)
+    if why is not None:
+        unhook_runner(runner)
+        stay_out(f"vLLM {version} was not checked, and {why}", rank, required=required)
+        return
+    runner.kvtxn_announce = None
+    steps.manager.metrics.restart()
+    log.info("kvtxn.self_test_passed", rank=rank, vllm=version, steps=ROUNDS)
+    announce()

@@ -15,16 +15,23 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
-from . import unchecked
-from .asked import STOPS_THE_START, wants
-from .attach import is_hooked, show_log, stay_out, unhook_runner, unhook_runners
+from . import self_test
 from .internals import Foreign
 from .metrics.snapshots import unhook_clients
 from .policy import supported
+from .policy.asked import STOPS_THE_START, wants
 from .policy.engine import EngineFacts
+from .policy.moved import hook_gone
 from .policy.release_rules import on_trial
 from .policy.rules import decide
-from .settings import PluginSettings, is_audited, settings
+from .policy.settings import PluginSettings, is_audited, settings
+from .seam.hooked_runner import (
+    is_hooked,
+    show_log,
+    stay_out,
+    unhook_runner,
+    unhook_runners,
+)
 
 log = get_logger()
 
@@ -96,7 +103,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
     policy, why = decide(wanted.txn.policy, facts)
     if policy == "off" and wanted.windows:
         stay_out(why, 0, required=True)
-    gone = unchecked.hook_gone(facts)
+    gone = hook_gone(facts)
     if gone is not None and wanted.windows:
         stay_out(gone, 0, required=True)
     _audited(config, wanted, 0)
@@ -113,7 +120,8 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
     """
-    from .cpu import parts as cpu_parts
+    from . import parts
+    from .audit import memory
     from .internals import config as engine_config
     from .internals import workers
     from .policy.fitting import bounded, check_fit
@@ -128,7 +136,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         check_fit(wanted, facts, config)
         wanted = _audited(config, wanted, rank)
         policy, why = decide(wanted.txn.policy, facts)
-        gone = unchecked.hook_gone(facts) if policy != "off" else None
+        gone = hook_gone(facts) if policy != "off" else None
         if gone is not None:
             policy, why = "off", gone
         if wanted.windows and policy != "off":
@@ -138,14 +146,10 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             stay_out(why, rank, required=wanted.required)
         if wanted.audit == "off":
             return
-        if facts.device == "cpu":
-            runner = workers.runner_of(wrapper)
-            cpu_parts.attach(runner, wanted, rank, windows=False, states=False)
-            return
-        from .audit import gpu_runners
-
-        gpu_runners.attach(wrapper, wanted, rank, facts)
-        _after_warm_up(wrapper, facts)
+        parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
+        if facts.device != "cpu":
+            memory.reserve(wrapper, wanted)
+            _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
     except Exception as error:
@@ -191,12 +195,13 @@ def _attach(
     wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
+    from . import parts
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
-    _give_windows(runner, wanted, rank, facts)
+    parts.attach(runner, wanted, rank, facts, windows=True)
     if not is_hooked(runner):
         return
     runner.kvtxn_on_trial = on_trial(facts)
@@ -204,33 +209,13 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .gpu.runner import reserve_graphs
+    from .audit import memory
+    from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    if wanted.audit != "off":
-        from .audit import gpu_runners
-
-        gpu_runners.reserve_memory(wrapper, wanted)
+    memory.reserve(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
-
-
-def _give_windows(runner: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts) -> None:
-    """Give windows to a runner, as its kind needs it; one that is unknown stays as it is."""
-    if facts.device == "cpu":
-        from .cpu import parts
-
-        parts.attach(runner, wanted, rank, windows=True, states=facts.recurrent is not None)
-        return
-    if facts.recurrent is not None and facts.runner == "v1":
-        from .gpu.runner_states_v1 import attach
-    elif facts.recurrent is not None:
-        from .gpu.runner_states_v2 import attach
-    elif facts.runner == "v1":
-        from .gpu.runner_v1 import attach
-    else:
-        from .gpu.runner_v2 import attach
-    attach(runner, wanted, rank)
 
 
 def _register_attention(rank: int, names: Sequence[str]) -> None:
@@ -287,7 +272,7 @@ def _warmed_up(runner: Foreign, version: str) -> None:
 def _begin(runner: Foreign, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch."""
     if getattr(runner, "kvtxn_on_trial", False):
-        unchecked.decide_by_test(runner, version)
+        self_test.decide_by_test(runner, version)
     elif getattr(runner, "kvtxn", None) is not None:
         runner.kvtxn.manager.metrics.restart()
     if getattr(runner, "kvtxn_audit", None) is not None:

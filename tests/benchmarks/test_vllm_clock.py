@@ -234,66 +234,12 @@ class OnGpu(Telling):
             self.kvtxn_audit.end_step()
 
 
-class WatchAtOnce(WatchOnGpu):
-    """The same, which can be told of a step in one call."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def step(self):
-        super().step()
-        self.steps += 1
-
-    def go_on(self):
-        time.sleep(0.003)
-        self.steps += 1
-
-
-class AtOnce(OnGpu):
-    """A runner whose steps with a forward are told at a replay, each in one call."""
-
-    steady = True
-
-    def __init__(self):
-        self.kvtxn_audit = WatchAtOnce()
-        self.kvtxn_watching = WatchingGraphs(self, self.kvtxn_audit)
-
-    def step(self, forward):
-        if forward:
-            self.kvtxn_watching.before_replay(included=self.steady)
-        else:
-            super().step(forward)
-
-
-class Unsteady(AtOnce):
-    """The same, whose steps are told one thing after the other."""
-
-    steady = False
-
-
-class WatchingGraphs:
-    """Tells a watch of replays."""
-
-    def __init__(self, runner, watch):
-        self.runner, self.watch = runner, watch
-
-    def before_replay(self, *, included):
-        time.sleep(0.02)
-        if included:
-            self.watch.go_on()
-        else:
-            self.runner.kvtxn_tell(lambda watch: watch.change())
-            self.runner.kvtxn_tell(lambda watch: watch.step())
-
-
 @pytest.mark.parametrize(
     ("runner", "begin", "commit"),
     [
         (Runner, 3000, 28000),
         (Telling, 203000, 228000),
         (OnGpu, 203000, 260000),
-        (AtOnce, 23000, 0),
-        (Unsteady, 223000, 0),
     ],
     ids=str,
 )
@@ -312,7 +258,6 @@ def test_an_audits_step_is_all_its_calls(runner, begin, commit):
     assert found["both"] == pytest.approx(begin + commit)
     assert list(vars(own.kvtxn_audit)) == watched  # nothing stands in between any more
     assert vars(own) == before
-    assert list(vars(before.get("kvtxn_watching", own))) in (["runner", "watch"], ["kvtxn_audit"])
     clock(timed, True)
     assert clock(timed, False) is None
 

@@ -12,6 +12,7 @@ from typing import Any
 import state_recurrence
 import torch
 from gpu_oracle import Watch as Base
+from kvtxn.integrations.serving.parts import Parts
 from kvtxn.integrations.vllm_plugin.gpu import joint_commits
 from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
@@ -31,8 +32,10 @@ def digest(part: torch.Tensor) -> torch.Tensor:
 
 def own_blocks(runner: Any) -> int:
     """Return the number of blocks that vLLM hands out; drafts wait in spare ones behind them."""
-    spare = getattr(runner, "kvtxn_spare", None)
-    return int(runner.kv_cache_config.num_blocks if spare is None else spare.own)
+    for part in getattr(runner, "kvtxn_parts", Parts())._parts:
+        if getattr(part, "spare", None) is not None:
+            return int(part.spare.own)
+    return int(runner.kv_cache_config.num_blocks)
 
 
 class Watch(Faults, Base):

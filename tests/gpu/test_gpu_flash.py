@@ -13,7 +13,7 @@ if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
 from kvtxn.backends.graphs.slot_block_table import slot_tables
-from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import by_rows
+from kvtxn.integrations.vllm_plugin.gpu.cache_layout import by_rows
 from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
 from vllm._custom_ops import reshape_and_cache_flash
 

@@ -38,7 +38,9 @@ class GpuPlanting(Planting):
     def fail_audit(self, rank: int) -> None:
         """Let the audit's own code raise in each step of one rank."""
         if self.rank == rank:
-            self.model_runner.kvtxn_reader.rows = _fail
+            parts = self.model_runner.kvtxn_parts._parts
+            [ledger] = [part for part in parts if hasattr(part, "reader")]
+            ledger.reader.rows = _fail
 
     def fail_commits(self, rank: int) -> None:
         """Let the commits of one rank's windows raise."""

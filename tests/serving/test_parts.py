@@ -11,7 +11,7 @@ EVENTS = [name for name, _ in inspect.getmembers(Part, inspect.isfunction)]
 #: The part that hears these first is the last one.
 REVERSED = ("caches_dropped", "released")
 #: Every part hears these, whichever part raises.
-REACH_ALL = ("failed", "released", "step_failed")
+REACH_ALL = ("failed", "outcomes_arrived", "released", "step_failed")
 
 
 class Heard(Part):

@@ -12,8 +12,14 @@ from typing import Any
 from weakref import WeakSet
 
 from ....log import get_logger
-from ..attach import check_methods, is_swapped, restore_class, stay_out, swap_class
 from ..internals import Foreign, audited, scheduling
+from ..internals.class_swaps import (
+    check_methods,
+    is_swapped,
+    restore_class,
+    swap_class,
+)
+from ..seam.hooked_runner import stay_out
 
 log = get_logger()
 

@@ -10,7 +10,6 @@ from an earlier step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import attrs
@@ -19,19 +18,18 @@ from torch import Tensor
 
 from ....audit import Key, RowGroup, StateGroup, Step
 from ....audit.glance import Glance
-from ..internals.audited import Arrival, Changes, Room, Rows
+from ..internals.audited import Arrival, Room, Rows
 from ..internals.audited_states import States
-from .next_forward import NextForward
 from .published_blocks import PublishedBlocks
 from .warming_up import launch_all
 from .watch import Copies, Watch
 
 #: Steps between two looks at the counters, which cost the host more than a step does; and where
-#: somebody waits for them. The first is a multiple of the second.
+#: an error is raised for what they say.
 _LOOK_EVERY: Final = 32
-LOOK_SOON: Final = 8
+_LOOK_SOON: Final = 8
 #: Steps between two meetings of the ranks; see ``Watch``.
-_MEET: Final = {"contain": 1, "raise": LOOK_SOON}
+_MEET: Final = {"contain": 1, "raise": _LOOK_SOON}
 
 
 class DeviceWatch(Watch):
@@ -48,17 +46,10 @@ class DeviceWatch(Watch):
         lines: as for ``Watch``.
         record: as for ``Watch``; it makes each step wait.
         key: as for ``Watch``.
-
-    Attributes:
-        waits: what is sampled in the step under way can wait in ``outcome``.
-        outcome: what was sampled in the last step, as for ``sampled_on_device``; it waits until
-            the next step is known, or anything else is told or asked.
     """
 
     begun = False
     meets: Mapping[str, int] = _MEET
-    waits = False
-    outcome: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -85,12 +76,8 @@ class DeviceWatch(Watch):
         self._awaits = False  # a step was told whose samples are not known yet
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
-        self._looked = 0  # the step at which it was looked last
         self._spare: Glance | None = None
         self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
-        self._left: Final[dict[str, None]] = {}  # requests that ended; the ledger is told later
-        self._due: Step | None = None  # a replay will write and check it
-        self._last: Step | None = None  # the same of the step before
 
     # -- the beginning -----------------------------------------------------------------------
 
@@ -98,7 +85,7 @@ class DeviceWatch(Watch):
         """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._glance = None
-        self.steps = self._looked = self._ended = 0
+        self.steps = self._ended = 0
         if self.peers is not None:
             self.peers.restart()
         self.found.take_report()  # of the warm-up
@@ -110,20 +97,14 @@ class DeviceWatch(Watch):
         self.warm_up()
 
     def pause(self) -> None:
-        """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
-        self._catch_up()
-        self.begun = self.waits = False
-        self._hide()
-        self.ledger.graphs.settle()
+        """Watch no longer, until ``begin``; wrong rows are not contained any more."""
+        self.begun = False
 
     def forget(self) -> None:
         """Forget every row and request, as the caches' content is lost; keep what was counted."""
-        self._hide()
         self._known.clear()
-        self._left.clear()
         self._batch = self._unsealed = self.under_way = None
-        self._awaits, self._due, self._last = False, None, None
-        self.waits, self.outcome = False, None
+        self._awaits = False
         self.ledger.reset()
         if self.transfers is not None:
             self.transfers.restart()
@@ -139,66 +120,30 @@ class DeviceWatch(Watch):
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def change(self, changes: Changes) -> None:
-        """Tell the ledger the changes that a step makes before its forward.
-
-        Requests that end are told when others come: in between nobody needs their lines.
-        """
-        self._catch_up()
-        if changes.arrivals or changes.copies or self.transfers is not None:
-            if self._left:
-                gone = self._left | dict.fromkeys(changes.gone)  # preempted, and aborted later
-                changes = attrs.evolve(changes, gone=[*gone])
-                self._left.clear()
-        elif changes.gone:
-            self._left.update(dict.fromkeys(changes.gone))
-            changes = attrs.evolve(changes, gone=())
-        Watch.change(self, changes)
-
     def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
         """Note what is known of requests that came, given their lines."""
         self._published.begin(lines, arrivals)
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def step(self, forward: NextForward, returning: Callable[[str], Arrival]) -> None:
+    def step(
+        self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
+    ) -> None:
         """Note what a forward writes, and compare what it reads.
 
         Args:
-            forward: is read here, so that steps are counted alike on all ranks, whatever fails on
-                one of them.
+            read: returns the batch's rows, and its states if any are watched. It is called here, so
+                that all ranks count this step even if it raises on one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
         """
-        self._catch_up()
-        self.waits = False
         self.steps += 1
         if not self.stopped:
             try:
-                if self._can_repeat() and forward.repeats():
-                    self._due, self._awaits = self._last, True
-                    self.under_way = self._last
-                else:
-                    rows, states = forward.read()
-                    self._replayed = forward.is_replay()
-                    self._forward(rows, returning, states)
+                rows, states = read()
+                self._forward(rows, returning, states)
             except Exception as error:
                 self.stop(error)
-            self._try(partial(self._look, self.steps))
-
-    def _catch_up(self) -> None:
-        """Tell the ledger what was sampled in the last step, if that waits."""
-        outcome, self.outcome = self.outcome, None
-        if outcome is not None and not self.stopped:
-            self._awaits = False
-            try:
-                self.ledger.resolve_waiting(*outcome, 1)
-            except Exception as error:
-                self.stop(error)
-
-    def _can_repeat(self) -> bool:
-        """Tell whether the requests and drafts of a step are all that has to be known of it."""
-        waits = self.scrub is not None or self.transfers is not None or self._due is not None
-        return self._last is not None and self._batch is not None and not waits
+            self._try(self._look)
 
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
@@ -209,22 +154,10 @@ class DeviceWatch(Watch):
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        if self._due is not None:
-            raise RuntimeError("a step's forward was neither replayed nor sampled")
-        self._due, self._awaits = step, True
-        self.under_way = step
-        self._last = step if self._replayed else None
-        if not self._replayed:
-            self._write_and_check()
-            if self._caches_prefixes:
-                self._published.publish(step)
-
-    def _write_and_check(self) -> None:
-        """Note and compare the step that is due; does nothing without one."""
-        step, self._due = self._due, None
-        if step is not None:
-            self.ledger.write(step)
-            self.ledger.check(step)
+        self.under_way, self._awaits = step, True
+        self.ledger.write_and_check(step)
+        if self._caches_prefixes:
+            self._published.publish(step)
 
     def _form(self, rows: Rows, lines: Tensor, states: States | None) -> tuple[Step, Copies]:
         if not self.drafts_late:
@@ -244,16 +177,12 @@ class DeviceWatch(Watch):
         return self._copies[key]
 
     def take_back(self) -> None:
-        """Do what ``Watch.take_back`` says; a step that waits for its replay wrote nothing."""
-        self._catch_up()
-        due = self._due
-        self._awaits, self._due, self._last = False, None, None
-        if due is not None:
-            self.under_way = self._unsealed = None
+        """Do what ``Watch.take_back`` says."""
+        self._awaits = False
         Watch.take_back(self)
 
     def sampled_on_device(self, number: Tensor, ids: Tensor) -> None:
-        """Tell the ledger which drafts were accepted, and which tokens come next, now or later.
+        """Tell the ledger which drafts were accepted, and which tokens come next.
 
         Args:
             number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
@@ -262,13 +191,8 @@ class DeviceWatch(Watch):
         """
         if self.stopped or not self._awaits:  # the step came before the first that is watched
             return
-        if self._due is not None:
-            self._write_and_check()
-        if self.transfers is None and self.ledger.can_wait(number, ids):
-            self.outcome = number, ids
-            return
         self._awaits = False
-        self.ledger.resolve(number, ids, besides=1, later=self.scrub is None)
+        self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], number, 1
             if not self.drafts_late:
@@ -281,44 +205,24 @@ class DeviceWatch(Watch):
 
     # -- what came of it ---------------------------------------------------------------------
 
-    def _look(self, number: int) -> None:
-        """Log what an earlier look saw, and look again now and then; once for each step.
-
-        Args:
-            number: of the step that is about to be told.
-
-        Raises:
-            WindowStateError: graphs were replayed of which nobody was told.
-        """
-        if number == self._looked:
-            return
-        self._looked = number
+    def _look(self) -> None:
+        """Log what an earlier look saw, and look again now and then."""
         waits = self.transfers is not None and self.transfers.unsettled
         if self._glance is not None and self._glance.ready and not waits:
             glance, self._glance = self._glance, None
             self._spare = glance
-            self.ledger.findings.require_all_steps(glance)
             if self.ledger.findings.has_more(glance):
                 self._say()
-        every = _LOOK_EVERY if self.on_violation == "log" else LOOK_SOON
-        if self._glance is None and number % every == 0:
+        every = _LOOK_EVERY if self.on_violation == "log" else _LOOK_SOON
+        if self._glance is None and self.steps % every == 0:
             self._glance = self.ledger.glance(self._spare, prints=False)
 
-    def compare_ranks(self) -> None:
-        """Compare what the ranks wrote, as ``Watch`` does; waits for the device."""
-        self._catch_up()
-        Watch.compare_ranks(self)
-
     def _find(self) -> None:
-        """Look for violations of the step that ends if they are contained: waits for the device.
-
-        Else the outcome of the step may wait for the next one, see ``outcome``.
-        """
+        """Look for violations of the step that ends if they are contained: waits for the device."""
         if self.on_violation == "contain" and not self.stopped:
             self._take()
 
     def _take(self) -> None:
         """Take the violations of the step that ends."""
-        self._catch_up()
         self._settle_loads()
         self.found.take(self.on_violation)

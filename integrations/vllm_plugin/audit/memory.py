@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from ....audit import Ledger, RowGroup, Scrub
 from ....audit.books import Sizes
 from ....log import get_logger
-from ..internals import Foreign, audited, cache_sizes
+from ..internals import Foreign, audited, cache_sizes, workers
 from ..internals.cache_sizes import CachePlan
-from ..settings import PluginSettings
+from ..policy.settings import PluginSettings
 
 log = get_logger()
 
@@ -63,3 +64,16 @@ def rest(runner: Foreign, settings: PluginSettings, available: int) -> int:
         hint = "the ledger may run out of GPU memory: lower gpu_memory_utilization"
         log.warning("kvtxn.audit_memory_not_reserved", why=repr(error), hint=hint)
         return available
+
+
+def reserve(wrapper: Foreign, settings: PluginSettings) -> None:
+    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one.
+
+    Args:
+        wrapper: the wrapper of a worker.
+        settings: the user's.
+    """
+    runner = workers.runner_of(wrapper)
+    if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
+        undo = workers.less_cache_memory(wrapper, partial(rest, runner, settings))
+        runner.kvtxn_unhook.callback(undo)

@@ -1,17 +1,17 @@
-"""Opening a ledger over a runner's caches on a GPU, or saying why that is impossible."""
+"""Opening a ledger over a runner's caches, or saying why that is impossible."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ....audit import Key, Scrub, Window
 from ....layers import LayerRef
 from ....log import get_logger
-from ..attach import stay_out
+from ..cpu import cache_layout
 from ..internals import (
     aligned_states,
     audited,
@@ -19,31 +19,63 @@ from ..internals import (
     audited_v2,
     carried_states,
     config,
+    ranks,
+    workers,
 )
 from ..internals import layers as attention_layers
+from ..policy.audit_rules import last_stage_only, no_bytes
 from ..policy.engine import EngineFacts
-from .expected import last_stage_only, no_bytes
-from .graph_watch import GraphWatch
-from .runner import (
-    AuditedRunner,
-    follow_transfers,
-    nothing_to_audit,
-    on_all_ranks,
-    say_active,
-    say_without_bytes,
-    shared_key,
-)
-from .transfers import WatchedConnector, WatchedConnectorV1
+from ..seam.hooked_runner import HookedRunner, stay_out
+from .device_watch import DeviceWatch
+from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .watch import Watch
 
 log = get_logger()
 
+Watched = TypeVar("Watched", bound=Watch)
+
+
+def open_watch(runner: HookedRunner) -> Watch | None:
+    """Open a ledger over a runner's new caches.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    key = shared_key()
+    why, error, watch = None, None, None
+    try:
+        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        why = nothing_to_audit(groups, states)
+        if why is None:
+            room, wanted = audited.room(runner), runner.kvtxn_settings
+            watch = Watch(
+                *(groups, room, runner.kvtxn_rank, wanted.on_violation),
+                states=states,
+                record=wanted.record,
+                key=key,
+            )
+            watch.found.log_tokens = wanted.log_tokens
+    except Exception as failed:
+        why, error = f"the ledger cannot be made: {failed}", failed
+    watch = on_all_ranks(runner, key, watch, why, error)
+    if watch is None:
+        return None
+    if runner.kvtxn_settings.audit == "bytes":
+        _compare_bytes(runner, watch)
+    follow_transfers(runner, watch)
+    say_active(runner, watch)
+    return watch
+
 
 def open_device_watch(
-    runner: AuditedRunner,
+    runner: HookedRunner,
     lacking: str | None,
     lines: int | None,
     mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> GraphWatch | None:
+) -> DeviceWatch | None:
     """Open a ledger over a runner's new caches on a GPU.
 
     Args:
@@ -76,7 +108,7 @@ def open_device_watch(
     if watch is None:
         return None
     if runner.kvtxn_settings.audit == "bytes":
-        _compare_bytes(runner, watch, facts)
+        _compare_bytes_on_device(runner, watch, facts)
     follow_transfers(runner, watch, mixin)
     try:
         _follow_copies(runner, watch)
@@ -87,7 +119,16 @@ def open_device_watch(
     return watch
 
 
-def _follow_copies(runner: AuditedRunner, watch: GraphWatch) -> None:
+def new_state_reader(
+    runner: HookedRunner, watch: DeviceWatch
+) -> audited_states.DeviceStateReader | None:
+    """Make a reader of the states that a watch compares; None if it compares none."""
+    if not watch.states:
+        return None
+    return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
+
+
+def _follow_copies(runner: HookedRunner, watch: DeviceWatch) -> None:
     """Let a watch follow the states that a runner copies between blocks."""
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
     if watch.kept_states and not carried_states.lacks_context(runner):
@@ -96,17 +137,17 @@ def _follow_copies(runner: AuditedRunner, watch: GraphWatch) -> None:
         runner.kvtxn_undo.callback(undo)
 
 
-def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Tell a runner's watch which states are copied."""
     runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
 
 
 def _new_watch(
     runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
-) -> GraphWatch:
+) -> DeviceWatch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
-    watch = GraphWatch(
+    watch = DeviceWatch(
         groups,
         audited.room(runner),
         runner.kvtxn_rank,
@@ -122,7 +163,7 @@ def _new_watch(
     return watch
 
 
-def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts) -> None:
+def _compare_bytes_on_device(runner: HookedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
@@ -130,7 +171,7 @@ def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts)
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    from ..gpu.runner import layer_refs
+    from ..gpu.cache_layout import layer_refs
 
     error, missing = None, {*watch.groups, *watch.states}
     try:
@@ -152,7 +193,7 @@ def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts)
         say_without_bytes(runner, why, error)
 
 
-def _new_scrub(runner: AuditedRunner, watch: GraphWatch, refs: list[LayerRef]) -> Scrub:
+def _new_scrub(runner: HookedRunner, watch: DeviceWatch, refs: list[LayerRef]) -> Scrub:
     """Make the scrub of a watch; it poisons what is dead if the user asks for that.
 
     A drafter's own rows are not dead where the target's are, so engines that have such are left as
@@ -171,3 +212,124 @@ def _new_scrub(runner: AuditedRunner, watch: GraphWatch, refs: list[LayerRef]) -
     if wanted.poison:
         log.info("kvtxn.audit_poisons", rank=runner.kvtxn_rank, groups=poisoned)
     return Scrub(watch.ledger, refs, every=wanted.audit_every, poison=poisoned, windows=windows)
+
+
+def _compare_bytes(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
+
+    Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
+    through that.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    try:
+        layers, facts = attention_layers.target_layers(runner)
+        drafters = attention_layers.rows_of_drafters(runner)
+        watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+        refs = cache_layout.layer_refs(watched, facts.kv_cache_dtype)
+        refs += audited_states.state_refs(runner, watch.states)
+        watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
+        watch.drafts_late = bool(drafters)
+        missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
+        why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+        error: Exception | None = None
+    except Exception as refused:
+        missing, why, error, watch.scrub = {*watch.groups}, str(refused), refused, None
+    if missing:
+        say_without_bytes(runner, why, error)
+
+
+def nothing_to_audit(groups: Sized, states: Sized) -> str | None:
+    """Say that there is nothing to audit; None if there is."""
+    if groups or states:
+        return None
+    return "there is nothing to audit: no layer of this model keeps rows or states that are known"
+
+
+def shared_key() -> Key | None:
+    """Return the key that this rank shares with its peers, who call this, too; None without any."""
+    return ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+
+
+def on_all_ranks(
+    runner: HookedRunner,
+    key: Key | None,
+    watch: Watched | None,
+    why: str | None,
+    error: Exception | None,
+) -> Watched | None:
+    """Return a watch if each rank has one, else None, and log why.
+
+    Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+
+    Args:
+        runner: the runner.
+        key: as ``shared_key`` returned it; the peers call this, too.
+        watch: this rank's watch; None if it cannot be watched.
+        why: the reason for that.
+        error: the error that was met.
+
+    Raises:
+        RequiredError: a rank has none, and the user requires the audit.
+    """
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), runner.kvtxn_rank, required=runner.kvtxn_required, error=error)
+    elif key is not None:
+        watch.asks_peers = ranks.are_asked_together(runner)
+    return watch
+
+
+def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
+    """Let the ranks of all pipeline stages stop together; every rank must call this.
+
+    vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
+    """
+    raises = runner.kvtxn_settings.on_violation == "raise"
+    if raises and ranks.number_of_stages() > 1 and ranks.on_all_stages(watch is not None):
+        assert watch is not None
+        watch.join_stages()
+    return watch
+
+
+def follow_transfers(
+    runner: HookedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
+) -> None:
+    """Let a watch follow the rows of a KV connector; if that fails, the audit ends.
+
+    Without it, rows that the connector brings would be taken for wrong ones.
+    """
+    try:
+        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+    except Exception as error:
+        watch.stop(error)
+
+
+def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
+    """Log that the bytes of some rows or states are not compared, and why.
+
+    Raises:
+        RequiredError: the user requires the audit.
+    """
+    if runner.kvtxn_required:
+        stay_out(why, runner.kvtxn_rank, required=True, error=error)
+    effect = "digests are compared, and no bytes"
+    log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+
+
+def say_active(runner: HookedRunner, watch: Watch) -> None:
+    """Log that a worker is watched, and which of its KV-cache groups are not."""
+    rank = runner.kvtxn_rank
+    watch.left_out = audited.groups_left_out(runner, [*watch.groups, *watch.states])
+    if watch.left_out:
+        effect = f"{', '.join(watch.left_out)}: rows or states there are not compared"
+        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(watch.groups) + len(watch.states),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )

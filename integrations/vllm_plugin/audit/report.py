@@ -6,7 +6,7 @@ from typing import Any
 
 from ..internals import Foreign
 from ..internals import frontend as front
-from ..rpc_names import REPORT
+from ..internals.workers import REPORT
 
 
 def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:

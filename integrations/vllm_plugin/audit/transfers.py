@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
-from ..attach import mix_in
 from ..internals import Foreign, connectors
 from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
+from ..internals.class_swaps import mix_in
 from ..internals.connectors import Handed
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.

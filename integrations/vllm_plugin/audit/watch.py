@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -126,7 +125,6 @@ class Watch(WatchedOutputs):
         self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
         number = self.ledger.books.sizes.max_requests
         self._buffer: Final = LineBuffer(self.ledger, number, device)
-        self._replayed = False  # the step that comes next is a graph that checks it
         self._filled: Final = FilledBlocks(self.ledger, groups)
         self.found: Final = FoundViolations(self.ledger, rank)
 
@@ -165,14 +163,6 @@ class Watch(WatchedOutputs):
             log.error("kvtxn.audit_inactive", rank=self._rank, why=why, exc_info=error)
             self._own |= RankReport(failure=repr(error))
         self.stopped = True
-        with suppress(Exception):
-            self._hide()
-
-    def _hide(self) -> None:
-        """Let graphs that are replayed find padding alone, until the next step."""
-        if self._buffer.shown:
-            self._buffer.hide()
-            self._batch = None
 
     def change(self, changes: Changes) -> None:
         """Tell the ledger the changes that a step makes before its forward."""
@@ -329,7 +319,7 @@ class Watch(WatchedOutputs):
                 self._known.move_to_end(name)
             if found is None:
                 found = [self.ledger.line(name) for name in names]
-            self._batch = list(names), self._buffer.put(found, later=self._replayed)
+            self._batch = list(names), self._buffer.put(found)
         return self._batch[1]
 
     def sampled(self, number: Tensor, ids: Tensor) -> None:

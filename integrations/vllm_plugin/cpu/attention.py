@@ -19,9 +19,14 @@ from ....executor import AttentionArgs
 from ....formats import words
 from ....layers import LayerRef
 from ...serving.eager_steps import EagerSteps
-from ..attach import check_methods, is_swapped, restore_class, swap_class
 from ..internals import Foreign, batches
 from ..internals import layers as attention_layers
+from ..internals.class_swaps import (
+    check_methods,
+    is_swapped,
+    restore_class,
+    swap_class,
+)
 from ..internals.layers import TargetLayer
 
 

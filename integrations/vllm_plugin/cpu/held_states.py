@@ -12,8 +12,8 @@ from ....errors import LayerError
 from ....layers import LayerRef
 from ....recurrent import Recurrence, RowPart, ShortConv
 from ...serving.state_steps import StateSteps
-from ..attach import check_methods
 from ..internals import Foreign, gated_delta, mixers
+from ..internals.class_swaps import check_methods
 from ..internals.mixers import StateBatch
 from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer

@@ -16,9 +16,14 @@ from torch import Tensor
 from ....errors import LayerError
 from ....row_io import read, select, write
 from ...serving.state_steps import StateSteps
-from ..attach import check_methods, is_swapped, restore_class, swap_class
 from ..internals import Foreign
 from ..internals import layers as attention_layers
+from ..internals.class_swaps import (
+    check_methods,
+    is_swapped,
+    restore_class,
+    swap_class,
+)
 from ..internals.layers import TargetLayer
 from .attention import LayerHook, WindowMixin
 

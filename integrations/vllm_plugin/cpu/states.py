@@ -24,7 +24,7 @@ from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
-from ..seam.runner_cpu_v1 import CpuRunnerV1
+from ..seam.hooked_runner import HookedRunner
 from . import cache_layout, lent_rows
 from .held_states import hook_states, operators_differ, state_ref
 from .windows import row_slots
@@ -40,7 +40,7 @@ class States(Part):
         batch: the requests of the present step; None outside of its forward.
     """
 
-    def __init__(self, runner: CpuRunnerV1) -> None:
+    def __init__(self, runner: HookedRunner) -> None:
         self._runner = runner
         self._drafts: Sequence[int] = ()  # of each request of the present step
         self.batch: StateBatch | None = None
@@ -74,7 +74,7 @@ class States(Part):
                 hint="leave the setting 'recurrent' out to run this engine without kvtxn",
             )
 
-    def planned(self, prepared: Any) -> None:
+    def planned(self, batch: Any, prepared: Any) -> None:
         """Remember the drafts of each request."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -107,7 +107,7 @@ class RowAndStateCaches:
         states: knows the requests of the present step.
     """
 
-    def __init__(self, runner: CpuRunnerV1, states: States) -> None:
+    def __init__(self, runner: HookedRunner, states: States) -> None:
         self._runner = runner
         self._states = states
 
@@ -145,12 +145,12 @@ class RowAndStateCaches:
         return {**rows, **state_layers.state_slots(self._runner, state_groups(steps))}
 
 
-def with_state_dtype(runner: CpuRunnerV1, facts: EngineFacts) -> EngineFacts:
+def with_state_dtype(runner: HookedRunner, facts: EngineFacts) -> EngineFacts:
     """Add the dtype of a runner's states to the facts about its engine."""
     return attrs.evolve(facts, state_dtype=state_layers.state_dtype(runner))
 
 
-def unknown_operator(runner: CpuRunnerV1) -> str | None:
+def unknown_operator(runner: HookedRunner) -> str | None:
     """Say how vLLM's operators of the model's states differ from those known; None if not."""
     return operators_differ(list(state_layers.modules_of(runner).values()))
 

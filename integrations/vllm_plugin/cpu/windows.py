@@ -19,8 +19,8 @@ from ...serving.parts import Part
 from ..internals import batches
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
-from ..seam.runner_cpu_v1 import CpuRunnerV1
-from ..window_steps import end_unheard, open_steps
+from ..seam.hooked_runner import HookedRunner
+from ..seam.window_steps import end_unheard, open_steps
 from . import attention, cache_layout
 
 
@@ -46,7 +46,7 @@ class RowCaches:
         runner: the hooked runner.
     """
 
-    def __init__(self, runner: CpuRunnerV1) -> None:
+    def __init__(self, runner: HookedRunner) -> None:
         self._runner = runner
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
@@ -89,7 +89,7 @@ class Windows(Part):
         caches: what the windows are over.
     """
 
-    def __init__(self, runner: CpuRunnerV1, caches: Caches) -> None:
+    def __init__(self, runner: HookedRunner, caches: Caches) -> None:
         self._runner = runner
         self._caches = caches
 
@@ -101,12 +101,12 @@ class Windows(Part):
         """Make steps over new caches, or log why there are none."""
         self._runner.kvtxn = open_steps(self._runner, self._caches.facts, self._caches.make_steps)
 
-    def step_begins(self) -> None:
+    def step_begins(self, scheduled: Any) -> None:
         """Abort a window that an abandoned step left open."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def planned(self, prepared: Any) -> None:
+    def planned(self, batch: Any, prepared: Any) -> None:
         """Plan the step: which rows are drafts."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from ..attach import check_methods, mix_in
+from .class_swaps import check_methods, mix_in
 
 if TYPE_CHECKING:
     from ....backends.recurrent.boundaries import BlockTables

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ..audit.expected import cannot_watch
+from ..policy.audit_rules import cannot_watch
 from .adapters import Adapters, hash_of
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.

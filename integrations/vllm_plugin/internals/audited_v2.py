@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from .gpu_step_reader import GpuStepReader
 AUDITED_METHODS: Final = {
     "initialize_kv_cache": batches.V2_METHODS["initialize_kv_cache"],
     "update_requests": ("scheduler_output",),
-    "prepare_inputs": batches.V2_METHODS["prepare_inputs"],
     "prepare_attn": batches.V2_METHODS["prepare_attn"],
     "sample": batches.V2_METHODS["sample"],
     "postprocess_sampled": batches.V2_METHODS["postprocess_sampled"],
@@ -96,11 +95,6 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
                 own += more
 
 
-def gone_and_left(batch: Any, scheduler_output: Any) -> tuple[Iterable[str], Sequence[str]]:
-    """Return the names of the requests that ended before a step, and of those that it has."""
-    return sorted(scheduler_output.finished_req_ids), batch.req_ids
-
-
 def num_rows(batch: Any) -> int:
     """Return the rows of a V2 runner's step, without padding."""
     return int(batch.num_tokens)
@@ -117,16 +111,7 @@ def samples(runner: Any) -> bool:
     return bool(runner.is_last_pp_rank)
 
 
-def graphs_find_rows(runner: Any) -> bool:
-    """Tell whether the steps of a V2 runner lie where its captured forwards find them.
-
-    They do not where drafts are shared out on the device, nor where ranks share a context.
-    """
-    usual = getattr(runner, "adaptive_verification", None) is None
-    return usual and getattr(runner, "pcp_manager", None) is None
-
-
-class StepReader(GpuStepReader[tuple[Rows, bool]]):
+class StepReader(GpuStepReader[Rows]):
     """Reads the steps of a V2 runner out of its buffers.
 
     The runner's buffers stay where they are, so the tensors of a step are made once for each number
@@ -136,66 +121,11 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
         step_input: puts numbers of the host into buffers.
-
-    Attributes:
-        in_graphs: captured forwards read the rows themselves, as ``in_place`` describes them.
-        placed: the last step's rows lie as ``in_place`` describes them.
     """
-
-    in_graphs: bool = False
-    placed: bool = False
 
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
         super().__init__(runner, step_input)
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._names: list[str] = []
-
-    def repeats(self, batch: Any) -> bool:
-        """Tell whether a step has the requests and the numbers of drafts of the last one read."""
-        if batch.has_prefill or not batch.num_draft_tokens or batch.req_ids != self._names:
-            return False
-        drafts = batch.num_draft_tokens_per_req
-        return drafts is not None and bool(drafts.tobytes() == self._drafts)
-
-    def goes_on(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
-        """Return the new blocks, by KV-cache group, of each request that gets some.
-
-        Returns:
-            None if the step does not repeat the last one, or changes anything else.
-        """
-        told = scheduler_output
-        if told.finished_req_ids or told.scheduled_new_reqs:
-            return None
-        if told.preempted_req_ids or told.kv_cache_block_copies:
-            return None
-        usual = batch.num_draft_tokens == self._total and batch.req_ids == self._names
-        if batch.has_prefill or not (usual or self.repeats(batch)):
-            return None  # usually each request has the most drafts, so that the total tells it
-        return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
-
-    def lacks_requests(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
-        """Return the same of a step that goes on without some of the last one's requests.
-
-        Returns:
-            None if none ended, if the step changes anything else, or if in one of both steps a
-            request has not the most drafts.
-        """
-        told, number = scheduler_output, batch.num_reqs
-        if not told.finished_req_ids or told.scheduled_new_reqs:
-            return None
-        if told.preempted_req_ids or told.kv_cache_block_copies:
-            return None
-        if self._total < 0 or batch.has_prefill or not number < len(self._names):
-            return None
-        if batch.num_draft_tokens != number * self._most:
-            return None
-        return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
-
-    def went_on(self, batch: Any) -> None:
-        """Hear that ``lacks_requests`` was told of a step: the next one is compared with it."""
-        number, before = batch.num_reqs, len(self._names)
-        self._names, self._total = batch.req_ids, batch.num_draft_tokens
-        self._drafts = self._drafts[: len(self._drafts) // before * number]  # all are alike
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.
@@ -205,7 +135,6 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             prepared: the result of ``prepare_attn``: block tables and slot mappings.
         """
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
-        self._names = batch.req_ids
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
         self._forget_unless((inputs.positions, inputs.input_ids, slots))
         drafts = self._drafts_of(batch, number)
@@ -213,56 +142,23 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             *(number, drafts is None, batch.query_start_loc.data_ptr()),
             *[tables[group].data_ptr() for group in self._numbers.values()],
         )
-        known = self._known.get(key)
-        if known is not None:
-            rows, self.placed = known
-            if rows.names == batch.req_ids:
-                return rows
+        rows = self._known.get(key)
+        if rows is None:
+            rows = Rows(
+                names=batch.req_ids,
+                starts=batch.query_start_loc[: number + 1],
+                first=None,
+                tokens=inputs.input_ids,
+                drafts=drafts,
+                slots={name: slots[group] for name, group in self._numbers.items()},
+                tables={name: tables[group] for name, group in self._numbers.items()},
+                positions=inputs.positions,
+                buffers=object(),
+            )
+        elif rows.names != batch.req_ids:
             rows = attrs.evolve(rows, names=batch.req_ids)
-        else:
-            rows = self._rows(batch.req_ids, batch.query_start_loc, tables, number, drafts)
-            self.placed = self._is_placed(batch, tables)
-        self._known[key] = rows, self.placed
+        self._known[key] = rows
         return rows
-
-    def _rows(
-        self,
-        names: Any,
-        starts: Tensor,
-        tables: Sequence[Tensor],
-        number: int,
-        drafts: Tensor | None,
-    ) -> Rows:
-        inputs, slots = self._runner.input_buffers, self._runner.block_tables.slot_mappings
-        return Rows(
-            names=names,
-            starts=starts[: number + 1],
-            first=None,
-            tokens=inputs.input_ids,
-            drafts=drafts,
-            slots={name: slots[group] for name, group in self._numbers.items()},
-            tables={name: tables[group] for name, group in self._numbers.items()},
-            positions=inputs.positions,
-            buffers=object(),
-        )
-
-    def in_place(self, number: int) -> Rows:
-        """Describe the rows of any step of at most so many requests by where a forward finds them.
-
-        What is beyond a step's own requests is padding.
-        """
-        tables = [each[:number] for each in self._runner.block_tables.input_block_tables]
-        starts = self._runner.input_buffers.query_start_loc
-        return self._rows((), starts, tables, number, self._there[:number])
-
-    def _is_placed(self, batch: Any, tables: Sequence[Tensor]) -> bool:
-        """Tell whether a step's tensors lie where ``in_place`` says that they do."""
-        if not self.in_graphs:
-            return False
-        theirs, runner = self._runner.block_tables.input_block_tables, self._runner
-        pairs = [(tables[group], theirs[group]) for group in self._numbers.values()]
-        pairs.append((batch.query_start_loc, runner.input_buffers.query_start_loc))
-        return all(one.data_ptr() == other.data_ptr() for one, other in pairs)
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
@@ -270,8 +166,6 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         if there is None:
             there = self._views[number] = self._there[:number]
         if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
-            if self.in_graphs:
-                self._put_drafts(there, numpy.zeros(number, numpy.int32))
             return None
         if getattr(self._runner, "adaptive_verification", None) is not None:
             self._forget_drafts()  # how they are shared out is known there
@@ -288,11 +182,6 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
 def runner_device(runner: Any) -> torch.device:
     """Return the device of a runner's tensors."""
     return torch.device(runner.device)
-
-
-def most_requests(runner: Any) -> int:
-    """Return the most requests of one step."""
-    return int(runner.max_num_reqs)
 
 
 def lines(runner: Any) -> int:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import attrs
 
-from ..asked import wants
 from ..policy import releases, supported
+from ..policy.asked import wants
 from ..policy.engine import (
     GATED_DELTA,
     MAMBA2,
@@ -18,8 +18,8 @@ from ..policy.engine import (
     SHORT_CONV,
     EngineFacts,
 )
+from ..policy.settings import asked_states
 from ..policy.state_choice import TOKENS
-from ..settings import asked_states
 from . import Foreign, flash, state_share, workers
 from .expected_states import expected_states
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ....audit.step_input import StepInput
-from . import audited
 
 #: Sets of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
@@ -37,8 +36,6 @@ class GpuStepReader(Generic[Known]):
         self._views: Final[dict[int, Tensor]] = {}  # beginnings of ``_there``, by length
         self._on_device: Final = numpy.zeros(number, numpy.int32)  # what ``_there`` has
         self._drafts = b""
-        self._most: Final = audited.most_drafts(runner)
-        self._total = -1  # of the last step's drafts, if each request has the most; else -1
 
     def _forget_unless(self, lasting: tuple[Any, ...]) -> None:
         """Forget what is remembered, unless the runner's buffers are those of the last step."""
@@ -58,12 +55,11 @@ class GpuStepReader(Generic[Known]):
         if self._drafts == now:
             return
         self._drafts, known = now, self._on_device[: len(drafts)]
-        self._total = int(drafts.sum()) if (drafts == self._most).all() else -1
         if (known != drafts).any():  # while prompts come, there are more and more without drafts
             known[:] = drafts
             self._input.put(there, drafts.tolist())
 
     def _forget_drafts(self) -> None:
         """Forget which drafts are in place, because the device puts others there."""
-        self._drafts, self._total = b"", -1
+        self._drafts = b""
         self._on_device.fill(-1)

@@ -57,7 +57,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
     backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
-    from ..attach import check_methods
+    from .class_swaps import check_methods
 
     if not runner.model_config.is_hybrid:
         return NO_ATTENTION

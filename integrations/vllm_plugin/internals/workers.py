@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
 from .imports import when_imported
+
+# Names of the methods that kvtxn gives to vLLM's workers, called by ``collective_rpc``.
+#: Returns a worker's counters.
+SNAPSHOT: Final = "kvtxn_snapshot"
+#: Returns what its audit found.
+REPORT: Final = "kvtxn_audit_report"
+#: Returns the life of every slot, if the audit records it.
+RECORDING: Final = "kvtxn_audit_recording"
 
 
 def version() -> str:

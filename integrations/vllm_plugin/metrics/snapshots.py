@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
 
 from ....log import get_logger
-from ..asked import is_asked
-from ..attach import is_swapped, restore_class, swap_class
 from ..internals import Foreign, workers
 from ..internals import frontend as front
-from ..rpc_names import SNAPSHOT
-from ..settings import asks_for_windows
+from ..internals.class_swaps import is_swapped, restore_class, swap_class
+from ..internals.workers import SNAPSHOT
+from ..policy.asked import is_asked
+from ..policy.settings import asks_for_windows
 
 if TYPE_CHECKING:
     from .prometheus import Page

@@ -8,19 +8,18 @@ from typing import Any, Final
 import attrs
 
 from ....config import POLICIES
-from .. import unchecked
-from ..audit.expected import in_words, no_bytes
 from ..internals import Foreign, audited, workers
 from ..internals import config as engine_config
-from ..settings import PluginSettings, settings
 from . import supported
+from .audit_rules import in_words, no_bytes
 from .engine import EngineFacts
 from .fitting import check_fit
 from .matrix import BACKENDS, LEGEND, matrix
-from .moved import compare, is_checked
+from .moved import compare, hook_gone, is_checked
 from .release_rules import on_trial
 from .rule_type import Decision
 from .rules import decide
+from .settings import PluginSettings, settings
 from .state_choice import takes
 from .state_rules import PROMISES, measured_fast, without_fast_form
 
@@ -68,7 +67,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         config = engine_config.config_from(engine_args)
         facts = engine_config.expected_facts(config)
         check_fit(wanted, facts, config)
-    gone = unchecked.hook_gone(facts)
+    gone = hook_gone(facts)
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     known = ", ".join(supported.releases_for(facts.device))

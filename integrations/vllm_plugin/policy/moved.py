@@ -7,6 +7,8 @@ import attrs
 from ..internals import workers
 from ..internals.hook_points import HOOK_POINTS, places_of
 from . import releases, supported
+from .engine import EngineFacts
+from .release_rules import on_trial
 from .releases import Move
 from .sources import Sources
 
@@ -53,3 +55,15 @@ def compare(version: str, device: str) -> Comparison:
     now = releases.read_hooks(Sources(workers.source_folder()), known)
     found = releases.moves(before.hooks, now, known)
     return Comparison(before.version, len(known), tuple(found))
+
+
+def hook_gone(facts: EngineFacts) -> str | None:
+    """Say which hook point a release that was not checked lacks; None without any.
+
+    Args:
+        facts: the facts of an engine that is on trial, or of any other, which lacks none.
+    """
+    if not on_trial(facts):
+        return None
+    gone = compare(facts.version, facts.device).gone
+    return gone and f"vLLM {facts.version} was not checked, and lacks {gone}"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvtxn.integrations.serving.parts import Part
-from kvtxn.integrations.vllm_plugin.audit import gpu_runners
-from kvtxn.integrations.vllm_plugin.cpu import parts
-from kvtxn.integrations.vllm_plugin.seam.runner_cpu_v1 import CpuRunnerV1
+from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 
-class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
-    """The ledger's mixin of GPUs before the adapter of a CPU's runner."""
+class GpuWaySteps(ledger_v1.DeviceSteps):
+    """The steps of GPUs, of a CPU's runner."""
 
-    def kvtxn_open_watch(self) -> Any:
+    def open(self) -> Watch | None:
         """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
-        watch = super().kvtxn_open_watch()
+        watch = super().open()
         if watch is not None:
             watch.begin()
         return watch
@@ -23,5 +19,4 @@ class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
 
 def watch_as_on_a_gpu() -> None:
     """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
-    parts.CpuRunnerV1 = GpuWayRunnerV1
-    parts.CpuLedger = lambda runner: Part()
+    ledger_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]

@@ -2,7 +2,7 @@
 
 But for the operators, which ``state_operators`` writes out, and the windows of attention, which
 have tests of their own, all is as on a GPU: vLLM's V1 runner, its builders of metadata, and the
-mixin that names blocks before a forward and commits states after the sampler.
+part that names blocks before a forward and commits states after the sampler.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import state_operators
 import torch
 from engine_child import played
-from kvtxn.integrations.vllm_plugin import window_steps
-from kvtxn.integrations.vllm_plugin.attach import hook_runner
-from kvtxn.integrations.vllm_plugin.gpu import runner_states
-from kvtxn.integrations.vllm_plugin.gpu.runner_states_v1 import GpuStateRunnerV1
-from kvtxn.integrations.vllm_plugin.internals import batches, held_states, state_layers
+from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin.gpu import states, windows
+from kvtxn.integrations.vllm_plugin.internals import held_states
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import Mamba2Rows
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.rule_type import Decision
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
+from kvtxn.integrations.vllm_plugin.seam import window_steps
 from mixer_models import write
 from scenarios import NGRAM
 from state_engines import OWN
@@ -58,13 +58,10 @@ class NoRows:
         """Nothing."""
 
 
-class StatesAlone(GpuStateRunnerV1):
-    """The mixin of GPUs, without windows of attention."""
-
-    def make_steps(self, *_: object) -> Any:
-        """Hold the states."""
-        steps = NoRows()
-        return steps, self.kvtxn_hold_states(steps.manager)  # type: ignore[arg-type]
+def hold_alone(caches: Any, *_: object) -> Any:
+    """Make steps without windows of attention."""
+    steps = NoRows()
+    return steps, caches._states.hold(steps.manager)
 
 
 class Probe:
@@ -97,26 +94,27 @@ class Probe:
 
     def miscount(self) -> None:
         """Take one row more in than is kept, from now on."""
-        states = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
-        commit = states.commit
-        states.commit = lambda sampled: commit(sampled + 1)
+        all_states = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        commit = all_states.commit
+        all_states.commit = lambda sampled: commit(sampled + 1)
 
 
 def hold_states() -> None:
-    """Put the mixin before the runner of each worker that is made from now on."""
+    """Give the parts of GPUs to the runner of each worker that is made from now on."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    def keep(rows: Any, parts: Any) -> None:
-        for part, room in zip(parts, rows._parts, strict=True):
+    def keep(rows: Any, given: Any) -> None:
+        for part, room in zip(given, rows._parts, strict=True):
             room[: part.shape[0]] = part.reshape(part.shape[0], *room.shape[1:])
 
     def init_device(worker: Any) -> None:
         make(worker)
         wanted = PluginSettings(TxnConfig(policy="undo", max_rows=256), recurrent="exact")
-        methods = {**batches.V1_METHODS, **batches.V1_STATE_METHODS, **state_layers.METHODS}
-        hook_runner(worker.model_runner, wanted, 0, methods, StatesAlone)
+        facts = EngineFacts(device="cuda", runner="v1", recurrent="any")
+        parts.attach(worker.model_runner, wanted, 0, facts, windows=True)
 
-    for module in (runner_states, window_steps):
+    windows.WindowCaches.make_steps = hold_alone  # type: ignore[method-assign]
+    for module in (states, window_steps):
         module.decide = lambda *_: Decision("undo", "a test")  # type: ignore[assignment]
     held_states.launches_differ = lambda *_, **__: None  # type: ignore[assignment]
     Mamba2Rows.keep = keep  # type: ignore[method-assign] - the kernel's work

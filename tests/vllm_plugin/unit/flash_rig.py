@@ -15,13 +15,13 @@ from step_rig import DEVICE
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
+    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
     from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
         FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,
     )
-    from kvtxn.integrations.vllm_plugin.gpu.runner import hook_attention, layer_refs
-    from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
+    from kvtxn.integrations.vllm_plugin.gpu.windows import hook_attention
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 

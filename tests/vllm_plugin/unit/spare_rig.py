@@ -18,14 +18,17 @@ from planned_caches import OWN, KVCacheLayout, allocated, cells
 from step_rig import DEVICE
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.attach import swap_class
-    from kvtxn.integrations.vllm_plugin.gpu.runner_v1 import GpuRunnerV1
-    from kvtxn.integrations.vllm_plugin.gpu.runner_v2 import GpuRunnerV2
+    from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1, WindowsV2
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals import config as engine_config
     from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
+    from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import RunnerV1
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+
+from kvtxn.integrations.serving.parts import Parts
 
 from kvtxn import TxnConfig
 
@@ -79,7 +82,7 @@ class Own:
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
     ):
         self.given.append(kv_cache_config)
-        self.room_then = self.kvtxn_room
+        self.room_then = self.caches.room
         self.kv_cache_config = deepcopy(kv_cache_config)
         caches = allocated(self.kv_cache_config, self.layout, self.kernel_size, DEVICE)
         for name, cache in caches.items():
@@ -112,8 +115,12 @@ def hooked(config, version="v2", policy="auto", on_error="raise", **options):
     """A runner that became one of ours, with its model."""
     runner = Own(**options)
     runner.load_model(config)
-    swap_class(runner, {"v1": GpuRunnerV1, "v2": GpuRunnerV2}[version])
-    runner.kvtxn_undo = ExitStack()
+    adapter, windows = {"v1": (RunnerV1, WindowsV1), "v2": (RunnerV2, WindowsV2)}[version]
+    swap_class(runner, adapter)
+    windows = windows(runner)
+    runner.caches, runner.kvtxn_parts = windows.caches, Parts([windows.caches, windows])
+    runner.kvtxn_undo, runner.kvtxn_on_trial = ExitStack(), False
+    runner.kvtxn_rank, runner.kvtxn_required = 0, False
     runner.kvtxn_config = TxnConfig(
         policy=policy, backend="triton", max_rows=ROWS, on_error=on_error
     )

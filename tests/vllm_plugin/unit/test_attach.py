@@ -5,7 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import pytest
-from kvtxn.integrations.vllm_plugin.attach import is_swapped, mix_in, restore_class, swap_class
+from kvtxn.integrations.vllm_plugin.internals.class_swaps import (
+    is_swapped,
+    mix_in,
+    restore_class,
+    swap_class,
+)
 
 from kvtxn import KVTxnError
 

@@ -17,9 +17,9 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
-from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks
+from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks, scheduling
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 
 @pytest.fixture(autouse=True)
@@ -310,7 +310,7 @@ def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
     rig = started()
     rig.add("one", prompt(14, 9))
     rig.step()
-    rig.runner.kvtxn_reader = None
+    rig.ledger.reader = None
     rig.step()
     rig.step()
     assert rig.watch.counters()["kvtxn_audit_active"] == 0
@@ -344,3 +344,105 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     assert free - (64 << 10) < kept + taken <= free
     rig.runner.cache_config.kv_cache_memory_bytes = free
     assert memory.rest(rig.runner, wanted, free) == free
+
+
+def test_while_a_watch_pauses_nothing_is_judged_and_nothing_is_contained(monkeypatch):
+    rig = started(on_violation="contain")
+    old = rig.add("old", prompt(1, 9))
+    for _ in range(4):
+        rig.step()
+    checked = rig.watch.counters()["kvtxn_audit_rows_checked_total"]
+    rig.watch.pause()
+    marked = []
+    monkeypatch.setattr(scheduling, "mark", lambda output, wrong: marked.append(wrong))
+    rig.end(old)
+    rig.add("new", prompt(2, 9))
+    for _ in range(4):
+        rig.step()
+    assert rig.watch.counters()["kvtxn_audit_rows_checked_total"] == checked
+    assert rig.watch.counters()["kvtxn_audit_active"] == 0
+    assert (rig.watch.report(), marked) == ([], [])
+    rig.end(rig.running[0])
+    rig.watch.begin()
+    rig.add("newest", prompt(3, 9))
+    for _ in range(4):
+        rig.step()
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+    assert rig.watch.counters()["kvtxn_audit_rows_checked_total"] > 9
+    assert (rig.watch.report(), marked) == ([], [])
+
+
+def test_rows_that_were_forgotten_are_not_read_again():
+    """The engine has slept: what is computed afterwards is right, a hit on old rows is not."""
+    rig = started()
+    old = rig.add("old", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    steps = rig.watch.counters()["kvtxn_audit_steps_total"]
+    rig.end(old)
+    rig.watch.forget()
+    rig.add("new", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == steps + 3
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+    rig.add("wrong", prompt(1, 9), hit=old)
+    rig.step()
+    assert {(each["request"], each["kind"]) for each in rig.watch.report()} == {
+        ("wrong", "unwritten")
+    }
+
+
+class MostDrafts:
+    """Draws as many drafts as there can be, of which by turns all and all but one are accepted."""
+
+    def __init__(self):
+        self._drawn = 0
+
+    def randrange(self, first, last=None):
+        if last is not None:
+            return first + 7
+        self._drawn += 1
+        return first - 1 if self._drawn % 2 else first - 2
+
+
+def test_drafts_are_put_in_place_where_others_are(monkeypatch):
+    """Steps whose requests have the same drafts as before copy none to the device."""
+    rig = started()
+    reader, given = rig.ledger.reader, rig.watch.ledger.input
+    puts, put = [], given.put
+    there = reader._there.data_ptr()
+    noted = lambda target, numbers: (puts.append(target.data_ptr() == there), put(target, numbers))  # noqa: E731
+    monkeypatch.setattr(given, "put", noted)
+    rig.chance = MostDrafts()
+    drafts = []
+    rig.tamper = lambda rig, batch: drafts.append(batch.num_draft_tokens_per_req.tolist())
+    for number in range(3):
+        rig.add(f"request {number}", prompt(number, 9))
+    for _ in range(10):
+        rig.step()
+        assert reader._there[:3].tolist() == reader._on_device[:3].tolist() == drafts[-1]
+    assert 0 < puts.count(True) < 10
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_a_scheduler_that_only_ends_requests_is_heard():
+    """Such a step has no forward."""
+    rig = started()
+    for name in ("one", "two"):
+        rig.add(name, prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    for request in [*rig.running]:
+        rig.end(request)
+    rig.runner.forward = lambda: rig._tell({})
+    rig.runner.execute_model(None)
+    assert "one" not in rig.watch.ledger
+    rig.runner.forward = None
+    rig.add("two", prompt(2, 9))  # another one of this name
+    for _ in range(3):
+        rig.step()
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1

@@ -7,8 +7,7 @@ from kernels_here import ON_GPU
 
 pytest.importorskip("vllm")
 
-from graph_rig import Capture
-from v2_kernel_rig import FewPrograms, Graphed, rig_maker
+from v2_kernel_rig import FewPrograms, rig_maker
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the rig's tensors are on the host")
 
@@ -57,58 +56,3 @@ def test_a_draft_that_was_not_sampled_is_rejected(rig):
     found = rig.watch.report()
     assert found
     assert found[0]["request"] == "high"
-
-
-def test_graphs_take_in_all_that_the_host_says_between_two_steps(made, monkeypatch):
-    """Outcomes, blocks, and the lines of a batch have no launches, also where a request left."""
-    rig = made(Graphed, capture=Capture(monkeypatch))
-    # On a GPU no values are looked at, of which some are in their places after the replay alone.
-    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
-    passes, requests = rig.watch.ledger.passes, []
-    for number in range(3):
-        requests.append(rig.add(f"r{number}", [*range(1, 8 + number)]))
-    for _ in range(2):
-        rig.step()
-    del passes.alone[:]
-    for number in range(6):
-        rig.step()
-        if number == 2:
-            rig.end(requests[1])
-    assert "_changing" not in passes.alone
-    assert "_resolving" not in passes.alone  # "_putting": drafts, which are drawn by lot here
-    assert rig.watch.outcome is not None
-    rig.add("late", [*range(1, 8)])
-    rig.step()
-    assert "_changing" in passes.alone
-    rig.step()
-    rig.end(requests[2])
-    rig.add("last", [*range(3, 8)], hit=requests[0])
-    for _ in range(3):
-        rig.step()
-    assert rig.watch.report() == []
-    counters = rig.watch.counters()
-    assert counters["kvtxn_audit_steps_total"] == 13
-    assert counters["kvtxn_audit_rows_checked_total"] > 200
-    assert counters["kvtxn_audit_unjudged_total"] == 0
-    assert counters["kvtxn_audit_active"] == 1
-
-
-@pytest.mark.parametrize("then", ["graph", "prompt"])
-def test_a_draft_that_was_not_sampled_is_rejected_before_the_next_step(made, monkeypatch, then):
-    """By its graph, or by a launch before a step that has a prompt."""
-    rig = made(Graphed, capture=Capture(monkeypatch))
-    request = rig.add("high", list(range(1, 10)))
-    for _ in range(8):
-        rig.wrong_count = 1
-        rig.step()
-        rig.wrong_count = 0
-        if request.drafts and request.tokens[-1] not in request.drafts:
-            request.computed += 1
-            request.tokens.append(5)
-            if then == "prompt":
-                rig.add("other", list(range(20, 26)))
-            rig.step()
-            break
-    found = rig.watch.report()
-    assert found
-    assert {each["request"] for each in found} == {"high"}

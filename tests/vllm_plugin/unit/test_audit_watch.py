@@ -19,8 +19,8 @@ from kvtxn.integrations.vllm_plugin.internals.audited import (
 )
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
-from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
 
 from kvtxn import ConfigError
 from kvtxn.audit import RowGroup, Violation

@@ -17,7 +17,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.runner_states_v2 import ReportedModelState
+    from kvtxn.integrations.vllm_plugin.gpu.states import ReportedModelState
 
 
 class Graph:

@@ -10,7 +10,7 @@ from kernels_here import importing_kernels
 from planned_caches import GROUPS, OWN, PLANS, allocated, planned
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import with_spare_blocks
+    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import with_spare_blocks
     from kvtxn.integrations.vllm_plugin.internals import connectors
 
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker

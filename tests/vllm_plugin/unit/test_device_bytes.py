@@ -19,7 +19,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.internals import audited_states
 
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 from kvtxn import LayerRef
 from kvtxn.audit import Scrub, StateGroup

@@ -10,19 +10,17 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
-from graph_rig import Capture
 from test_audit_v2 import engine_facts, prompt  # noqa: F401  # a fixture
 from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
 from v2_rig import Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.attach import hook_runner
     from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
-    from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
 
-from kvtxn.integrations.vllm_plugin.audit import cpu_ledger
-from kvtxn.integrations.vllm_plugin.cpu import parts
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -44,32 +42,34 @@ class Failing:
 WATCHED = settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu")
 
 
-def on_cpu(monkeypatch):
-    """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
+def hooked(monkeypatch, device):
+    """A hooked runner with a ledger, before a forward that was prepared."""
     made = Failing()
     monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
     monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
-    parts.attach(made, WATCHED, 0, windows=False, states=False)
+    parts.attach(made, WATCHED, 0, EngineFacts(device=device, runner="v1"), windows=False)
     made.kvtxn_prepared = (torch.tensor([4]),)
+    return made
 
-    def tell(ledger, prepared, inputs, w):
+
+def on_cpu(monkeypatch):
+    """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
+
+    def tell(steps, prepared, inputs, w):
         w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
 
-    monkeypatch.setattr(cpu_ledger.CpuLedger, "_tell_forward", tell)
-    return made
+    monkeypatch.setattr(ledger_v1.CpuSteps, "tell_forward", tell)
+    return hooked(monkeypatch, "cpu")
 
 
 def on_gpu(monkeypatch):
     """The same in the way of GPUs."""
-    made = Failing()
-    hook_runner(made, WATCHED, 0, {}, AuditedGpuRunnerV1)
-    made.kvtxn_prepared = (None,)
 
-    def tell(runner, prepared, w):
+    def tell(steps, prepared, inputs, w):
         w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
 
-    monkeypatch.setattr(f"{AuditedGpuRunnerV1.__module__}._step_v1", tell)
-    return made
+    monkeypatch.setattr(ledger_v1.DeviceSteps, "tell_forward", tell)
+    return hooked(monkeypatch, "cuda")
 
 
 def device_watch():
@@ -92,15 +92,15 @@ def read_again(w):
     return [(v["kind"], v["request"], v["position"]) for v in w.report()]
 
 
-@pytest.mark.parametrize(("hooked", "make"), WAYS)
+@pytest.mark.parametrize(("runner_on", "make"), WAYS)
 @pytest.mark.parametrize(
     ("fails", "late", "wrong"),
     [("", False, False), ("forward", False, True), ("sampling", False, False),
      ("sampling", True, True)],
 )  # fmt: skip
-def test_the_next_reader_is_told(monkeypatch, hooked, make, fails, late, wrong):
+def test_the_next_reader_is_told(monkeypatch, runner_on, make, fails, late, wrong):
     """Where sampling fails the rows are there, but for those of a drafter."""
-    runner, w = hooked(monkeypatch), make()
+    runner, w = runner_on(monkeypatch), make()
     w.change(come(arrival("a", TOKENS, [1, 2])))
     runner.kvtxn_audit, runner.fails, w.drafts_late = w, fails, late
     with suppress(RuntimeError):
@@ -121,17 +121,8 @@ def test_a_forward_of_nobodys_takes_nothing_back(monkeypatch):
     assert read_again(w) == []
 
 
-@pytest.mark.parametrize(
-    ("graphs", "where", "kind"),
-    [
-        (False, "_sample", "unwritten"),
-        (True, "_sample", "unwritten"),
-        (True, "replay", "rejected"),  # the draft that the slot held before
-    ],
-)
-def test_a_step_of_the_v2_runner(monkeypatch, graphs, where, kind):
-    """In parts, or as a replayed graph: the replay was made, or never begun."""
-    rig = Rig(capture=Capture(monkeypatch) if graphs else None)
+def test_a_step_of_the_v2_runner():
+    rig = Rig()
     rig.start()
     one = rig.add("one", prompt(1, 9))
     for _ in range(3):
@@ -141,17 +132,17 @@ def test_a_step_of_the_v2_runner(monkeypatch, graphs, where, kind):
     def failing(given):
         raise RuntimeError("a kernel failed")
 
-    setattr(rig, where, failing)
+    rig._sample = failing
     rig.runner.forward = rig.step
     with pytest.raises(RuntimeError, match="a kernel failed"):
         rig.runner.execute_model(None)
-    delattr(rig, where)
+    del rig._sample
     one.computed += 1  # as vLLM's scheduler does when it schedules a step
     one.tokens.append(7)
     for _ in range(3):
         rig.step()
     found = [(v["kind"], v["request"], v["position"]) for v in rig.watch.report()]
-    assert found[0] == (kind, "one", position)
+    assert found[0] == ("unwritten", "one", position)
     assert rig.watch.counters()["kvtxn_audit_active"] == 1
 
 

@@ -22,7 +22,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
 )
 from kvtxn.integrations.vllm_plugin.policy.fitting import bounded, check_fit
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 from worker_rig import Runner, wrapper
 
 from kvtxn import BackendUnavailableError, ConfigError, registry

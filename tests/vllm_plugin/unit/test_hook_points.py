@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 from building import ROOT
-from kvtxn.integrations.vllm_plugin.attach import check_methods
 from kvtxn.integrations.vllm_plugin.internals import batches, layers, workers
+from kvtxn.integrations.vllm_plugin.internals.class_swaps import check_methods
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
 from kvtxn.integrations.vllm_plugin.policy import moved, releases, supported
 from kvtxn.integrations.vllm_plugin.policy.sources import Sources

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import plugin, starting
-from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.internals.imports import when_imported
 from kvtxn.integrations.vllm_plugin.metrics import snapshots
+from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
 
 from kvtxn import ConfigError
 
@@ -22,14 +22,14 @@ LIGHT = {
     "kvtxn.errors",
     "kvtxn.integrations",
     "kvtxn.integrations.vllm_plugin",
-    "kvtxn.integrations.vllm_plugin.asked",
+    "kvtxn.integrations.vllm_plugin.policy.asked",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
     "kvtxn.integrations.vllm_plugin.internals.imports",
     "kvtxn.integrations.vllm_plugin.internals.scheduling",
     "kvtxn.integrations.vllm_plugin.internals.workers",
     "kvtxn.integrations.vllm_plugin.plugin",
-    "kvtxn.integrations.vllm_plugin.rpc_names",
+    "kvtxn.integrations.vllm_plugin.policy",
     "kvtxn.lazy",
 }
 

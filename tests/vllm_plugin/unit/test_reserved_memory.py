@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.runner import hold_room, reserve_graphs
+    from kvtxn.integrations.vllm_plugin.gpu.windows import reserve_graphs, reserved_room
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
 from kvtxn import TxnConfig
@@ -59,15 +59,13 @@ def runner(**settings):
         get_kv_cache_spec=lambda: {"a": spec, "b": spec, "draft": spec},
         kvtxn_config=TxnConfig(policy="undo", max_rows=10, **settings),
         kvtxn_rank=0,
-        kvtxn_room=None,
     )
 
 
 def test_room_is_the_target_layers_rows():
     """A row is a slot's share of a page; the drafter's layers have no windows."""
     made = runner()
-    hold_room(made)
-    assert made.kvtxn_room.nbytes == 10 * 2 * 96
+    assert reserved_room(made).nbytes == 10 * 2 * 96
 
 
 @pytest.mark.parametrize(("last", "windows"), [(True, 1), (False, 3)])
@@ -75,8 +73,7 @@ def test_room_for_every_window_that_is_open_at_one_time(last, windows):
     """An earlier pipeline stage saves rows of as many steps as vLLM's queue has entries."""
     made = runner()
     made.pp_handler = Made(is_last_rank=last, queue=[] if last else [None] * 3)
-    hold_room(made)
-    assert made.kvtxn_room.nbytes == windows * 10 * 2 * 96
+    assert reserved_room(made).nbytes == windows * 10 * 2 * 96
 
 
 @pytest.mark.parametrize(("mixed", "requests"), [("PIECEWISE", 12), ("FULL", 30)])
@@ -98,14 +95,11 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     made.vllm_config, made.compilation_config = Made(compilation_config=compilation), compilation
     made.decode_query_len, made.max_num_reqs, made.max_model_len = 5, 30, 100
     made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
-    hold_room(made)
-    assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
+    assert reserved_room(made).nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
     layer.impl.kvtxn_line_per_row = True  # and of each row, where the kernel wants it so
-    hold_room(made)
-    assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
+    assert reserved_room(made).nbytes == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
     layer.impl.vllm_flash_attn_version = 2
-    hold_room(made)
-    assert made.kvtxn_room.nbytes == 10 * 3 * 96
+    assert reserved_room(made).nbytes == 10 * 3 * 96
 
 
 @pytest.mark.parametrize(
@@ -126,9 +120,8 @@ def test_room_that_cannot_be_had():
     """The engine starts all the same, unless errors were asked for."""
     made = runner()
     del made.get_kv_cache_spec
-    hold_room(made)
-    assert made.kvtxn_room is None
+    assert reserved_room(made) is None
     made = runner(on_error="raise")
     del made.get_kv_cache_spec
     with pytest.raises(AttributeError):
-        hold_room(made)
+        reserved_room(made)

@@ -16,18 +16,15 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
     import held_rig as held
-    from kvtxn.integrations.vllm_plugin import attach as attaching
-    from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
-    from kvtxn.integrations.vllm_plugin.gpu import (
-        runner_states,
-        runner_states_v1,
-        runner_states_v2,
-    )
+    from kvtxn.integrations.vllm_plugin import parts
+    from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
+    from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
     from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
-    from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+    from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
     from kvtxn import KVTxnError, TxnConfig
     from kvtxn.cuda_graphs import GraphCache
@@ -37,33 +34,43 @@ FACTS = EngineFacts(
 )
 
 
-RUNNERS = {"v1": (OwnV1, runner_states_v1), "v2": (OwnV2, runner_states_v2)}
+RUNNERS = {"v1": OwnV1, "v2": OwnV2}
+
+
+def part(runner, kind):
+    """A hooked runner's part of this kind."""
+    [found] = [each for each in runner.kvtxn_parts._parts if isinstance(each, kind)]
+    return found
+
+
+def caches(runner):
+    """Its part that holds the states."""
+    return part(runner, gpu_states.StateCaches)
 
 
 @pytest.fixture(params=RUNNERS)
 def runner(request, monkeypatch):
     """A hooked runner whose attention has no windows."""
-    cls, module = RUNNERS[request.param]
     facts = attrs.evolve(FACTS, runner=request.param, unchecked=True)
     rig = held.Rig(GATED_DELTA, torch.float32, monkeypatch)
     rig.sides[1].layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: {"_forward_core": (
         *("mixed_qkv", "b", "a", "core_attn_out"),
     )}})  # fmt: skip
-    for where in (runner_states, gpu_runner.config):
+    for where in (gpu_states, gpu_windows.engine_config):
         monkeypatch.setattr(where, "runner_facts", lambda _: facts)
-    monkeypatch.setattr(gpu_runner, "add_spare_blocks", lambda _, config: config)
-    own = cls(rig)
+    monkeypatch.setattr(gpu_windows, "rows_may_wait", lambda _: False)
+    own = RUNNERS[request.param](rig)
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
-    module.attach(own, wanted, 0)
-    assert attaching.is_hooked(own)
+    parts.attach(own, wanted, 0, facts, windows=True)
+    assert is_hooked(own)
     executor = SimpleNamespace(graphs=GraphCache())
     manager = SimpleNamespace(note_fallback=lambda *_: None, executor=executor)
     own.opened = []
     monkeypatch.setattr(
-        gpu_runner,
+        gpu_windows,
         "open_steps",
-        lambda hooked, *_: hooked.opened.append(hooked.kvtxn_hold_states(manager)) or Steps(),
+        lambda hooked, *_: hooked.opened.append(caches(hooked).hold(manager)) or Steps(),
     )
     return own
 
@@ -71,14 +78,15 @@ def runner(request, monkeypatch):
 def test_one_block_for_each_state(runner):
     specs = runner.get_kv_cache_spec()
     assert specs["it"].num_speculative_blocks == 0
-    assert runner.kvtxn_bytes_of_states() == state_sizes.bytes_of_buffers(runner) > 0
+    assert caches(runner).num_bytes() == state_sizes.bytes_of_buffers(runner) > 0
 
 
 def test_the_memory_is_reserved(runner):
     """That of the buffers, beside the rows of attention."""
     runner.profile_run()
     row = 2 * 8 * 2
-    assert runner.kvtxn_room.nbytes >= state_sizes.bytes_of_buffers(runner) + 8 * row
+    room = part(runner, gpu_windows.WindowCaches).room
+    assert room.nbytes >= state_sizes.bytes_of_buffers(runner) + 8 * row
     assert runner.calls == ["profile"]
 
 
@@ -96,9 +104,9 @@ def test_memory_of_captured_commits_is_reserved(runner):
 def test_a_model_that_is_not_known_runs_stock(runner, monkeypatch):
     monkeypatch.setattr(held_states, "launches_differ", lambda _, fast: "layer it is another")
     assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == 3
-    assert runner.kvtxn_bytes_of_states() == 0
+    assert caches(runner).num_bytes() == 0
     with pytest.raises(KVTxnError, match="layer it is another"):
-        runner.kvtxn_hold_states(None)
+        caches(runner).hold(None)
 
 
 def test_what_speaks_against_a_model(runner):
@@ -168,7 +176,7 @@ def test_no_step_with_a_prompt_counts_as_one_of_drafts_alone(
     given = {"num_tokens": 8, "num_reqs": 2, "num_scheduled_tokens_np": rows}
     given["max_num_scheduled_tokens"] = 4
     for told, expected in ((None, None), ("states", forced)):
-        runner.kvtxn_told = told
+        part(runner, gpu_states.StatesV1).told = told
         assert runner._prepare_inputs(None, rows)[2] == 5
         assert runner._determine_batch_execution_and_padding(**given) is expected
     given["force_uniform_decode"] = True
@@ -177,11 +185,11 @@ def test_no_step_with_a_prompt_counts_as_one_of_drafts_alone(
 
 def test_the_setting_chooses_the_kernels(runner):
     """And the memory that is reserved; the log says which."""
-    exact = runner.kvtxn_bytes_of_states()
+    exact = caches(runner).num_bytes()
     runner.get_kv_cache_spec()
     runner.initialize_kv_cache(None)
     runner.kvtxn_settings = attrs.evolve(runner.kvtxn_settings, recurrent="fast")
-    fast = runner.kvtxn_bytes_of_states()
+    fast = caches(runner).num_bytes()
     runner.initialize_kv_cache(None)
     assert [each["recurrent"] for each in runner.opened] == ["exact", "fast"]
     assert "of stock's time" in runner.opened[0]["with_fast"]
@@ -200,10 +208,10 @@ def test_auto_is_exact_where_its_rule_takes_it(runner, monkeypatch):
     taken = attrs.evolve(EngineFacts(flash=3), **TAKEN)
     runner.kvtxn_settings = attrs.evolve(runner.kvtxn_settings, recurrent="auto")
     for facts, blocks in ((attrs.evolve(taken, gain=1.2), 3), (taken, 0)):
-        runner.kvtxn_one_state = None
-        monkeypatch.setattr(runner_states, "runner_facts", lambda _, facts=facts: facts)
+        caches(runner)._decided = False
+        monkeypatch.setattr(gpu_states, "runner_facts", lambda _, facts=facts: facts)
         assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == blocks
-        assert (runner.kvtxn_bytes_of_states() > 0) == (blocks == 0)
+        assert (caches(runner).num_bytes() > 0) == (blocks == 0)
     runner.initialize_kv_cache(None)
     [told] = runner.opened
     assert told["recurrent"] == "exact"
@@ -216,11 +224,11 @@ def test_auto_is_exact_where_its_rule_takes_it(runner, monkeypatch):
 @pytest.mark.parametrize(("attention", "one_state"), [("FLASH_ATTN", True), ("TREE_ATTN", False)])
 def test_the_attention_is_known_before_the_caches(runner, monkeypatch, attention, one_state):
     """An attention backend that kvtxn does not know leaves the engine to stock, which then runs."""
-    monkeypatch.setattr(runner_states, "attention_of", lambda *_: attention)
+    monkeypatch.setattr(gpu_states, "attention_of", lambda *_: attention)
     specs = runner.get_kv_cache_spec()
     assert (specs["it"].num_speculative_blocks == 0) == one_state
     runner.opened = []
-    monkeypatch.setattr(gpu_runner, "open_steps", lambda *_: None)
+    monkeypatch.setattr(gpu_windows, "open_steps", lambda *_: None)
     if not one_state:
         runner.initialize_kv_cache(None)
         assert runner.kvtxn_states is None
@@ -249,7 +257,7 @@ def test_of_layers_that_differ_an_unknown_attention_counts(monkeypatch):
 
 def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
     runner.get_kv_cache_spec()
-    monkeypatch.setattr(gpu_runner, "open_steps", lambda *_: None)
+    monkeypatch.setattr(gpu_windows, "open_steps", lambda *_: None)
     with pytest.raises(KVTxnError, match="the caches have one state per request"):
         runner.initialize_kv_cache(None)
 
@@ -262,11 +270,11 @@ def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
         return  # there each is committed by itself
     runner.get_kv_cache_spec()
     runner.initialize_kv_cache(None)
-    steps = gpu_runner.GraphSteps.__new__(gpu_runner.GraphSteps)
+    steps = gpu_windows.GraphSteps.__new__(gpu_windows.GraphSteps)
     steps.beside, steps._window, steps._unopened = None, None, False
     steps.manager = SimpleNamespace(executor=SimpleNamespace(graphs=GraphCache()))
-    runner.kvtxn_connected = connected
-    runner.kvtxn_join_commits(steps)
+    monkeypatch.setattr(gpu_states.connectors, "connector", lambda: connected or None)
+    caches(runner).join(steps)
     assert (steps.beside is None) == connected
     runner.kvtxn = steps
     monkeypatch.setattr(runner.kvtxn_states, "commit", committed.append)

@@ -10,9 +10,12 @@ import torch
 from kernels_here import importing_kernels
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.attach import swap_class
-    from kvtxn.integrations.vllm_plugin.gpu.runner_v1 import GpuRunnerV1
+    from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1
     from kvtxn.integrations.vllm_plugin.internals import batches
+    from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
+    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import RunnerV1
+
+from kvtxn.integrations.serving.parts import Parts
 
 
 class Batch:
@@ -110,7 +113,9 @@ class Steps:
 def hooked(**options):
     """A runner that became one of ours."""
     runner = Own(**options)
-    swap_class(runner, GpuRunnerV1)
+    swap_class(runner, RunnerV1)
+    runner.windows = WindowsV1(runner)
+    runner.kvtxn_parts = Parts([runner.windows])
     return runner
 
 
@@ -131,7 +136,7 @@ def test_a_step_is_planned_and_committed():
 def test_the_batch_is_reordered_where_rows_wait(deferred, keeps):
     """Under undo the rows may lie anywhere, and the batch stays vLLM's; or sums would change."""
     runner = hooked(deferred=deferred)
-    runner.kvtxn_keeps_order = keeps
+    runner.windows.keeps_order = keeps
     runner._may_reorder_batch(SimpleNamespace(scheduled_spec_decode_tokens={"b": [1]}))
     assert runner.asked == ["reorder"]
     assert runner.input_batch.req_ids == (["b", "a"] if deferred and not keeps else ["a", "b"])

@@ -14,8 +14,11 @@ from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.serving.pipeline_steps import PipelineSteps
-    from kvtxn.integrations.vllm_plugin.attach import swap_class
-    from kvtxn.integrations.vllm_plugin.gpu.runner_v2 import GpuRunnerV2
+    from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
+    from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+
+from kvtxn.integrations.serving.parts import Parts
 
 
 class Own:
@@ -60,10 +63,17 @@ class Steps:
         self.calls.append(("commit", sampled.tolist()))
 
 
-def hooked():
+def with_windows(runner):
     """A runner that became one of ours."""
-    runner = Own()
-    swap_class(runner, GpuRunnerV2)
+    swap_class(runner, RunnerV2)
+    runner.windows = WindowsV2(runner)
+    runner.kvtxn_parts = Parts([runner.windows])
+    return runner
+
+
+def hooked():
+    """A runner that became one of ours, with stand-ins for its steps."""
+    runner = with_windows(Own())
     runner.kvtxn = Steps(runner.calls)
     return runner
 
@@ -98,7 +108,7 @@ def test_a_step_is_planned_and_committed():
 def test_with_a_connector_the_commit_comes_before_anybody_is_told(connected):
     """vLLM asks connectors for their results between sampling and ``postprocess_sampled``."""
     runner = hooked()
-    runner.kvtxn_connected = connected
+    runner.windows.connected = connected
     output = runner.sample("hidden", "batch", None)
     assert (output[0], output[2]) == ("output", "rejected")
     assert runner.calls == ["sample", *([("commit", [2, 1, 1])] if connected else [])]
@@ -163,7 +173,7 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
     handler = SimpleNamespace(queue=deque([None] * 3), is_last_rank=False)
     runner = Own()
     runner.block_tables, runner.decode_query_len, runner.pp_handler = tables, 4, handler
-    swap_class(runner, GpuRunnerV2)
+    make = with_windows(runner).windows.make
     named = SimpleNamespace(groups={"group.0": 1})
 
     class Manager:
@@ -172,13 +182,13 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
         def __getattr__(self, name):
             return getattr(named, name, None) or getattr(rig.manager, name)
 
-    steps = runner.make_graph_steps(Manager(), None)
+    steps = make(Manager(), None, [])
     assert isinstance(steps, PipelineSteps)
     assert len(steps.lanes) == 3
     handler.is_last_rank = True
-    assert isinstance(runner.make_graph_steps(Manager(), None), GraphSteps)
+    assert isinstance(make(Manager(), None, []), GraphSteps)
     runner.pp_handler = None
-    assert isinstance(runner.make_graph_steps(Manager(), None), GraphSteps)
+    assert isinstance(make(Manager(), None, []), GraphSteps)
 
 
 def queue_of(stages):
@@ -194,8 +204,7 @@ def queue_of(stages):
 
 def early_stage():
     """A hooked runner on the first of two stages, over the rig of steps."""
-    runner, rig = Own(), Rig("undo")
-    swap_class(runner, GpuRunnerV2)
+    runner, rig = with_windows(Own()), Rig("undo")
     runner.kvtxn = PipelineSteps(rig.manager, rig.slots, 4, 2)
     runner.pp_handler = queue_of(2)
     return runner, rig

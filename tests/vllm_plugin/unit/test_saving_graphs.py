@@ -12,9 +12,12 @@ from kernels_here import importing_kernels
 from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.attach import is_swapped, swap_class
-    from kvtxn.integrations.vllm_plugin.gpu.runner_v2 import GpuRunnerV2
+    from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
     from kvtxn.integrations.vllm_plugin.internals import whole_graphs
+    from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped, swap_class
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+
+from kvtxn.integrations.serving.parts import Parts
 
 pytest.importorskip("vllm")
 from graph_rig import PARTS, SIZES, WHOLE, Capture, Manager
@@ -52,9 +55,11 @@ class Engine:
         self.model = model()
         self.runner = Own()
         self.runner.cudagraph_manager = self.manager = Manager(self.capture)
-        swap_class(self.runner, GpuRunnerV2)
+        swap_class(self.runner, RunnerV2)
         self.runner.kvtxn_undo, self.runner.kvtxn = ExitStack(), self.rig.steps
-        self.runner.kvtxn_let_graphs_save(self.rig.steps)
+        self.windows = WindowsV2(self.runner)
+        self.runner.kvtxn_parts = Parts([self.windows])
+        self.windows.let_graphs_save(self.rig.steps)
 
     def begin(self, drafts, lengths, how=WHOLE):
         """The part of a step before the forward."""
@@ -209,9 +214,9 @@ def test_graph_managers_that_stay_as_they_are(monkeypatch):
     late.capture(engine.model)
     other.run_fullgraph = lambda graph: None
     for manager in (late, other, None):
-        engine.runner.cudagraph_manager, engine.runner.kvtxn_whole = manager, None
-        engine.runner.kvtxn_let_graphs_save(engine.rig.steps)
-        assert engine.runner.kvtxn_whole is None
+        engine.runner.cudagraph_manager, engine.windows.whole = manager, None
+        engine.windows.let_graphs_save(engine.rig.steps)
+        assert engine.windows.whole is None
         assert manager is None or not is_swapped(manager)
 
 

@@ -26,9 +26,8 @@ from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.gpu.runner import hook_attention, layer_refs
+    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
     from kvtxn.integrations.vllm_plugin.gpu.slot_reading import Reading
-    from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
     from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
         WindowTritonBuilder,
         WindowTritonImpl,
@@ -37,6 +36,7 @@ with importing_kernels():
         WindowTritonLatentBuilder,
         WindowTritonLatentImpl,
     )
+    from kvtxn.integrations.vllm_plugin.gpu.windows import hook_attention
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 

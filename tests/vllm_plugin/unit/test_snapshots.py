@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.vllm_plugin.audit.report import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
+from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
 from kvtxn.integrations.vllm_plugin.metrics import snapshots as vllm_front
-from kvtxn.integrations.vllm_plugin.rpc_names import REPORT
-from kvtxn.integrations.vllm_plugin.settings import asks_for_windows
+from kvtxn.integrations.vllm_plugin.policy.settings import asks_for_windows
 
 from kvtxn import ConfigError
 from kvtxn.audit import KINDS

@@ -21,9 +21,8 @@ from planned_caches import (
 )
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import spare_blocks as inside
-    from kvtxn.integrations.vllm_plugin.gpu.runner import layer_refs
-    from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
+    from kvtxn.integrations.vllm_plugin.gpu import cache_layout as inside
+    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 
     from kvtxn.errors import LayerError

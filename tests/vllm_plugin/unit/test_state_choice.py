@@ -24,8 +24,8 @@ from kvtxn.integrations.vllm_plugin.policy.fitting import check_states
 from kvtxn.integrations.vllm_plugin.policy.measured import MEASURED
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
+from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
 from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
-from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 AUTO = {"kvtxn": {"policy": "auto", "recurrent": "auto"}}

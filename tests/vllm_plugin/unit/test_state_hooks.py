@@ -10,15 +10,16 @@ import pytest
 import torch
 from engine_jobs import missing
 from kvtxn.integrations.serving.state_steps import StateSteps
-from kvtxn.integrations.vllm_plugin.attach import unhook_runner
-from kvtxn.integrations.vllm_plugin.cpu import lent_rows, parts, states, windows
+from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin.cpu import lent_rows, states, windows
 from kvtxn.integrations.vllm_plugin.internals import batches, gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
 
 from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.states import WindowState
@@ -161,7 +162,8 @@ def hooked(monkeypatch, facts):
     """A runner that became one of ours, in an engine of these facts, whose steps are refused."""
     runner = Own()
     monkeypatch.setattr(batches, "V1_METHODS", {})
-    parts.attach(runner, settings(EXACT, 1, "cpu"), 0, windows=True, states=True)
+    own = attrs.evolve(facts, device="cpu", runner="v1")
+    parts.attach(runner, settings(EXACT, 1, "cpu"), 0, own, windows=True)
     monkeypatch.setattr(states, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(windows, "open_steps", lambda *_: None)
     return runner

@@ -22,7 +22,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
 from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE, matrix
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
-from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
+from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
 
 from kvtxn import ConfigError
 

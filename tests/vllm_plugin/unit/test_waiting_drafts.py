@@ -13,8 +13,7 @@ from spare_rig import ENGINE, LBNHC, Forward, hooked, known, target_layers  # no
 from step_rig import anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
-    from kvtxn.integrations.vllm_plugin.gpu.runner import add_spare_blocks
+    from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
     from kvtxn.integrations.vllm_plugin.policy.rules import decide
 
@@ -33,7 +32,7 @@ def test_a_step_whose_drafts_wait(case, kernel_size, version):
     runner.initialize_kv_cache(config)
     assert runner.kvtxn.manager.policy == "deferred"
     assert config == planned(LBNHC, GROUPS[case])
-    assert set(runner.kvtxn_spare.first) == set(runner.kvtxn.manager.groups)
+    assert set(runner.caches.spare.first) == set(runner.kvtxn.manager.groups)
     groups = runner.kv_cache_config.kv_cache_groups
     for ref in runner.kvtxn.layers:  # the library is told of vLLM's own blocks alone
         page = groups[int(ref.group.removeprefix("group."))].kv_cache_spec.block_size
@@ -42,7 +41,7 @@ def test_a_step_whose_drafts_wait(case, kernel_size, version):
     for number, module in forward.layers:
         hook = module.impl.kvtxn
         assert (hook.steps, hook.ref.name) == (runner.kvtxn, module.layer_name)
-        assert hook.spare == runner.kvtxn_spare.first[f"group.{number}"]
+        assert hook.spare == runner.caches.spare.first[f"group.{number}"]
         every = torch.arange(len(hook.rows))
         assert cells(hook.rows, every).equal(cells(module.kv_cache, every))
     for names, (found,) in zip(GROUPS[case], runner.attn_groups, strict=True):
@@ -65,9 +64,9 @@ def test_caches_without_blocks_of_one_row_are_restored(case, layout, told):
     runner.initialize_kv_cache(config)
     if told:
         assert runner.given[0] is config
-        assert runner.kvtxn_spare is None
+        assert runner.caches.spare is None
     else:
-        assert runner.kvtxn_spare.total > OWN
+        assert runner.caches.spare.total > OWN
     assert runner.kvtxn.manager.policy == "undo"
     assert {len(ref.key_cache) for ref in runner.kvtxn.layers} == {OWN}
     assert all(module.impl.kvtxn is None for _, module in Forward(runner).layers)
@@ -82,12 +81,12 @@ def test_what_was_held_for_rows_is_let_go_when_they_get_room(policy):
     """In the caches, before these are allocated; or beside them, once the steps come."""
     config = planned(LBNHC, GROUPS["one group"])
     runner = hooked(config, policy=policy)
-    runner.kvtxn_room = torch.empty(8)
+    runner.caches.room = torch.empty(8)
     runner.initialize_kv_cache(config, True)
-    assert runner.room_then is runner.kvtxn_room is not None
+    assert runner.room_then is runner.caches.room is not None
     runner.initialize_kv_cache(config)
     assert (runner.room_then is None) == (policy == "deferred")
-    assert runner.kvtxn_room is None
+    assert runner.caches.room is None
 
 
 def test_a_profiling_runs_caches_are_vllms_own():
@@ -95,10 +94,10 @@ def test_a_profiling_runs_caches_are_vllms_own():
     config = planned(LBNHC, GROUPS["one group"])
     runner = hooked(config)
     runner.initialize_kv_cache(config)
-    assert runner.given[0].num_blocks == runner.kvtxn_spare.total > OWN
+    assert runner.given[0].num_blocks == runner.caches.spare.total > OWN
     runner.initialize_kv_cache(config, True)
     assert runner.given[1] is config
-    assert runner.kvtxn_spare is runner.kvtxn is None
+    assert runner.caches.spare is runner.kvtxn is None
 
 
 @pytest.mark.parametrize(
@@ -121,8 +120,8 @@ def test_where_none_may_wait_the_configuration_is_vllms(policy, facts, last, ver
     runner.vllm_config.facts = attrs.evolve(ENGINE, **facts)
     for module in runner.compilation_config.static_forward_context.values():
         module.impl = Made(vllm_flash_attn_version=version)
-    assert add_spare_blocks(runner, config) is config
-    assert runner.kvtxn_spare is None
+    assert runner.caches.caches_planned(config) is config
+    assert runner.caches.spare is None
 
 
 def test_whose_attention_takes_blocks_of_one_row():
@@ -149,17 +148,17 @@ def test_an_error_leaves_the_configuration_to_vllm(policy, monkeypatch):
     config = planned(LBNHC, GROUPS["one group"])
     runner = hooked(config, policy=policy, on_error="fallback")
     runner.initialize_kv_cache(config)
-    assert runner.kvtxn_spare is not None
+    assert runner.caches.spare is not None
 
     def broken(*_):
         raise LayerError("vllm", "no blocks", expected="some", got="none")
 
-    monkeypatch.setattr(gpu_runner, "with_spare_blocks", broken)
+    monkeypatch.setattr(gpu_windows, "with_spare_blocks", broken)
     runner.initialize_kv_cache(config)
     assert runner.given[1] is config
-    assert runner.kvtxn_spare is None
+    assert runner.caches.spare is None
     layers, facts = target_layers(runner)
-    facts = runner.kvtxn_facts(layers, facts)
+    facts = runner.caches.facts(layers, facts)
     assert not facts.spare_blocks
     if policy == "deferred":
         assert runner.kvtxn is None
@@ -187,6 +186,6 @@ def test_one_layer_that_cannot_wait_is_enough(change):
     runner = hooked(config)
     runner.initialize_kv_cache(config)
     layers, facts = target_layers(runner)
-    assert runner.kvtxn_facts(layers, facts).spare_blocks
+    assert runner.caches.facts(layers, facts).spare_blocks
     layers[1] = attrs.evolve(layers[1], **change(layers[1]))
-    assert not runner.kvtxn_facts(layers, facts).spare_blocks
+    assert not runner.caches.facts(layers, facts).spare_blocks

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.audit import opening
-from kvtxn.integrations.vllm_plugin.audit import runner as cpu_runners
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
+from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings, settings
+from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings, settings
 
 from kvtxn import LayerError, TxnConfig
 from kvtxn.audit import RowGroup
@@ -55,20 +54,20 @@ def opened(request, monkeypatch):
         runner = SimpleNamespace(
             kvtxn_rank=0, kvtxn_required=required, kvtxn_settings=settings, device="cpu"
         )
-        module = cpu_runners if request.param == "cpu" else opening
-        monkeypatch.setattr(cpu_runners, "watch_transfers", lambda *args: None)
+        on_cpu = request.param == "cpu"
+        monkeypatch.setattr(opening, "watch_transfers", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")
 
             def broken(*args: object, **kwargs: object) -> None:
                 raise error
 
-            monkeypatch.setattr(module, "Watch" if module is cpu_runners else "_new_watch", broken)
-        if module is cpu_runners:
-            return cpu_runners.open_watch(runner), other.calls
+            monkeypatch.setattr(opening, "Watch" if on_cpu else "_new_watch", broken)
+        if on_cpu:
+            return opening.open_watch(runner), other.calls
         facts = EngineFacts(device="cuda", runner="v2")
         monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
-        monkeypatch.setattr(cpu_runners.workers, "version", lambda: "0.32.0")
+        monkeypatch.setattr(opening.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))
             watch = SimpleNamespace(
@@ -109,8 +108,8 @@ def test_an_audit_that_is_required_stops_the_start_on_every_rank(opened):
         opened(peer=False, required=True)
 
 
-@pytest.mark.parametrize("module", [cpu_runners, opening])
-def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, module):
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, on_cpu):
     """On a CPU and on a GPU the scrub is told."""
     told = {}
 
@@ -118,18 +117,18 @@ def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, module):
         told.update(named)
 
     facts = SimpleNamespace(attention="FLASH_ATTN", kv_cache_dtype="auto")
-    monkeypatch.setattr(module, "Scrub", scrub)
-    monkeypatch.setattr(module.attention_layers, "target_layers", lambda runner: ([], facts))
-    monkeypatch.setattr(module.attention_layers, "rows_of_drafters", lambda runner: [])
+    monkeypatch.setattr(opening, "Scrub", scrub)
+    monkeypatch.setattr(opening.attention_layers, "target_layers", lambda runner: ([], facts))
+    monkeypatch.setattr(opening.attention_layers, "rows_of_drafters", lambda runner: [])
     wanted = settings({"kvtxn": {"audit": "bytes", "audit_every": 64}}, 1, "cpu")
     runner = SimpleNamespace(kvtxn_settings=wanted, kvtxn_required=False, kvtxn_rank=0)
     watch = SimpleNamespace(groups={}, states={}, ledger=None)
     monkeypatch.setattr(audited_states, "state_refs", lambda runner, states: [])
-    if module is cpu_runners:
-        monkeypatch.setattr(module.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
-        module._compare_bytes(runner, watch)
+    if on_cpu:
+        monkeypatch.setattr(opening.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
+        opening._compare_bytes(runner, watch)
     else:
         with importing_kernels():
-            module._compare_bytes(runner, watch, facts)
+            opening._compare_bytes_on_device(runner, watch, facts)
     assert told.pop("every") == 64
     assert not any(told.values())  # nothing is poisoned unless the user asks for it

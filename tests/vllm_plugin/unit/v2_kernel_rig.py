@@ -6,7 +6,6 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
-    from kvtxn.backends.audit.graph_steps import TritonGraphSteps
 
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
@@ -20,40 +19,6 @@ class FewPrograms(TritonPasses):
     """The same with fewer programs, which are interpreted one after the other."""
 
     splits = 1
-
-
-class StandInGraphs(TritonGraphSteps):
-    """A step is launched once to try it; each launch after that is a replay, and no more."""
-
-    def __init__(self, passes):
-        super().__init__(passes)
-        self.captured = []
-
-    def launch(self, step):
-        if step in self.captured:
-            self._pending.take()
-            self._recorded.write_rows(step)
-            self._recorded.check(step)
-        else:
-            self.captured.append(step)
-            super().launch(step)
-
-
-class Graphed(FewPrograms):
-    """The same in a rig whose graphs are stand-ins: a replay makes the launches and no more."""
-
-    graph_steps = StandInGraphs
-
-    def __init__(self, books):
-        super().__init__(books)
-        self.alone = []
-        for name in ("_resolving", "_putting", "_changing"):
-            launches = getattr(self, name)
-            made = launches.launch
-            launches.launch = lambda *given, name=name, made=made: (
-                self.alone.append(name),
-                made(*given),
-            )[1]
 
 
 def rig_maker(monkeypatch):

@@ -21,12 +21,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 with importing_kernels():
-    from graph_rig import PARTS, SIZES, WHOLE, Manager
-    from kvtxn.integrations.vllm_plugin.attach import hook_runner
-    from kvtxn.integrations.vllm_plugin.audit.gpu_runners import mixins_and_methods
-    from kvtxn.integrations.vllm_plugin.audit.graph_watch import GraphWatch
+    from kvtxn.integrations.vllm_plugin import parts
+    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
-from kvtxn.integrations.vllm_plugin.settings import settings
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 SIZE = 4
 BLOCKS = 120
@@ -58,8 +56,8 @@ class Own:
         self.is_last_pp_rank = True
         self.device = torch.device("cpu")
         self.input_buffers = SimpleNamespace(
-            input_ids=torch.full((64,), -7, dtype=torch.int32),
-            positions=torch.zeros(64, dtype=torch.int64),
+            input_ids=torch.full((128,), -7, dtype=torch.int32),
+            positions=torch.zeros(128, dtype=torch.int64),
             query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32),
         )
         self.output = self.forward = None
@@ -75,7 +73,7 @@ class Own:
         self.tables = [
             torch.zeros(REQUESTS, LENGTH // SIZE + 2, dtype=torch.int32) for _ in range(number)
         ]
-        slots = torch.zeros(number, 64, dtype=torch.int64)
+        slots = torch.zeros(number, 128, dtype=torch.int64)
         self.block_tables = SimpleNamespace(slot_mappings=slots, input_block_tables=self.tables)
 
     def update_requests(self, scheduler_output):
@@ -114,19 +112,14 @@ class Rig:
     Args:
         asked: the user's settings.
         window: see ``cache_config``.
-        capture: a ``graph_rig.Capture``: forwards of decode steps are replayed graphs.
     """
 
-    def __init__(self, window=None, seed=0, capture=None, **asked):
+    def __init__(self, window=None, seed=0, **asked):
         self.chance = random.Random(seed)
         self.runner = Own()
-        self.capture = capture
-        if capture is not None:
-            self.runner.cudagraph_manager = Manager(capture)
-            capture.records(GraphWatch, "launch_of")
         wanted = settings({"kvtxn": {"audit": "ledger", **asked}}, 1, "cuda")
-        mixins, methods = mixins_and_methods(wanted, "v2")
-        hook_runner(self.runner, wanted, 0, methods, *mixins)
+        facts = EngineFacts(device="cuda", runner="v2")
+        parts.attach(self.runner, wanted, 0, facts, windows=False)
         self.config = cache_config(window)
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
@@ -138,10 +131,14 @@ class Rig:
     def watch(self):
         return self.runner.kvtxn_audit
 
+    @property
+    def ledger(self):
+        """The runner's only part."""
+        [ledger] = self.runner.kvtxn_parts._parts
+        return ledger
+
     def start(self):
         self.runner.initialize_kv_cache(self.config)
-        if self.capture is not None:
-            self.runner.cudagraph_manager.capture(torch.nn.Identity())
         self.watch.begin()
 
     def blocks(self, count):
@@ -181,20 +178,11 @@ class Rig:
         self.gone, self.preempted = set(), set()
         if self.tamper is not None:
             self.tamper(self, batch)
-        replayed = self.capture is not None and not batch.has_prefill
-        self.runner.prepare_inputs("scheduled", "state", WHOLE if replayed else PARTS, 0)
         prepared = self.runner.prepare_attn(batch)
         assert len(prepared) == 2
-        if replayed:
-            self.replay(int(batch.query_start_loc[-1]))
         ids, sampled = self._sample(batch)
         self.runner.postprocess_sampled(batch.idx_mapping, ids, sampled, None)
         return self.runner.sample_tokens(None)
-
-    def replay(self, rows):
-        """Replay the smallest graph of at least so many rows."""
-        size = min(size for size in SIZES if size >= rows)
-        self.runner.cudagraph_manager.run_fullgraph(size)
 
     def _batch(self, chunk):
         runner, rows, starts, drafts, lengths = self.runner, [], [0], [], []

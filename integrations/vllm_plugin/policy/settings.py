@@ -14,13 +14,13 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ... import registry
-from ...acceptance import Acceptance
-from ...audit.byte_books import EVERY
-from ...config import POLICIES, TxnConfig
-from ...errors import ConfigError, KVTxnError, meant
-from ...policy import choose_policy
-from ..serving import step_batches
+from .... import registry
+from ....acceptance import Acceptance
+from ....audit.byte_books import EVERY
+from ....config import POLICIES, TxnConfig
+from ....errors import ConfigError, KVTxnError, meant
+from ....policy import choose_policy
+from ...serving import step_batches
 from .asked import is_asked, wants
 
 _WHERE: Final = "additional_config['kvtxn']"

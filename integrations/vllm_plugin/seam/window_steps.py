@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import attrs
 
-from ... import __version__
-from ...config import Policy, TxnConfig
-from ...errors import BackendUnavailableError, ConfigError, KVTxnError
-from ...log import get_logger
-from .asked import RequiredError
-from .attach import HookedRunner, stay_out
-from .internals import layers as attention_layers
-from .internals import ranks, workers
-from .internals.layers import TargetLayer
-from .policy.engine import EngineFacts
-from .policy.rules import decide
+from .... import __version__
+from ....config import Policy, TxnConfig
+from ....errors import BackendUnavailableError, ConfigError, KVTxnError
+from ....log import get_logger
+from ..internals import layers as attention_layers
+from ..internals import ranks, workers
+from ..internals.layers import TargetLayer
+from ..policy.asked import RequiredError
+from ..policy.engine import EngineFacts
+from ..policy.rules import decide
+from .hooked_runner import HookedRunner, stay_out
 
 log = get_logger()
 

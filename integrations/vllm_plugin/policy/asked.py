@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
-from ...errors import BackendUnavailableError, ConfigError, KVTxnError
+from ....errors import BackendUnavailableError, ConfigError, KVTxnError
 
 
 class RequiredError(KVTxnError, RuntimeError):

@@ -1,14 +1,19 @@
-"""Spare blocks, behind those that vLLM's scheduler hands out: draft rows wait in them."""
+"""The KV cache on a GPU: its rows as the library addresses them, and spare blocks behind it.
+
+Draft rows wait in spare blocks, behind those that vLLM's scheduler hands out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 from torch import Tensor
 
 from ....layers import LayerRef
 from ..internals import Foreign, kv_cache
+from ..internals import layers as attention_layers
+from ..internals.layers import TargetLayer
 
 
 @attrs.frozen
@@ -96,3 +101,35 @@ def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
             cells.as_strided((count, *cells.shape[2:]), (cells.stride(1), *cells.stride()[2:]), at)
         )
     return tuple(found)
+
+
+def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
+    """Describe the target's layers and their caches for the library.
+
+    Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks, heads, block_size,
+    2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
+    ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
+    """
+    refs = []
+    for layer in layers:
+        scales = (
+            (None, None) if kv_dtype == "auto" else attention_layers.stored_scales(layer.module)
+        )
+        if layer.latent:
+            refs.append(
+                LayerRef.latent(
+                    layer.name, layer.cache, group=layer.group, scale=scales[0], kv_dtype=kv_dtype
+                )
+            )
+            continue
+        key, value = keys_and_values(layer.cache, layer.row_shape[-1])
+        refs.append(
+            LayerRef(
+                *(layer.name, key, value),
+                group=layer.group,
+                k_scale=scales[0],
+                v_scale=scales[1],
+                kv_dtype=kv_dtype,
+            )
+        )
+    return refs

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import attrs
 
-from .attach import is_swapped, restore_class, swap_class
-from .internals import Foreign, whole_graphs
+from ..internals import Foreign, whole_graphs
+from ..internals.class_swaps import is_swapped, restore_class, swap_class
 
 
 class Beginning(Protocol):
@@ -94,25 +94,6 @@ class BegunGraphs:
         for each in self.kvtxn_beginnings:
             each.beginning.before_replay(included=each.included(number))
         return super().run_fullgraph(desc)  # type: ignore[misc]
-
-
-class NotesMode:
-    """A mixin of the V2 runner: notes in which mode the forward of each step runs.
-
-    Attributes:
-        kvtxn_mode: the mode of the step that is under way.
-    """
-
-    kvtxn_mode: object = None
-
-    def prepare_inputs(
-        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
-    ) -> Any:
-        """Note how the step's forward will run."""
-        self.kvtxn_mode = whole_graphs.mode(batch_desc)
-        return super().prepare_inputs(  # type: ignore[misc]
-            scheduler_output, batch_req_state, batch_desc, *others
-        )
 
 
 def let_graphs_begin(runner: Foreign, beginning: Beginning) -> Callable[[], None] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..policy import supported
-from ..policy.engine import EngineFacts
+from . import supported
+from .engine import EngineFacts
 
 
 def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:

@@ -1,0 +1,229 @@
+"""The ledger of vLLM's V2 model runner: tells a watch what happens in a step.
+
+The ledger's passes are launched beside the forward, as ``ledger_v1`` says of a GPU. A step is told
+once slots and tables are in place; if states are watched, once their metadata are made, too; if a
+connector brings rows, once it has begun to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...serving.parts import Part
+from ..internals import (
+    Foreign,
+    audited_states,
+    audited_v2,
+    connectors,
+    held_states,
+)
+from ..internals.audited import Rows
+from ..internals.audited_states import States
+from ..internals.class_swaps import follow, mix_in
+from ..seam.hooked_runner import HookedRunner
+from .device_watch import DeviceWatch
+from .opening import join_stages, new_state_reader, open_device_watch
+from .step_ends import end_step, fail_step, leave, take_back
+from .transfers import TransferWatch, WatchedConnectorV2
+from .watch import Watch
+
+
+class LedgerV2(Part):
+    """Tells the watch which rows and states a forward writes and reads, and what became of drafts.
+
+    The watch is the runner's ``kvtxn_audit``; a self-test takes it away for a while.
+
+    Args:
+        runner: the hooked runner.
+
+    Attributes:
+        reader: reads the runner's steps.
+    """
+
+    reader: audited_v2.StepReader
+
+    def __init__(self, runner: HookedRunner) -> None:
+        self._runner = runner
+        self._states: audited_states.DeviceStateReader | None = None
+        #: The runner's requests, which a connector's metadata do not name; kept with a connector
+        #: alone.
+        self._requests: dict[str, audited_v2.Told] = {}
+        #: The step's batch and what vLLM prepared for it, if the watch was not told of it yet.
+        self._prepared: tuple[Any, Any] | None = None
+        #: The step's attention metadata, once they are made, if states are watched.
+        self._metadata: Foreign = None
+        #: The watch is told later in a step than when tables and slots are in place.
+        self._waits = False
+        #: A forward was planned that has not ended.
+        self._in_forward = False
+
+    # -- caches ------------------------------------------------------------------------------
+
+    def caches_dropped(self) -> None:
+        """Close the ledger over the caches that go."""
+        self._runner.kvtxn_audit = None
+
+    def caches_made(self) -> None:
+        """Open a ledger over new caches, or log why there is none."""
+        self._runner.kvtxn_audit = join_stages(self._runner, self._open())
+
+    def _open(self) -> DeviceWatch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        runner = self._runner
+        self._requests, self._prepared, self._metadata = {}, None, None
+        # With a connector, the ledger remembers requests that ended until it needs their lines.
+        lines = audited_v2.lines(runner) if connectors.connector() is None else None
+        watch = open_device_watch(runner, audited_v2.lacking(runner), lines, WatchedConnectorV2)
+        if watch is not None:
+            self.reader = audited_v2.StepReader(runner, watch.groups, watch.ledger.input)
+            self._states = new_state_reader(runner, watch)
+            self._waits = watch.transfers is not None or self._states is not None
+            if self._states is not None:
+                runner.kvtxn_undo.callback(self._follow_metadata())
+            if watch.transfers is not None:
+                own = connectors.of_runner(runner)
+                undo = mix_in(own, TellingConnector, kvtxn_then=self._step_is_ready)
+                runner.kvtxn_undo.callback(undo)
+        return watch
+
+    def _follow_metadata(self) -> Callable[[], None]:
+        """Let vLLM's ``model_state`` hand over the attention metadata of each step.
+
+        The step is ready then, unless a connector brings rows. Windows that hold states may have
+        put themselves around the same method; they see the metadata first.
+
+        Returns:
+            A function that undoes it.
+        """
+
+        def prepared(metadata: Foreign) -> None:
+            self._metadata = metadata
+            watch = self._runner.kvtxn_audit
+            if watch is not None and watch.transfers is None:
+                self._step_is_ready()
+
+        return follow(held_states.model_state(self._runner), "prepare_attn", prepared)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step_begins(self, scheduled: Any) -> None:
+        """Forget a step that was dropped half-way; note which blocks a connector takes."""
+        self._in_forward = False
+        watch = self._runner.kvtxn_audit
+        if watch is not None and watch.transfers is not None:
+            watch.transfers.tell(partial(self._note_leaving, scheduled, watch.transfers))
+
+    def requests_changed(self, scheduled: Any) -> None:
+        """Tell which requests begin and end, and which blocks each request gets."""
+        runner = self._runner
+        runner.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(runner, scheduled)))
+
+    def planned(self, batch: Any, prepared: Any) -> None:
+        """Tell which rows the forward writes and reads, if nothing else is awaited."""
+        self._prepared, self._in_forward = (batch, prepared), True
+        if not self._waits:
+            self._step_is_ready()
+
+    def forward_ended(self) -> None:
+        """Note that the rows of the forward are there."""
+        self._in_forward = False
+
+    def failed(self, error: BaseException) -> None:
+        """Take a forward that raised back: nobody knows which of its rows are there."""
+        if self._in_forward:
+            self._in_forward = False
+            self._runner.kvtxn_tell(take_back)
+
+    def sampling_begins(self, logits: Any) -> None:
+        """Look for a NaN in what came out, if bytes are compared."""
+        watch = self._runner.kvtxn_audit
+        if watch is not None and watch.scrub is not None:
+            given = audited_v2.sampled_outputs(*logits)
+            self._runner.kvtxn_tell(lambda watch: watch.came_out(*given))
+
+    def outcome_kept(self, ids: Any, counts: Any) -> None:
+        """Tell which drafts were accepted.
+
+        Pipeline stages before the last are told of an earlier step, and have no drafts here.
+        """
+        if self._runner.kvtxn_audit is not None and audited_v2.samples(self._runner):
+            self._runner.kvtxn_tell(partial(self._tell_sampled, ids, counts))
+
+    def step_ended(self, output: Any) -> None:
+        """End the step, and mark the requests that read wrong rows in its output.
+
+        Raises:
+            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+        """
+        end_step(self._runner, output)
+
+    def step_failed(self) -> None:
+        """End the step without an output."""
+        fail_step(self._runner)
+
+    def released(self) -> None:
+        """Stop watching."""
+        self._runner.kvtxn_audit = None
+
+    # -- what the watch is told --------------------------------------------------------------
+
+    def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
+        """Note the blocks that a connector takes before a step hands them to others."""
+        transfers.flush(connectors.metadata_of(scheduled))
+        audited_v2.note_requests(self._requests, scheduled)
+
+    def _step_is_ready(self) -> None:
+        """Tell the watch which rows and states the step's forward has."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            self._runner.kvtxn_tell(partial(self._tell_forward, *prepared))
+        self._metadata = None
+
+    def _tell_forward(self, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
+        """Tell a watch which rows and states the next forward writes and reads."""
+        assert isinstance(watch, DeviceWatch)
+        watch.step(partial(self._read, batch, prepared), _unknown)
+
+    def _read(self, batch: Foreign, prepared: Foreign) -> tuple[Rows, States | None]:
+        """Read the rows of the step that is about to run, and its states if any are watched."""
+        rows = self.reader.rows(batch, prepared)
+        if self._states is None:
+            return rows, None
+        return rows, self._states.read(self._metadata, rows, audited_v2.num_rows(batch))
+
+    def _tell_sampled(self, ids: Tensor, counts: Tensor, watch: Watch) -> None:
+        """Tell a watch what was sampled, and which states windows write after that."""
+        assert isinstance(watch, DeviceWatch)
+        watch.sampled_on_device(counts, ids)
+        leave(watch, self._states)
+
+
+class TellingConnector:
+    """A mixin of the object by which the V2 runner calls its connector.
+
+    The rows that a connector brings within a step are in their blocks once this has begun, so the
+    audit compares what the step reads only then.
+
+    Attributes:
+        kvtxn_then: called once the step's transfers have begun.
+    """
+
+    kvtxn_then: Callable[[], None]
+
+    def pre_forward(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the step's transfers; then the step is ready."""
+        super().pre_forward(*args, **kwargs)  # type: ignore[misc]
+        self.kvtxn_then()
+
+
+def _unknown(name: str) -> Any:
+    """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
+
+    Raises:
+        LookupError: always.
+    """
+    raise LookupError(f"the ledger was not told of request {name!r}")

@@ -1,0 +1,318 @@
+"""Recurrent states of vLLM's model runners on a GPU, which only commits write.
+
+Each request has one block for its state, where stock has one more per draft; see ``held_states``.
+So vLLM alone can no longer speculate over these caches: if kvtxn cannot make its steps, the engine
+does not start.
+
+``StateCaches`` asks for the caches and holds the states; ``StatesV1`` and ``StatesV2`` tell them of
+each step of the runner, and when to commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from ....cuda_graphs import GraphCache
+from ....errors import KVTxnError
+from ....log import get_logger
+from ....manager import TransactionManager
+from ...serving.graph_steps import GraphSteps
+from ...serving.parts import Part
+from ...serving.pipeline_steps import PipelineSteps
+from ..internals import (
+    aligned_states,
+    batches,
+    connectors,
+    held_states,
+    state_layers,
+    state_sizes,
+    verify_steps,
+)
+from ..internals.class_swaps import check_methods, mix_in
+from ..internals.commit_graphs import Capture, captures, uses_graphs
+from ..internals.config import runner_facts
+from ..internals.held_states import HeldStates
+from ..internals.layers import attention_of
+from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
+from ..policy.rules import decide
+from ..policy.state_choice import takes
+from ..policy.state_rules import measured_fast
+from ..seam.hooked_runner import HookedRunner
+from .joint_commits import JointCommits
+
+log = get_logger()
+
+
+class StepTeller(Protocol):
+    """Tells states of the steps of one of vLLM's runners."""
+
+    def unknown(self) -> str | None:
+        """Say in a sentence what kvtxn does not know about the runner; None if nothing."""
+
+    def follow(self, states: HeldStates) -> Callable[[], None]:
+        """Let states be told of each step's metadata; returns a function that undoes it."""
+
+    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
+        """Let the commits of steps include that of the states, if they can."""
+
+
+class StateCaches(Part):
+    """Asks for caches with one state per request, and lets the layers read what commits write.
+
+    The states are the runner's ``kvtxn_states``.
+
+    Args:
+        runner: the hooked runner.
+        teller: tells the states of its steps.
+    """
+
+    def __init__(self, runner: HookedRunner, teller: StepTeller) -> None:
+        self._runner = runner
+        self._teller = teller
+        self._decided = False  # whether commits will write the states
+
+    @property
+    def _fast(self) -> bool:
+        """Tell whether kvtxn's own kernels are to verify, where it has one."""
+        return self._runner.kvtxn_settings.recurrent == "fast"
+
+    def unknown(self) -> str | None:
+        """Say in a sentence what kvtxn does not know about the layers; None if nothing."""
+        return held_states.launches_differ(self._runner, fast=self._fast) or self._teller.unknown()
+
+    def are_written_by_commits(self) -> bool:
+        """Tell whether commits will write the states; decided once, when the model is loaded."""
+        if not self._decided:
+            runner = self._runner
+            facts = self.facts(runner_facts(runner))
+            facts = attrs.evolve(facts, attention=attention_of(runner, facts.device))
+            policy, _ = decide(runner.kvtxn_config.policy, facts)
+            wrong = None if policy == "off" else self.unknown()
+            if wrong is not None:
+                log.warning("kvtxn.states_unknown", rank=runner.kvtxn_rank, why=wrong)
+            runner.kvtxn_one_state = policy != "off" and wrong is None
+            self._decided = True
+        return self._runner.kvtxn_one_state
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the buffers in which rows wait for the commit of the states."""
+        if not self.are_written_by_commits():
+            return 0
+        return state_sizes.bytes_of_buffers(self._runner, fast=self._fast)
+
+    def facts(self, facts: EngineFacts) -> EngineFacts:
+        """Add what the states are."""
+        return attrs.evolve(
+            facts,
+            state_dtype=state_layers.state_dtype(self._runner),
+            inner_states=state_layers.leaves_inner_states(self._runner),
+        )
+
+    def caches_described(self, specs: Any) -> Any:
+        """Ask for one block per request and state, if commits will write the states."""
+        return state_layers.one_block_each(specs) if self.are_written_by_commits() else specs
+
+    def caches_dropped(self) -> None:
+        """Forget the states in the caches that go."""
+        self._runner.kvtxn_states = None
+
+    def profiling_caches_made(self) -> None:
+        """Let the layers read states, so that vLLM measures the forward that is to come."""
+        if self._runner.kvtxn_one_state:
+            self._hook(lambda _: None, None).forget_caches()
+
+    def caches_made(self) -> None:
+        """Refuse an engine without windows, which cannot run over these caches.
+
+        Raises:
+            KVTxnError: kvtxn stays out, though the caches have one state per request.
+        """
+        if self._runner.kvtxn_one_state and self._runner.kvtxn is None:
+            raise KVTxnError(
+                "initialize_kv_cache",
+                "the caches have one state per request, but kvtxn has no windows over them; the "
+                "log has the reason, event kvtxn.inactive",
+                hint="leave the setting 'recurrent' out to run this engine without kvtxn",
+            )
+
+    def hold(self, manager: TransactionManager) -> dict[str, object]:
+        """Let commits write the states; returns fields for the log.
+
+        Raises:
+            KVTxnError: the model's recurrent layers are not those that kvtxn knows.
+        """
+        if not self.are_written_by_commits():
+            wrong = self.unknown()
+            raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
+        make = captures() if uses_graphs(self._runner) else None
+        states = self._hook(
+            lambda error: manager.note_fallback("states", error), make, manager.executor.graphs
+        )
+        self._runner.kvtxn_states = states
+        kinds = {layer.kind for layer in states.layers} & {GATED_DELTA, MAMBA2}
+        recurrent = self._runner.kvtxn_settings.recurrent
+        chosen = recurrent == "auto"
+        return {
+            "states": len(states.layers),
+            "recurrent": "exact" if chosen else recurrent,
+            **({"recurrent_why": takes(runner_facts(self._runner))} if chosen else {}),
+            **({"with_fast": measured_fast(min(kinds))} if kinds and not self._fast else {}),
+            "state_blocks": 1,
+            "state_buffer_bytes": states.nbytes,
+            "commit_graphs": 0 if states.graphs is None else states.graphs.count,
+        }
+
+    def join(self, steps: GraphSteps | PipelineSteps) -> None:
+        """Let the commits of steps include that of the states, if they can."""
+        self._teller.join(self._runner.kvtxn_states, steps)
+
+    def _hook(
+        self,
+        note: Callable[[Exception], None],
+        make: Capture | None,
+        kept: GraphCache | None = None,
+    ) -> HeldStates:
+        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
+
+        Args:
+            note: called with an error after which the commit of the states was repeated.
+            make: captures the commits of all layers; None commits layer by layer.
+            kept: keeps what is captured.
+        """
+        runner, undo = self._runner, self._runner.kvtxn_undo
+        states = HeldStates(runner, note, make, fast=self._fast, kept=kept)
+        states.warm_up()
+        undo.callback(states.unhook)
+        states.hook()
+        undo.callback(self._teller.follow(states))
+        if states.aligned:
+            undo.callback(aligned_states.hook_copies(runner, ends=not states.writes_ends))
+        return states
+
+
+class StatesV1(Part):
+    """Tells states of the steps of the V1 runner.
+
+    Graphs read the tables of states at fixed addresses. So each forward's metadata, which are made
+    before it, name the blocks of its requests there, and those of a forward that is captured name
+    none. The states are committed before vLLM counts the accepted drafts and the drafter sees the
+    cache.
+
+    By its rows alone vLLM takes a prompt of as many rows as a verify step has for drafts, and
+    replays a graph of such steps, which knows nothing of the prompt. Here no step with a prompt
+    replays one.
+
+    Args:
+        runner: the hooked runner.
+
+    Attributes:
+        caches: holds the states; a part that hears events before this one.
+        told: the states that are told of each step; those of a profiling run are never committed.
+    """
+
+    def __init__(self, runner: HookedRunner) -> None:
+        self._runner = runner
+        self._has_prompts = False  # a request has other rows than one and its drafts
+        self.caches = StateCaches(runner, self)
+        self.told: HeldStates | None = None
+
+    def unknown(self) -> str | None:
+        """Say what kvtxn does not know about the copies of states."""
+        if not aligned_states.is_aligned(self._runner):
+            return None
+        return check_methods(type(self._runner), aligned_states.V1_METHODS)
+
+    def follow(self, states: HeldStates) -> Callable[[], None]:
+        """Let the states be told of each step's metadata; returns a function that undoes it."""
+        self.told = states
+        return self._tell_none
+
+    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
+        """Commit each by itself."""
+
+    def planned(self, batch: Any, prepared: Any) -> None:
+        """Note whether there are prompts in the step."""
+        rows = batches.prepared_rows(self._runner, prepared, batch)
+        self._has_prompts = batches.has_prompts(rows)
+
+    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+        """Let no step with a prompt count as one that verifies drafts alone.
+
+        vLLM's warm-up says itself what its steps are.
+        """
+        told = self.told is not None and arguments.get("force_uniform_decode") is None
+        if told and self._has_prompts:
+            arguments["force_uniform_decode"] = False
+
+    def attention_described(self, metadata: Any) -> None:
+        """Let the states' kernels find their blocks."""
+        if self.told is not None:
+            rows = batches.StepRows.of(self._runner)
+            self.told.begin(batches.metadata_by_layer(metadata), rows)
+
+    def sampled(self, output: Any) -> None:
+        """Commit the states that the sampled ids accept."""
+        if self._runner.kvtxn_states is not None:
+            self._runner.kvtxn_states.commit(batches.kept_counts(output))
+
+    def _tell_none(self) -> None:
+        """Tell no states of steps any more."""
+        self.told = None
+
+
+class ReportedModelState:
+    """A mixin of vLLM's ``model_state``: tells the states about the metadata of each step."""
+
+    kvtxn_states: HeldStates
+
+    def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the metadata, and let the states' kernels find their blocks."""
+        metadata = super().prepare_attn(  # type: ignore[misc]
+            input_batch, cudagraph_mode, *args, **kwargs
+        )
+        captured = verify_steps.is_capture(args, kwargs)
+        replayed = not captured and verify_steps.is_replay(cudagraph_mode)
+        self.kvtxn_states.begin(metadata, input_batch, captured=captured, replayed=replayed)
+        return metadata
+
+
+class StatesV2(Part):
+    """Tells states of the steps of the V2 runner, whose ``model_state`` makes their metadata.
+
+    Args:
+        runner: the hooked runner.
+
+    Attributes:
+        caches: holds the states; a part that hears events before this one.
+    """
+
+    def __init__(self, runner: HookedRunner) -> None:
+        self._runner = runner
+        self.caches = StateCaches(runner, self)
+
+    def unknown(self) -> str | None:
+        """Say what kvtxn does not know about ``model_state``."""
+        return check_methods(type(held_states.model_state(self._runner)), verify_steps.METHODS)
+
+    def follow(self, states: HeldStates) -> Callable[[], None]:
+        """Let the runner's ``model_state`` tell the states of each step."""
+        state = held_states.model_state(self._runner)
+        return mix_in(state, ReportedModelState, kvtxn_states=states)
+
+    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
+        """Let steps commit the states beside the rows.
+
+        With a KV connector rows are committed sooner than states, so each by themselves.
+        """
+        if isinstance(steps, GraphSteps) and connectors.connector() is None:
+            steps.beside = JointCommits(states, steps.manager.executor.graphs)
+
+    def outcome_known(self, counts: Tensor) -> None:
+        """Commit the states, unless the commit of the rows does."""
+        held = self._runner.kvtxn_states
+        if held is not None and getattr(self._runner.kvtxn, "beside", None) is None:
+            held.commit(counts)

@@ -1,0 +1,489 @@
+"""The windows of vLLM's model runners on a GPU.
+
+``WindowCaches`` makes a runner's steps over its caches, with all that these need: memory, buffers,
+attention that reads waiting rows. ``WindowsV1`` and ``WindowsV2`` say when a step of the runner
+begins and ends. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....config import TxnConfig
+from ....cuda_graphs import MOST_BYTES
+from ....log import get_logger
+from ....manager import TransactionManager
+from ....row_io import LayerRows
+from ...serving.graph_steps import GraphSteps
+from ...serving.packed_steps import PackedGraphSteps
+from ...serving.parts import Part
+from ...serving.pipeline_steps import PipelineSteps
+from ..internals import (
+    Foreign,
+    backends,
+    batches,
+    cache_sizes,
+    connectors,
+    flash,
+    kv_cache,
+    state_layers,
+    whole_graphs,
+    workers,
+)
+from ..internals import config as engine_config
+from ..internals import layers as attention_layers
+from ..internals.layers import TargetLayer
+from ..policy.engine import EngineFacts
+from ..policy.rules import decide
+from ..seam.hooked_runner import HookedRunner, keep_for_graphs
+from ..seam.window_steps import end_unheard, open_steps
+from .begun_graphs import let_graphs_begin
+from .cache_layout import (
+    SpareBlocks,
+    by_rows,
+    keys_and_values,
+    layer_refs,
+    waiting_rows,
+    with_spare_blocks,
+)
+
+if TYPE_CHECKING:
+    from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
+    from .slot_reading import SlotHook
+
+log = get_logger()
+
+
+class StatesBeside(Protocol):
+    """The recurrent states of a model, which commits write beside the rows of windows."""
+
+    def num_bytes(self) -> int:
+        """Return the bytes that the states need beside their caches."""
+
+    def facts(self, facts: EngineFacts) -> EngineFacts:
+        """Add the facts about the states."""
+
+    def hold(self, manager: TransactionManager) -> dict[str, object]:
+        """Let commits write the states; returns fields for the log."""
+
+    def join(self, steps: GraphSteps | PipelineSteps) -> None:
+        """Let the commits of steps include that of the states, if they can."""
+
+
+class StepMaker(Protocol):
+    """Makes the steps of one of vLLM's runners."""
+
+    def make(
+        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+    ) -> GraphSteps | PipelineSteps:
+        """Make steps that read the slots where the runner keeps them.
+
+        Args:
+            manager: over the target's layers.
+            rows: where drafts wait; None under other policies than deferred.
+            layers: the target's layers.
+        """
+
+
+class WindowCaches(Part):
+    """Makes the runner's steps over new caches, in fixed buffers, which captured graphs read.
+
+    Before vLLM measures how much memory is free, the memory of the steps is reserved; once the
+    caches exist, the steps take it. The steps are the runner's ``kvtxn``; a self-test takes them
+    away for a while.
+
+    Args:
+        runner: the hooked runner.
+        maker: makes its steps.
+        states: the recurrent states of its model; None without any.
+
+    Attributes:
+        room: memory reserved while vLLM measures how much is free, for the steps to take.
+        spare: blocks behind vLLM's own, for drafts that wait; None without any.
+    """
+
+    def __init__(
+        self, runner: HookedRunner, maker: StepMaker, states: StatesBeside | None = None
+    ) -> None:
+        self._runner = runner
+        self._maker = maker
+        self._states = states
+        self.room: Tensor | None = None
+        self.spare: SpareBlocks | None = None
+
+    def memory_wanted(self) -> None:
+        """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
+        more = 0 if self._states is None else self._states.num_bytes()
+        self.room = reserved_room(self._runner, more)
+
+    def caches_dropped(self) -> None:
+        """Forget the steps over the caches that go, and their spare blocks."""
+        self._runner.kvtxn = self.spare = None
+
+    def caches_planned(self, config: Foreign) -> Foreign:
+        """Add blocks in which drafts may wait, unknown to the scheduler."""
+        planned = self._with_spare_blocks(config)
+        if self.spare is not None:
+            connectors.adopt(config, planned)
+            self.room = None
+            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
+        return planned
+
+    def caches_made(self) -> None:
+        """Make steps over new caches, or log why there are none."""
+        self.room = None  # the allocator keeps it, and gives it to the steps
+        self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
+
+    def raised(self, error: Exception) -> None:
+        """Let an error of a window's be heard, whichever rank meets it."""
+        end_unheard(self._runner, error)
+
+    def released(self) -> None:
+        """Abort an open window, and clear the buffers' drafts for graphs that still run."""
+        steps = self._runner.kvtxn
+        if steps is not None:
+            steps.abandon()
+            if steps.deferred:
+                steps.windows.mark(None)
+            keep_for_graphs(self._runner, steps)
+
+    def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Add those about states, and whether every layer's attention can read spare blocks."""
+        if self._states is not None:
+            facts = self._states.facts(facts)
+        waits = all(
+            backends.takes_slots(layer.impl) and by_rows(layer.cache) is not None
+            for layer in layers
+        )
+        return attrs.evolve(facts, spare_blocks=waits and self.spare is not None)
+
+    def make_steps(
+        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
+    ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
+        """Make the steps; see ``open_steps``. Drafts wait behind vLLM's own blocks."""
+        spare = self.spare or SpareBlocks.none()
+        own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
+        manager = TransactionManager(layer_refs(own, kv_dtype), settings)
+        rows = None
+        if settings.policy == "deferred":
+            rows = {
+                ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
+                for ref in layer_refs(layers, kv_dtype)
+            }
+        steps = self._maker.make(manager, rows, layers)
+        if settings.policy == "deferred":
+            assert isinstance(steps, GraphSteps)  # stages before the last one never defer
+            names = {layer.name for layer in layers}
+            builders = batches.metadata_builders(self._runner, names)
+            self._runner.kvtxn_undo.callback(unhook_attention, layers, builders)
+            hook_attention(steps, layers, spare.first, builders)
+        steps.warm_up()
+        more: dict[str, object] = {"buffer_bytes": steps.nbytes}
+        if self._states is not None:
+            more |= self._states.hold(manager)
+            self._states.join(steps)
+        return steps, more
+
+    def _with_spare_blocks(self, config: Foreign) -> Foreign:
+        """Return a configuration with spare blocks for drafts, or the given one if none can wait.
+
+        Raises:
+            Exception: whatever went wrong, if the user wants errors to be raised.
+        """
+        runner, wanted = self._runner, self._runner.kvtxn_config
+        try:
+            if rows_may_wait(runner) and kv_cache.has_rows_in_line(config):
+                others = attention_layers.draft_layers(runner)
+                others |= set(state_layers.modules_of(runner))
+                config, self.spare = with_spare_blocks(config, wanted.max_rows, others)
+        except Exception as error:
+            if wanted.on_error == "raise":
+                raise
+            log.warning("kvtxn.no_spare_blocks", rank=runner.kvtxn_rank, why=repr(error))
+        return config
+
+
+class WindowsV1(Part):
+    """Opens a window for each step of the V1 runner with drafts, and commits the accepted ones.
+
+    The commit comes before the drafter or a connector sees the cache.
+
+    Args:
+        runner: the hooked runner.
+        states: the recurrent states of its model; None without any.
+
+    Attributes:
+        caches: makes the steps; a part that hears events before this one.
+        keeps_order: vLLM's order of a batch must stay, since sums depend on it.
+    """
+
+    def __init__(self, runner: HookedRunner, states: StatesBeside | None = None) -> None:
+        self._runner = runner
+        self.caches = WindowCaches(runner, self, states)
+        self.keeps_order = False
+
+    def make(
+        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+    ) -> PackedGraphSteps:
+        """Make steps over slots of their own, since this runner keeps them by group."""
+        self.keeps_order = attention_layers.keep_order(layers)
+        runner = self._runner
+        return PackedGraphSteps(
+            manager, batches.query_len(runner), batches.vocab_size(runner), rows
+        )
+
+    def step_begins(self, scheduled: Any) -> None:
+        """Abort a window that an abandoned step left open."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.abandon()
+
+    def batch_ordered(self, scheduled: Any) -> None:
+        """Let requests with drafts lead, so that windows have no other rows.
+
+        Where the order decides about sums it stays vLLM's, and the windows take other requests in.
+        """
+        steps = self._runner.kvtxn
+        if steps is not None and steps.deferred and not self.keeps_order:
+            batches.lead_with_drafts(self._runner, scheduled)
+
+    def planned(self, batch: Any, prepared: Any) -> None:
+        """Plan the step, now that its slots are in place."""
+        steps = self._runner.kvtxn
+        if steps is not None:
+            rows = batches.prepared_rows(self._runner, prepared, batch)
+            slots = batches.slots_of_groups(self._runner, list(steps.manager.groups))
+            steps.begin_among(*rows, slots)
+
+    def sampled(self, output: Any) -> None:
+        """Commit the drafts that the sampled ids accept."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.commit_ids(batches.sampled_ids(output))
+
+
+class WindowsV2(Part):
+    """Opens a window for each step of the V2 runner with drafts, and commits the accepted ones.
+
+    On pipeline stages before the last one the outcome of a step is known when a later one begins:
+    ``serving.pipeline_steps`` says why a commit there is right.
+
+    Under ``undo`` a step would cost the host two launches, one that saves the rows which drafts
+    overwrite and one that commits. Where the forward is one captured graph, the save is captured as
+    its beginning. It reads the slots in place as the forward does, and writes into kvtxn's own
+    memory alone: a replay without a window saves for nobody. Forwards that are not one graph have
+    their rows saved when a step begins.
+
+    Args:
+        runner: the hooked runner.
+        states: the recurrent states of its model; None without any.
+
+    Attributes:
+        caches: makes the steps; a part that hears events before this one.
+        whole: the mode of steps whose graphs save rows; None if no graph does.
+        connected: the engine has a KV connector, which may read rows once a step is over.
+    """
+
+    def __init__(self, runner: HookedRunner, states: StatesBeside | None = None) -> None:
+        self._runner = runner
+        self.caches = WindowCaches(runner, self, states)
+        self.whole: object = None
+        self.connected = False
+        self._mode: object = None  # of the step that is under way
+
+    def make(
+        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+    ) -> GraphSteps | PipelineSteps:
+        """Make steps that read the slots where this runner keeps them."""
+        runner = self._runner
+        slots = batches.slot_mappings(runner, list(manager.groups))
+        later = batches.steps_until_known(runner)
+        if later is not None:
+            return PipelineSteps(manager, slots, batches.query_len(runner), later)
+        steps = GraphSteps(manager, slots, batches.query_len(runner), rows)
+        if manager.policy == "undo":
+            self.let_graphs_save(steps)
+        return steps
+
+    def let_graphs_save(self, steps: GraphSteps) -> None:
+        """Let the graphs of whole forwards save the rows that drafts overwrite, if they can."""
+        undo = let_graphs_begin(self._runner, _Saving(steps))
+        if undo is not None:
+            self._runner.kvtxn_undo.callback(self._no_graph_saves)
+            self._runner.kvtxn_undo.callback(undo)
+            self.whole = whole_graphs.whole()
+
+    def caches_planned(self, config: Foreign) -> Foreign:
+        """Note whether a connector will read the caches."""
+        self.connected = connectors.connector() is not None
+        return config
+
+    def outcomes_arrive(self) -> None:
+        """On an earlier pipeline stage, find the step whose acceptance the runner takes now."""
+        steps = self._runner.kvtxn
+        if isinstance(steps, PipelineSteps):
+            steps.advance(*batches.arriving(self._runner))
+
+    def outcomes_arrived(self) -> None:
+        """Let that step go, whether it was committed or not."""
+        steps = self._runner.kvtxn
+        if isinstance(steps, PipelineSteps):
+            steps.settle()
+
+    def graph_chosen(self, graph: Any) -> None:
+        """Note in which mode the forward will run."""
+        self._mode = whole_graphs.mode(graph)
+
+    def planned(self, batch: Any, prepared: Any) -> None:
+        """Plan the step, now that its slots are in place."""
+        steps = self._runner.kvtxn
+        if isinstance(steps, PipelineSteps):
+            steps.begin(*batches.batch_rows(batch), batches.batch_name(batch))
+        elif steps is not None:
+            replayed = self.whole is not None and self._mode is self.whole
+            alike = batches.alike(batch, steps.query_len)
+            steps.begin(*batches.batch_rows(batch), replayed, alike)
+
+    def sampled(self, output: Any) -> None:
+        """Commit at once if the engine has a KV connector.
+
+        In any release the scheduler may hand a request's blocks on once it has the sampled tokens;
+        so what a connector loads into them must not come before this step's last write.
+        """
+        if self._runner.kvtxn is not None and self.connected:
+            self._runner.kvtxn.commit(batches.num_sampled(output))
+
+    def outcome_known(self, counts: Any) -> None:
+        """Commit before the drafter runs."""
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.commit(counts)
+
+    def _no_graph_saves(self) -> None:
+        """Save rows when a step begins."""
+        self.whole = None
+
+
+@attrs.frozen(eq=False)
+class _Saving:
+    """The save as a beginning of graphs.
+
+    Attributes:
+        steps: the steps whose windows the forwards save rows for.
+    """
+
+    steps: GraphSteps
+
+    def launch_in_forward(self, num_rows: int) -> Callable[[], None] | None:
+        """Return the launch that saves; see ``Beginning``."""
+        return self.steps.save_in_forward(num_rows)
+
+    def before_replay(self, *, included: bool | None) -> None:
+        """Tell the steps of a replay; see ``Beginning``. Rows may be saved twice."""
+        self.steps.before_replay(saves=bool(included))
+
+
+def rows_may_wait(runner: HookedRunner) -> bool:
+    """Tell, before caches exist, whether the policy may still become ``deferred``."""
+    if runner.kvtxn_config.policy not in ("auto", "deferred"):
+        return False
+    facts = engine_config.runner_facts(runner)
+    policy, _ = decide(runner.kvtxn_config.policy, facts)
+    return policy == "deferred" and attention_layers.all_take_slots(runner)
+
+
+def hook_attention(
+    steps: GraphSteps,
+    layers: Sequence[TargetLayer],
+    spare: Mapping[str, int],
+    builders: Sequence[Foreign],
+) -> None:
+    """Let the layers' attention read the windows.
+
+    Args:
+        steps: the runner's steps.
+        layers: the target's layers over their whole caches, in the order of the manager's layers.
+        spare: for each group, the first slot in which its drafts wait.
+        builders: vLLM's builders of these layers' attention metadata.
+    """
+    from .slot_reading import SlotHook, warm_up
+
+    for layer, ref in zip(layers, steps.layers, strict=True):
+        rows = by_rows(layer.cache)
+        assert rows is not None  # else the policy is another one
+        hook = SlotHook(steps, ref, spare[ref.group], rows, layer.module)
+        own_calls = not layer.latent and flash.version_of(layer.impl) is not None
+        layer.impl.kvtxn = flash_hook(layer, hook) if own_calls else hook
+    for builder in builders:
+        builder.kvtxn = steps
+    warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.windows.position)
+
+
+def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
+    """Add to the hook of a layer with FLASH_ATTN what kvtxn's calls of FlashAttention need.
+
+    Args:
+        layer: the layer over its whole cache.
+        hook: its hook.
+    """
+    from .flash_backend import FlashHook
+
+    size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
+    fixed = flash.fixed_arguments(layer.impl, *keys_and_values(hook.rows, size))
+    return FlashHook(*facts, keys_and_values(layer.cache, size), fixed)
+
+
+def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign]) -> None:
+    """Undo ``hook_attention``: the attention is vLLM's own again."""
+    for each in (*(layer.impl for layer in layers), *builders):
+        each.kvtxn = None
+        del each.kvtxn
+
+
+def reserve_graphs(wrapper: Foreign) -> None:
+    """Let vLLM size the KV cache without the memory of captured commits, outside of torch's.
+
+    Where the user gives the size of the KV cache, that stays as it is.
+
+    Args:
+        wrapper: the wrapper of a worker whose runner is hooked.
+    """
+    runner: Any = workers.runner_of(wrapper)
+
+    def rest(available: int) -> int:
+        return available if cache_sizes.is_given(runner) else max(available - MOST_BYTES, 0)
+
+    runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
+
+
+def reserved_room(runner: HookedRunner, more: int = 0) -> Tensor | None:
+    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache.
+
+    Args:
+        runner: the hooked runner.
+        more: bytes to reserve beside those of the rows.
+
+    Returns:
+        The memory; None if that failed, which is logged.
+
+    Raises:
+        Exception: whatever went wrong, if the user wants errors to be raised.
+    """
+    wanted = runner.kvtxn_config
+    try:
+        size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
+        size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
+        tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
+        return kv_cache.room(runner, size + tables + more)
+    except Exception as error:
+        if wanted.on_error == "raise":
+            raise
+        log.warning(
+            "kvtxn.memory_not_reserved",
+            rank=runner.kvtxn_rank,
+            why=repr(error),
+            hint="kvtxn may run out of GPU memory: lower gpu_memory_utilization",
+        )
+        return None

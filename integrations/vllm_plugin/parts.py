@@ -1,0 +1,112 @@
+"""The adapter and the parts of a model runner: which ones it gets, and in which order they hear.
+
+A window is committed before the ledger hears of the outcome. Parts never know each other, but for
+the one that makes windows: it is given an object that adds recurrent states to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..serving.parts import Part, Parts
+from .internals import Foreign, audited, audited_v2, batches, state_layers
+from .policy.engine import EngineFacts
+from .policy.settings import PluginSettings
+from .seam.hooked_runner import hook_runner, is_hooked
+from .seam.runner_v1 import RunnerV1
+from .seam.runner_v2 import RunnerV2
+
+
+def attach(
+    runner: Foreign, settings: PluginSettings, rank: int, facts: EngineFacts, *, windows: bool
+) -> None:
+    """Give a runner the parts that the user asked for, once, before its KV cache exists.
+
+    Args:
+        runner: one of vLLM's model runners.
+        settings: the user's settings.
+        rank: the worker's.
+        facts: of the engine.
+        windows: the engine gets windows; over recurrent states, too, if its model has any.
+
+    Raises:
+        RequiredError: the runner is unknown, and the user wants no engine without kvtxn.
+    """
+    if is_hooked(runner):
+        return
+    states = windows and facts.recurrent is not None
+    audit = settings.audit != "off"
+    methods = _methods(facts, windows=windows, states=states, audit=audit)
+    adapter = RunnerV2 if facts.runner == "v2" else RunnerV1
+    hook_runner(runner, settings, rank, methods, adapter)
+    if not is_hooked(runner):
+        return
+    parts: list[Part] = []
+    if windows and facts.device == "cpu":
+        parts += _on_cpu(runner, states=states)
+    elif windows:
+        parts += _on_gpu(runner, facts.runner, states=states)
+    if audit:
+        runner.kvtxn_samples = audited.samples(runner)
+        parts.append(_ledger(runner, facts))
+    runner.kvtxn_parts = Parts(parts)
+
+
+def _methods(
+    facts: EngineFacts, *, windows: bool, states: bool, audit: bool
+) -> Mapping[str, Sequence[str]]:
+    """Return the methods that a runner must have for its parts, see ``check_methods``."""
+    rows, watched = batches.V1_METHODS, audited.AUDITED_METHODS
+    if facts.runner == "v2":
+        rows, watched = batches.V2_METHODS, audited_v2.AUDITED_METHODS
+    elif facts.device != "cpu":
+        rows = batches.V1_GPU_METHODS
+    found = {**(rows if windows else {}), **(watched if audit else {})}
+    if states:
+        found |= state_layers.METHODS
+    if states and facts.runner == "v1" and facts.device != "cpu":
+        found |= batches.V1_STATE_METHODS
+    return found
+
+
+def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
+    """Make the windows of a runner on a CPU, and the states in them."""
+    from .cpu.states import RowAndStateCaches, States
+    from .cpu.windows import RowCaches, Windows
+
+    if not states:
+        return [Windows(runner, RowCaches(runner))]
+    held = States(runner)
+    return [Windows(runner, RowAndStateCaches(runner, held)), held]
+
+
+def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
+    """Make the windows of a runner on a GPU, and the states that are committed beside them.
+
+    Caches exist once the steps over them are made, so these come first. The V2 runner's states are
+    committed before the rows, or with them.
+    """
+    from .gpu.windows import WindowsV1, WindowsV2
+
+    if not states:
+        windows = WindowsV2(runner) if kind == "v2" else WindowsV1(runner)
+        return [windows.caches, windows]
+    from .gpu.states import StatesV1, StatesV2
+
+    if kind == "v2":
+        held = StatesV2(runner)
+        rows = WindowsV2(runner, held.caches)
+        return [rows.caches, held.caches, held, rows]
+    ours = StatesV1(runner)
+    windows = WindowsV1(runner, ours.caches)
+    return [windows.caches, ours.caches, windows, ours]
+
+
+def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
+    """Make the ledger of a runner."""
+    from .audit import ledger_v1, ledger_v2
+
+    if facts.runner == "v2":
+        return ledger_v2.LedgerV2(runner)
+    steps = ledger_v1.CpuSteps if facts.device == "cpu" else ledger_v1.DeviceSteps
+    return ledger_v1.LedgerV1(runner, steps(runner))

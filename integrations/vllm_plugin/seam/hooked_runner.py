@@ -1,0 +1,183 @@
+"""Hooking a model runner of vLLM's so that everything can be undone.
+
+A runner changes its class for a private subclass of it, and so do schedulers and layers; see
+``internals.class_swaps``. Four classes of vLLM's are patched, to hear of new objects:
+``WorkerWrapperBase``, ``LLMEngine``, ``AsyncLLM`` and ``Scheduler``; ``plugin.register`` does that
+and ``plugin.unregister`` undoes it. A runner keeps the inverses of every hook around it:
+``kvtxn_undo`` has those of its present steps, ``kvtxn_unhook`` those of the runner itself.
+``unhook_runner`` runs both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from ....config import TxnConfig
+from ....log import get_logger
+from ...serving.parts import Parts
+from ..internals import Foreign
+from ..internals.class_swaps import check_methods, restore_class, swap_class
+from ..policy.asked import RequiredError
+from ..policy.settings import PluginSettings
+
+log = get_logger()
+
+_hooked: WeakSet[Any] = WeakSet()
+
+
+def show_log() -> Callable[[], None]:
+    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them.
+
+    Returns:
+        A function that undoes it.
+    """
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvtxn")
+    if ours.handlers:
+        return lambda: None
+    before = ours.level, ours.propagate
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = not theirs.handlers
+
+    def undo() -> None:
+        ours.handlers = []
+        ours.level, ours.propagate = before
+
+    return undo
+
+
+class HookedRunner(Protocol):
+    """The attributes that kvtxn keeps on each model runner that it has hooked.
+
+    Attributes:
+        kvtxn: the steps of windows over the present KV cache; None while there are none.
+        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
+        kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_states: on a GPU, the recurrent states that commits write; None without any.
+        kvtxn_one_state: the caches have one state per request, which windows hold.
+        kvtxn_settings: the user's settings.
+        kvtxn_config: those of windows among them.
+        kvtxn_rank: the worker's rank.
+        kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_on_trial: a self-test decides, after the warm-up, whether windows stay.
+        kvtxn_announce: logs that windows are active, once the self-test is passed.
+        kvtxn_undo: undoes the hooks around the present KV cache.
+        kvtxn_unhook: undoes the hooks around the runner itself.
+    """
+
+    kvtxn: Any
+    kvtxn_audit: Any
+    kvtxn_parts: Parts
+    kvtxn_states: Any
+    kvtxn_one_state: bool
+    kvtxn_settings: PluginSettings
+    kvtxn_config: TxnConfig
+    kvtxn_rank: int
+    kvtxn_required: bool
+    kvtxn_on_trial: bool
+    kvtxn_announce: Callable[[], None] | None
+    kvtxn_undo: ExitStack
+    kvtxn_unhook: ExitStack
+
+    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+
+
+def keep_for_graphs(runner: Foreign, owner: object) -> None:
+    """Keep the owner of buffers that a runner's captured graphs read, for as long as it lives."""
+    kept = vars(runner).get("kvtxn_kept", [])
+    kept.append(owner)
+    runner.kvtxn_kept = kept
+
+
+def stay_out(
+    why: str, rank: int, *, required: bool = False, error: Exception | None = None
+) -> None:
+    """Log that a worker runs stock vLLM, and the reason.
+
+    Args:
+        why: the reason, one sentence.
+        rank: the worker's.
+        required: the user set ``"required": true``: raise instead of logging.
+        error: an exception that nobody expected here; the log gets its traceback.
+
+    Raises:
+        RequiredError: ``required``; it stops vLLM's start.
+    """
+    if required:
+        raise RequiredError(
+            "additional_config['kvtxn']", f"kvtxn is required, but {why}"
+        ) from error
+    log.warning("kvtxn.inactive", rank=rank, why=why, exc_info=error)
+
+
+def is_hooked(runner: Foreign) -> bool:
+    """Tell whether ``hook_runner`` has hooked this runner."""
+    return hasattr(runner, "kvtxn_config")
+
+
+def hook_runner(
+    runner: Foreign,
+    settings: PluginSettings,
+    rank: int,
+    methods: Mapping[str, Sequence[str]],
+    *mixins: type,
+) -> None:
+    """Put mixins before a runner's own class, unless it is hooked or its methods differ.
+
+    Args:
+        runner: a model runner of vLLM's.
+        settings: the user's settings.
+        rank: the worker's.
+        methods: the methods that its class must have, see ``check_methods``.
+        *mixins: see ``swap_class``.
+
+    Raises:
+        RequiredError: its methods differ, and the user wants no engine without kvtxn.
+    """
+    if is_hooked(runner):
+        return
+    wrong = check_methods(type(runner), methods)
+    if wrong is not None:
+        why = f"this model runner is unknown: {wrong}"
+        stay_out(why, rank, required=settings.required)
+        return
+    swap_class(runner, *mixins)
+    runner.kvtxn = runner.kvtxn_audit = runner.kvtxn_states = runner.kvtxn_announce = None
+    runner.kvtxn_one_state = runner.kvtxn_on_trial = False
+    runner.kvtxn_settings = settings
+    runner.kvtxn_config = settings.txn
+    runner.kvtxn_required = settings.required
+    runner.kvtxn_rank = rank
+    runner.kvtxn_undo = ExitStack()
+    runner.kvtxn_unhook = ExitStack()
+    _hooked.add(runner)
+
+
+def unhook_runner(runner: Foreign) -> None:
+    """Give a hooked runner its own class back, and undo every hook around the runner.
+
+    A window that is open is aborted. Only what ``keep_for_graphs`` keeps stays. Does nothing to a
+    runner that is not hooked.
+    """
+    if not is_hooked(runner):
+        return
+    runner.kvtxn_parts.released()
+    runner.kvtxn_undo.close()
+    runner.kvtxn_unhook.close()
+    restore_class(runner)
+    for name in [
+        name for name in vars(runner) if name.startswith("kvtxn") and name != "kvtxn_kept"
+    ]:
+        delattr(runner, name)
+    _hooked.discard(runner)
+
+
+def unhook_runners() -> None:
+    """Unhook every runner of this process."""
+    for runner in list(_hooked):
+        unhook_runner(runner)

@@ -1,0 +1,156 @@
+"""vLLM's V2 model runner on a GPU: what kvtxn needs of it is overridden here, once.
+
+Every override runs vLLM's own code and tells the parts. What a part does with it, and in which
+order the parts hear it, is not known here. The forward may be a replayed graph, which is not
+touched.
+
+On pipeline stages before the last one nothing is sampled: ``postprocess_sampled`` is told of an
+earlier step there, when a later one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from ...serving.parts import Parts
+
+
+class RunnerV2:
+    """The adapter of vLLM's V2 runner, which ``hook_runner`` puts before vLLM's own class.
+
+    Attributes:
+        kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_samples: the engine samples tokens; a pooling engine does not.
+        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
+        kvtxn_undo: undoes the hooks around the present KV cache.
+    """
+
+    kvtxn_parts: Parts = Parts()
+    kvtxn_samples: bool = True
+    kvtxn_audit: Any = None
+    kvtxn_undo: ExitStack
+
+    # -- caches ------------------------------------------------------------------------------
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Let the parts reserve memory before vLLM sizes the KV cache by what is left."""
+        self.kvtxn_parts.memory_wanted()
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+
+    def get_kv_cache_spec(self) -> Any:
+        """Let the parts say what they need of the caches."""
+        self.kvtxn_parts.caches_wanted()
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return self.kvtxn_parts.caches_described(specs)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Tell of new caches; those of a profiling run get no windows and no ledger."""
+        self.kvtxn_parts.caches_dropped()
+        self.kvtxn_undo.close()
+        if not is_profiling:
+            kv_cache_config = self.kvtxn_parts.caches_planned(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
+        if is_profiling:
+            self.kvtxn_parts.profiling_caches_made()
+        else:
+            self.kvtxn_parts.caches_made()
+
+    # -- a step up to its forward ------------------------------------------------------------
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step up to its sampling, and tell how its forward ended.
+
+        A step of an engine that samples nothing ends here.
+        """
+        ends = not self.kvtxn_samples
+        run = super().execute_model  # type: ignore[misc]
+        try:
+            output = self.kvtxn_parts.run_call(run, ends, *args, **kwargs)
+        except BaseException as error:
+            self.kvtxn_parts.failed(error)
+            raise
+        self.kvtxn_parts.forward_ended()
+        return output
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Tell that a step begins, and which requests and blocks it changes."""
+        self.kvtxn_parts.step_begins(scheduler_output)
+        super().update_requests(scheduler_output)  # type: ignore[misc]
+        self.kvtxn_parts.requests_changed(scheduler_output)
+
+    def update_pp_decode_requests(self) -> None:
+        """Tell when an earlier pipeline stage learns the outcome of a step.
+
+        vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
+        """
+        self.kvtxn_parts.outcomes_arrive()
+        try:
+            super().update_pp_decode_requests()  # type: ignore[misc]
+        finally:
+            self.kvtxn_parts.outcomes_arrived()
+
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        """Tell how the forward will run."""
+        self.kvtxn_parts.graph_chosen(batch_desc)
+        return super().prepare_inputs(  # type: ignore[misc]
+            scheduler_output, batch_req_state, batch_desc, *others
+        )
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """Tell which rows the step has; their slots are in place."""
+        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
+        self.kvtxn_parts.planned(input_batch, prepared)
+        return prepared
+
+    # -- its sampling ------------------------------------------------------------------------
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample and draft, which ends the step."""
+        run = super().sample_tokens  # type: ignore[misc]
+        return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Tell what the forward computed, and what was sampled.
+
+        From 0.33 on vLLM asks connectors for their results after this, before
+        ``postprocess_sampled``.
+        """
+        self.kvtxn_parts.sampling_begins((hidden_states, input_batch))
+        output = super().sample(  # type: ignore[misc]
+            hidden_states, input_batch, grammar_output
+        )
+        self.kvtxn_parts.sampled(output)
+        return output
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """Tell how many tokens each request got; they are on their way to the host by then.
+
+        The drafter runs after this. What vLLM adds (the rows' first places, and from 0.33 on the
+        drafts that another stage sent) goes through.
+        """
+        self.kvtxn_parts.outcome_known(num_sampled)
+        super().postprocess_sampled(  # type: ignore[misc]
+            *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
+        )
+        self.kvtxn_parts.outcome_kept(sampled_tokens, num_sampled)
+
+    # -- the ledger --------------------------------------------------------------------------
+
+    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+        if self.kvtxn_audit is not None:
+            self.kvtxn_audit.hear(tell)
