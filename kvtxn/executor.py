@@ -154,8 +154,9 @@ class Txn:
         advanced: True once the states of replayed layers took their rows in.
         crossings: by group of replayed layers, the boundaries that requests may cross.
         drafts_alone: True if the captured forward has written the settled rows to the caches by
-            itself, so that only the draft rows in ``staged`` mean anything. Only a repair that
-            writes all rows reads this; commit moves draft rows in any case.
+            itself, so that only the draft rows in ``staged`` mean anything, except in layers with
+            states, where all rows are there. Only a repair that writes settled rows reads this;
+            commit moves draft rows in any case.
         waits: True under ``deferred``: draft rows wait for commit.
         holds_rows: True if ``staged`` has the rows: they wait for commit, or a tree moves them.
     """
@@ -322,7 +323,8 @@ class Executor(abc.ABC):
 
         Args:
             places: the tensors that these windows share. An executor may be asked more than once:
-                each time for other windows, with slots of their own.
+                each time for other windows, with slots of their own. It is not asked where a layer
+                has states.
         """
         return None
 

@@ -108,28 +108,23 @@ class CacheMemory:
         Raises:
             LayerError: a cache is at another address, or has another number of elements.
         """
-        now = list(map(Tensor.data_ptr, self._tensors))
-        if now != self._addresses:
-            pairs = zip(self._names, self._addresses, now, strict=True)
-            name, before, after = next(pair for pair in pairs if pair[1] != pair[2])
-            raise LayerError(
-                operation,
-                f"a cache of layer {name!r} moved since the layer was described",
-                expected=f"its memory at {before:#x}",
-                got=f"{after:#x}",
-                hint=_NEXT_STEP,
-            )
+        addresses = list(map(Tensor.data_ptr, self._tensors))
+        if addresses != self._addresses:
+            name, before, after = self._changed(self._addresses, addresses)
+            what = f"a cache of layer {name!r} moved since the layer was described"
+            expected, got = f"its memory at {before:#x}", f"{after:#x}"
+            raise LayerError(operation, what, expected=expected, got=got, hint=_NEXT_STEP)
         sizes = list(map(Tensor.numel, self._tensors))
         if sizes != self._sizes:
-            pairs = zip(self._names, self._sizes, sizes, strict=True)
-            name, before, after = next(pair for pair in pairs if pair[1] != pair[2])
-            raise LayerError(
-                operation,
-                f"a cache of layer {name!r} was resized since the manager was made",
-                expected=f"{before} elements",
-                got=after,
-                hint=_NEXT_STEP,
-            )
+            name, before, after = self._changed(self._sizes, sizes)
+            what = f"a cache of layer {name!r} was resized since the manager was made"
+            expected = f"{before} elements"
+            raise LayerError(operation, what, expected=expected, got=after, hint=_NEXT_STEP)
+
+    def _changed(self, before: list[int], now: list[int]) -> tuple[str, int, int]:
+        """Return the first layer whose number changed, and both numbers."""
+        pairs = zip(self._names, before, now, strict=True)
+        return next(pair for pair in pairs if pair[1] != pair[2])
 
 
 def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:

@@ -239,10 +239,12 @@ class TransactionManager:
             slots: int64 ``[num_groups, n]`` on the caches' device, groups in the order of
                 ``groups``; the engine fills the slots of a step before its window begins, -1 is
                 padding. They are read in place; a window that is still open when the next step's
-                are there is aborted in its own.
-            rows: by layer name at least ``[max_rows, *row_shape]`` per plane, any strides: the
-                tensors in which the forward leaves drafts, under ``deferred`` alone;
-                ``CapturedRows.rows`` are such tensors. None allocates them.
+                are there is aborted in its own. One slot per row, or, of recurrent layers, one per
+                request.
+            rows: by layer name at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``,
+                any strides: the tensors in which the forward leaves drafts, or, of layers with
+                states, all rows; under ``deferred`` alone. ``CapturedRows.rows`` are such tensors.
+                None allocates them.
             position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if
                 it was captured already; None allocates it. All of it becomes -1.
             beside: let one of these windows be open beside the manager's other windows; among
@@ -251,9 +253,8 @@ class TransactionManager:
 
         Raises:
             SlotMappingError: ``slots`` cannot be read in place.
-            LayerError: ``rows`` or ``position`` do not fit, a layer is not paged, or a cache moved.
-                (Each step's window does not look again: the captured forward has the caches'
-                addresses as well.)
+            LayerError: ``rows`` or ``position`` do not fit, or a cache moved. (The window of a step
+                does not look again: the captured forward has the caches' addresses as well.)
             ConfigError: ``rows`` are given, and drafts do not wait under the policy.
         """
         self._memory.check("captured_windows")

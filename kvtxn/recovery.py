@@ -91,7 +91,8 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
     try:
         if context.reads_back and txn.waits:
             before = read_back(txn)
-        txn.pattern = context.stager.layout_token
+        if txn.pattern is None:
+            txn.pattern = context.stager.layout_token
         if context.replays:
             _advance(context, txn, accepted)
         if txn.waits and txn.layout.has_settled:
@@ -231,6 +232,18 @@ def save_evicted(context: WindowContext, txn: Txn, group: str) -> None:
         txn.saved.update(read_layers(refs, txn.slots))
 
 
+def save_rings(context: WindowContext, txn: Txn) -> None:
+    """Save the rows of rings that a forward will write over, drafts included.
+
+    Leaves out layers that are saved already, or whose rows wait; under ``direct`` it saves none.
+    """
+    if context.policy == "direct":
+        return
+    known = {**txn.saved, **txn.staged}
+    refs = [ref for ref in txn.layers if ref.kind.name == "ring" and ref.name not in known]
+    txn.saved.update(read_layers(refs, txn.slots))
+
+
 def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write every row; of layers whose drafts must still wait, what staging writes."""
     held = [layer for layer in layers if _holds(context, layer.ref)]
@@ -278,9 +291,12 @@ def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
 
 
 def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write the settled rows of these layers, as staging does under ``deferred``: not of states."""
+    """Write the settled rows of these layers, as staging does under ``deferred``: not of states.
+
+    A captured forward has written its settled rows by itself.
+    """
     layers = [layer for layer in layers if not layer.ref.states]
-    if layers:
+    if layers and not txn.drafts_alone:
         txn.check_range()
         refs = [layer.ref for layer in layers]
         write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(~txn.layout.is_draft))

@@ -191,6 +191,11 @@ def _checked(ref: LayerRef, plane: Plane | RowPart, num_rows: int | None, part: 
             got="a negated view" if part.layout is torch.strided else part.layout,
             hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
         )
+    return in_row_shape(plane, part)
+
+
+def in_row_shape(plane: Plane | RowPart, part: Tensor) -> Tensor:
+    """Return a staged tensor in the shape of the plane's rows, in which they wait."""
     return part if plane.given_shape is None else part.reshape(-1, *plane.row_shape)
 
 

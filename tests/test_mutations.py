@@ -14,12 +14,18 @@ import mutants
 import mutants_captured
 import mutants_overwriting
 import mutants_sizes
+import mutants_states
 
 from kvtxn.testing.promise_saving import SavingForwards
 from kvtxn.testing.promise_step_endings import StepEndings
 from kvtxn.testing.promise_steps import CapturedSteps
 
-CAUGHT_BY = mutants.CAUGHT_BY | mutants_overwriting.CAUGHT | mutants_sizes.CAUGHT_BY
+CAUGHT_BY = {
+    **mutants.CAUGHT_BY,
+    **mutants_overwriting.CAUGHT,
+    **mutants_sizes.CAUGHT_BY,
+    **mutants_states.CAUGHT,
+}
 
 _MODULE = """
     import sys
@@ -28,9 +34,9 @@ _MODULE = """
     import {module}
     import pytest
     from hypothesis import HealthCheck, Phase, settings
-    from kvtxn.testing import ExecutorConformance
+    from kvtxn.testing import ExecutorConformance, ReplayConformance
 
-    class TestMutant(ExecutorConformance):
+    class TestMutant(ReplayConformance, ExecutorConformance):
         @pytest.fixture
         def backend(self):
             return {module}.{name}
@@ -128,7 +134,11 @@ def test_a_defect_of_prepared_launches_is_seen(tmp_path: Path, executor: type, t
     assert f"TestMutant::{test}" in failed
 
 
-CORE_CAUGHT_BY = mutants_captured.CORE_CAUGHT_BY | mutants_overwriting.CORE_CAUGHT_BY
+CORE_CAUGHT_BY = {
+    **mutants_captured.CORE_CAUGHT_BY,
+    **mutants_overwriting.CORE_CAUGHT_BY,
+    **mutants_states.CORE_CAUGHT_BY,
+}
 
 
 @pytest.mark.parametrize(

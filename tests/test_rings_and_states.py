@@ -20,8 +20,9 @@ from kvtxn import (
 from kvtxn.captured.rows import CapturedRows
 from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
+from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
-from kvtxn.recurrent import ShortConv
+from kvtxn.recurrent import Mamba2, ShortConv
 from kvtxn.states import WindowState
 
 
@@ -318,11 +319,51 @@ def test_hooks_are_told_what_is_stored():
     assert told == [[[-1, 1, 2, 3, 0, -1], [-1, -1, -1, -1, 1, -1]]]
 
 
+def test_a_captured_forward_over_rings_and_states():
+    """All rows of a state wait for the commit, which writes ring and state."""
+    ring, state = make_ring(), make_state()
+    slots = torch.full((2, 6), -1, dtype=torch.int64)
+    windows = manager(ring, state, max_rows=6).captured_windows(slots)
+    slots[0, :3], slots[1, 0] = torch.arange(3), 2  # one slot per row, and one per request
+    window = windows.begin(windows.plan(RowLayout.build((2,), (1,), torch.device("cpu"))))
+    for ref in (ring, state):
+        for room, part in zip(windows.rows[ref.name], numbers(ref, 3), strict=True):
+            room[:3] = part.view(room[:3].shape)
+    for cache in (ring.key_cache, ring.value_cache):
+        cache[0, 0] = 1.0  # the forward writes the settled row by itself
+    window.commit_sampled(torch.tensor([2]))
+    assert held(ring)[:4] == [1.0, 2.0, 0.0, 0.0]
+    assert held(state) == [0.0, 0.0, 2.0]
+
+
+def test_captured_layouts_that_lap_a_ring():
+    """A forward writes its rows in no order, so they are refused, but for ``direct``."""
+    slots = torch.full((1, 9), -1, dtype=torch.int64)
+    layout = RowLayout.build((2, 4), (1, 1), torch.device("cpu"))
+    for policy in ("deferred", "undo"):
+        with pytest.raises(CapacityError, match="at most 4 rows: a captured forward writes them"):
+            manager(make_ring(), policy=policy).captured_windows(slots).plan(layout)
+    assert manager(make_ring(), policy="direct").captured_windows(slots).plan(layout)
+
+
 def test_captured_rows_of_rings_and_states():
-    """Refused: no window over a captured forward has layers of these kinds."""
-    for ref in (make_ring(), make_state()):
-        with pytest.raises(LayerError, match="not paged"):
-            CapturedRows().stage(ref, *numbers(ref, 6))
-        slots = torch.full((1, 6), -1, dtype=torch.int64)
-        with pytest.raises(LayerError, match="not paged"):
-            manager(ref).captured_windows(slots)
+    """Rows are held in the shape of a slot, and prepared where a state replays them."""
+    ring, state = make_ring(), make_state()
+    scan = torch.zeros(3, 2, 4, 5)
+    replayed = LayerRef.recurrent("scan", scan, replay=Mamba2(-torch.ones(2)), group="scan")
+    captured = CapturedRows(check=False)
+    x, dt, b = torch.ones(6, 2, 4), torch.full((6, 2), 0.5), torch.ones(6, 1, 5)
+    for ref, parts in (
+        (ring, numbers(ring, 6)),
+        (state, numbers(state, 6)),
+        (replayed, (x, dt, b)),
+    ):
+        held_parts = captured.stage(ref, *parts)
+        shapes = [(6, *kept.row_shape) for kept in ref.kept]
+        assert [tuple(part.shape) for part in held_parts] == shapes
+    key, value, decay = captured.rows["scan"]
+    assert torch.equal(key, b)
+    assert torch.equal(value, x * 0.5)
+    assert torch.equal(decay, torch.exp(-dt))
+    slots = torch.full((3, 6), -1, dtype=torch.int64)
+    manager(ring, state, replayed, max_rows=6).captured_windows(slots, captured.rows)

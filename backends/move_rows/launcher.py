@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,13 +10,11 @@ from torch import Tensor
 from ...layout import RowLayout
 from ..launching import repeated_launch
 from ..launching.kernel_call import KernelCall
+from ..launching.launch_cache import LaunchCache
 from . import kernel as kernels
 from .acceptance import AcceptanceArg
 from .launch import CachedLaunch, MovePlan
 from .tile_sizes import tile_for
-
-#: Launches that are remembered; when there are more, all are forgotten.
-_MAX_CACHED: Final = 256
 
 
 class MoveLauncher:
@@ -38,7 +35,7 @@ class MoveLauncher:
         self._groups = limits.shape[0]
         self._overwrites = overwrites
         self._uniform: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
-        self._cached: dict[tuple[object, ...], tuple[CachedLaunch, MovePlan, RowLayout]] = {}
+        self._launches: LaunchCache[tuple[CachedLaunch, MovePlan, RowLayout]] = LaunchCache()
         self.programs = 1
         if limits.device.type == "cuda":
             device = torch.cuda.get_device_properties(limits.device)
@@ -68,20 +65,19 @@ class MoveLauncher:
         if plan.direct is not None:  # its addresses are arguments that differ in every window
             self.call(plan, layout, counters, acceptance, slots, count=count).run()
             return
-        # Objects by identity: the stored references keep them alive, so no other object gets their
-        # id.
+        # Objects by identity: what is kept holds them, so no other object gets their id.
         key = (
             *(id(plan.planes), id(plan.addresses), plan.select, plan.to_cache, plan.known),
             *(id(layout), id(counters), id(slots), count),
             *(acceptance.kind, acceptance.tensor.dtype, acceptance.columns),
             *(acceptance.placeholder, acceptance.vocabulary),
         )
-        found = self._cached.get(key)
+        found = self._launches.get(key)
         if found is None:
-            if len(self._cached) >= _MAX_CACHED:
-                self._cached.clear()
             call = self.call(plan, layout, counters, acceptance, slots, count=count)
-            found = self._cached[key] = (CachedLaunch(call), plan, layout)
+            found = (CachedLaunch(call), plan, layout)
+            held = (plan.addresses, layout.request, layout.position, layout.is_draft)
+            self._launches.add(key, found, held)
         found[0].run(acceptance.tensor)
 
     def call(

@@ -3,7 +3,8 @@
 A captured forward reads and writes the same storage at every replay, so all that a window's
 commit needs is known before the first step. An executor may prepare launches over this storage
 (``Executor.captured_launches``). If an executor prepares none, the window calls the executor's
-``save`` and ``commit`` instead, with the same result.
+``save`` and ``commit`` instead, with the same result. None are asked for where a layer has
+recurrent states: there ``advance`` and ``commit`` follow copies of the states, as in any window.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import LayerError, SlotMappingError
 from ..layers import LayerRef, Plane
 from ..memory_overlap import begin, end, overlap, overlaps_itself
+from ..recurrent.recurrence import RowPart
 from ..row_io import LayerRows
 
 #: Bytes between the starts of two planes' rows are a multiple of this.
@@ -54,8 +55,8 @@ def check_rows(refs: Sequence[LayerRef], rows: LayerRows, max_rows: int) -> None
 
     Args:
         refs: the layers.
-        rows: by layer name at least ``[max_rows, *row_shape]`` per plane, in the cache's dtype, or
-            its bits as integers of the same width.
+        rows: by layer name at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``, in
+            the part's dtype; of planes also its bits as integers of the same width.
         max_rows: the most rows that a window may have.
 
     Raises:
@@ -74,19 +75,20 @@ def check_rows(refs: Sequence[LayerRef], rows: LayerRows, max_rows: int) -> None
         parts = rows.get(ref.name, ())
         if (
             not isinstance(parts, Sequence)
-            or len(parts) != len(ref.planes)
+            or len(parts) != len(ref.kept)
             or not all(
-                _fits(plane, part, max_rows, ref.device)
-                for part, plane in zip(parts, ref.planes, strict=True)
+                _fits(kept, part, max_rows, ref.device)
+                for part, kept in zip(parts, ref.kept, strict=True)
             )
         ):
             shapes = ", ".join(
-                f"{plane.format.dtype} {[max_rows, *plane.row_shape]}" for plane in ref.planes
+                f"{kept.format.dtype} {[max_rows, *kept.row_shape]}" for kept in ref.kept
             )
             raise LayerError(
                 "captured_windows",
                 f"the tensors given to hold the rows of layer {ref.name!r} do not fit the layer",
-                expected=f"one tensor per plane: {shapes} or more rows, on {ref.device}",
+                expected=f"one tensor per {'part of a row' if ref.replay else 'plane'}: {shapes} "
+                f"or more rows, on {ref.device}",
                 got=[_shown(part) for part in parts]
                 if isinstance(parts, Sequence)
                 else _shown(parts),
@@ -116,13 +118,16 @@ def _check_distinct(rows: LayerRows, max_rows: int) -> None:
         )
 
 
-def _fits(plane: Plane, part: object, max_rows: int, device: torch.device) -> bool:
+def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.device) -> bool:
+    dtypes = [kept.format.dtype]
+    if isinstance(kept, Plane):
+        dtypes.append(kept.cells.dtype)
     return (
         isinstance(part, Tensor)
-        and part.ndim == 1 + len(plane.row_shape)
+        and part.ndim == 1 + len(kept.row_shape)
         and part.shape[0] >= max_rows
-        and part.shape[1:] == plane.row_shape
-        and part.dtype in (plane.format.dtype, plane.cells.dtype)
+        and part.shape[1:] == kept.row_shape
+        and part.dtype in dtypes
         and part.layout is torch.strided
         and part.device == device
     )
@@ -166,17 +171,17 @@ def check_position(position: object, slots: Tensor, max_rows: int, device: torch
 
 
 def rows_for(refs: Sequence[LayerRef], max_rows: int) -> LayerRows:
-    """Allocate ``max_rows`` rows of every plane, in the caches' own dtypes and one allocation."""
-    planes = [plane for ref in refs for plane in ref.planes]
-    sizes = [-(-max_rows * plane.row_bytes // _ALIGNED) * _ALIGNED for plane in planes]
-    room = torch.empty(sum(sizes), dtype=torch.uint8, device=planes[0].cells.device)
+    """Allocate ``max_rows`` rows of every part of ``LayerRef.kept``, in one allocation."""
+    every = [kept for ref in refs for kept in ref.kept]
+    sizes = [-(-max_rows * kept.row_bytes // _ALIGNED) * _ALIGNED for kept in every]
+    room = torch.empty(sum(sizes), dtype=torch.uint8, device=refs[0].device)
     parts = iter(room.split(sizes))
     return {
         ref.name: tuple(
-            next(parts)[: max_rows * plane.row_bytes]
-            .view(plane.format.dtype)
-            .view(max_rows, *plane.row_shape)
-            for plane in ref.planes
+            next(parts)[: max_rows * kept.row_bytes]
+            .view(kept.format.dtype)
+            .view(max_rows, *kept.row_shape)
+            for kept in ref.kept
         )
         for ref in refs
     }

@@ -20,7 +20,7 @@ from ..errors import ConfigError, LayerError, WindowStateError
 from ..formats import words
 from ..layers import LayerRef
 from ..row_io import LayerRows
-from ..staged_input import stored_rows
+from ..staged_input import in_row_shape, stored_rows
 
 
 class CapturedRows:
@@ -57,16 +57,17 @@ class CapturedRows:
 
         Args:
             ref: the layer.
-            parts: one tensor per plane, ``[num_rows, *row_shape]``. Tensors in the cache's
-                own dtype are held as they are; others are quantised here, in the graph. Scales that
-                lie beside the rows come last; leave them out if the rows are numbers, not codes.
+            parts: one tensor per plane, ``[num_rows, *row_shape]``, or, of a replayed layer, per
+                part of ``LayerRef.given``. Tensors in the cache's own dtype are held as they are;
+                others are quantised here, in the graph. Scales that lie beside the rows come last;
+                leave them out if the rows are numbers, not codes.
 
         Returns:
-            The tensors that are held, one per plane, in the cache's own format.
+            The tensors that are held, one per part of ``LayerRef.kept``, in its format.
 
         Raises:
             WindowStateError: the layer was staged before.
-            LayerError: ``parts`` is not one tensor per plane, or the layer is not paged.
+            LayerError: ``parts`` is not one tensor per part.
         """
         if torch.compiler.is_compiling():
             return outside_graphs(CapturedRows.stage)(self, ref, *parts)
@@ -78,26 +79,19 @@ class CapturedRows:
                 f"layer {ref.name!r} is in this capture already",
                 hint="make one CapturedRows for each captured graph",
             )
-        if ref.kind.name != "paged":
-            raise LayerError(
-                "stage",
-                f"layer {ref.name!r} is not paged, so no window can be made over its captured rows",
-                expected="a paged layer",
-                got=ref.kind.name,
-                hint="open a window for each step by manager.window()",
-            )
-        scales = [None for plane in ref.planes[len(parts) :] if plane.is_scale]
-        if len(parts) + len(scales) != len(ref.planes) or not all(
+        scales = [None for part in ref.given[len(parts) :] if part.is_scale]
+        if len(parts) + len(scales) != len(ref.given) or not all(
             isinstance(part, Tensor) for part in parts
         ):
             raise LayerError(
                 "stage",
                 f"layer {ref.name!r} is captured with one tensor per plane",
-                expected=f"{len(ref.planes)} tensors: {', '.join(p.part for p in ref.planes)}",
+                expected=f"{len(ref.given)} tensors: {', '.join(p.part for p in ref.given)}",
                 got=[type(part).__name__ for part in parts],
                 hint="pass one tensor for each part listed, with every row of the forward",
             )
-        held = self._held[ref.name] = stored_rows(ref, (*parts, *scales))
+        shaped = [in_row_shape(*pair) for pair in zip(ref.given, parts, strict=False)]
+        held = self._held[ref.name] = stored_rows(ref, (*shaped, *scales))
         if self._check:
             self._copies[ref.name] = tuple(part.clone() for part in held)
         return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import recovery
 from ..context import WindowContext
 from ..errors import WindowStateError
 from ..states import Event, WindowState, allowed
@@ -34,7 +35,13 @@ class SavingWindow(Window):
         self._unsaved = self.plan.launches is not None  # one launch saves them all, or none
         life, self._unsaved = self._life, False
         life.go_direct("begin", error)
-        life.missing.clear()  # the forward writes every row
+        life.missing.clear()  # the forward writes every row, and no state
+        txn = life.txn
+        assert txn is not None
+        if self._context.policy == "deferred":
+            stored = self._shared.stored(txn.layout.num_rows)
+            txn.staged.update({name: row for name, row in stored.items() if row.ref.states})
+        life.or_fail(lambda: recovery.save_rings(self._context, txn))
 
     def before_forward(self, *, saves: bool) -> None:
         """Say that the forward comes now, if ``begin`` left the saving of old rows to it.

@@ -66,7 +66,7 @@ class SharedPlaces:
         context: the manager's context.
         turn: the manager's ``Turn``, which lets one window at a time be open.
         slots: int64 ``[num_groups, n]``, filled by the engine.
-        rows: by layer name ``[max_rows, *row_shape]`` per plane.
+        rows: by layer name ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``.
         counters: int64 ``[lines, 4]``, in which windows under the policy count.
         saves: True where the executor's own launches copy the old rows of a window into ``rows``
             before the forward writes over them (policy ``undo``). Then ``rows`` is what an abort or
@@ -82,6 +82,7 @@ class SharedPlaces:
         device: the number of the caches' device.
         stored: function of a number of rows; returns that many rows of each layer, by layer name,
             as ``StagedLayer``.
+        pattern: for ``Txn.pattern``: the rows of all these windows have the same strides.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class SharedPlaces:
         self.rows = rows
         self.counters = counters
         self.num_layers = len(context.refs)
+        self.pattern = object()
         self.stored = lru_cache(maxsize=_MOST_SIZES)(self._stored)
         self.on_host = slots.is_cpu
         self.device = slots.get_device()
@@ -129,22 +131,27 @@ class SharedPlaces:
             txn: the window's.
             saved: the rows of the step were saved, if any are to be.
         """
-        txn.counters = self.counters
-        count, slots = txn.layout.num_rows, self.slots
+        txn.counters, txn.pattern = self.counters, self.pattern
+        layout, slots = txn.layout, self.slots
         if saved and self._saved_slots is not None:
             slots = self._saved_slots
         for line, (group, limit) in zip(slots, self.context.groups.items(), strict=True):
-            txn.slots[group] = slots = line[:count]
+            if self.context.kinds[group].per_request:
+                slots = line[: layout.num_requests][layout.request]
+            else:
+                slots = line[: layout.num_rows]
+            txn.slots[group] = slots
             inside = ((slots >= -1) & (slots < limit)).all()
             txn.in_range = inside if txn.in_range is None else txn.in_range & inside
         if self._saves and saved:
-            txn.saved = {name: layer.rows for name, layer in self.stored(count).items()}
+            stored = self.stored(layout.num_rows)
+            txn.saved = {name: layer.rows for name, layer in stored.items()}
 
     def _stored(self, num_rows: int) -> dict[str, StagedLayer]:
         """View the first ``num_rows`` rows of each layer in the caches' own dtypes."""
         found = {}
         for ref in self.context.refs:
-            parts = zip(self.rows[ref.name], ref.planes, strict=True)
-            rows = tuple(part[:num_rows].view(plane.format.dtype) for part, plane in parts)
+            parts = zip(self.rows[ref.name], ref.kept, strict=True)
+            rows = tuple(part[:num_rows].view(kept.format.dtype) for part, kept in parts)
             found[ref.name] = StagedLayer(ref, rows)
         return found

@@ -290,13 +290,17 @@ class CapturedWindow(SavingWindow):
             replayed: says how far the forward had come. Pass True after a replay of the graph: all
                 layers have made their drafts, and kvtxn writes these now. Pass False if the forward
                 ran without a graph and failed half-way: kvtxn writes the drafts of the layers that
-                ``note_staged`` was called for, and the caller writes those of all others itself.
+                ``note_staged`` was called for, and the caller writes those of all others itself;
+                it goes on to note layers with states, whose rows still wait for the commit.
                 None takes False if any layer was noted, and True otherwise; a commit decides alike.
         """
         whole = not self._noted if replayed is None else replayed
         if whole and self.state is OPEN:
             self._take_the_rest()
         super().fall_back(operation, error)
+        txn = self._life.txn
+        assert txn is not None
+        self._life.or_fail(lambda: recovery.save_rings(self._context, txn))
 
     @never_compiled
     def abort(self, *, replayed: bool | None = None) -> None:
@@ -366,9 +370,10 @@ class CapturedWindow(SavingWindow):
         life = self._life
         txn = life.txn
         assert txn is not None
-        stored = self._shared.stored(self.num_rows) if txn.waits else {}
+        shared = self._shared
         for ref in refs:
-            if txn.waits:
+            if txn.waits or (ref.states and shared.context.policy == "deferred"):
+                stored = shared.stored(self.num_rows)
                 txn.staged[ref.name] = stored[ref.name]
                 self._context.metrics.layer_calls += self.num_rows
             life.missing.pop(ref.name, None)

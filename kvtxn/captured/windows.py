@@ -4,6 +4,9 @@ A captured forward (a CUDA graph) cannot take new arguments, so everything that 
 to step lies in fixed tensors: ``position`` marks the draft rows, ``rows`` holds them until commit,
 and the engine's own slot mappings are read in place. While no row is marked as a draft, the same
 graph writes every row into the cache, as an engine without kvtxn does.
+
+Marks concern paged rows and rings. In a layer with recurrent states the forward leaves all rows of
+a step in ``rows``, settled ones too, and writes no state: the commit does.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..context import WindowContext
-from ..errors import CapacityError, ConfigError, LayerError
+from ..errors import CapacityError, ConfigError
 from ..layout import RowLayout
 from ..log import DEBUG, get_logger, shows
 from ..row_io import LayerRows
@@ -41,9 +44,10 @@ class CapturedWindows(SharedPlaces):
         turn: the manager's ``Turn``, which lets one window at a time be open.
         slots: int64 ``[num_groups, n]`` on the caches' device, in the order of the manager's
             groups; the engine fills the slots of a step before ``begin``, -1 is padding. They are
-            read in place.
-        rows: by layer name at least ``[max_rows, *row_shape]`` per plane, any strides: the tensors
-            in which the forward leaves drafts, under ``deferred`` alone; None allocates them.
+            read in place. A group has one slot per row, or, of recurrent layers, one per request.
+        rows: by layer name at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``, any
+            strides: the tensors in which the forward leaves drafts, or all rows of layers with
+            states; under ``deferred`` alone. None allocates them.
         position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if it
             was captured already; None allocates it. All of it becomes -1. Windows over several
             graphs may share one.
@@ -62,7 +66,7 @@ class CapturedWindows(SharedPlaces):
 
     Raises:
         SlotMappingError: ``slots`` are not as described.
-        LayerError: ``rows`` or ``position`` do not fit, or a layer is not paged.
+        LayerError: ``rows`` or ``position`` do not fit.
         ConfigError: ``rows`` are given, and drafts do not wait under the policy.
         WindowStateError: ``position`` is given while a window is open.
     """
@@ -79,15 +83,6 @@ class CapturedWindows(SharedPlaces):
     ) -> None:
         executor, refs = context.executor, context.refs
         max_rows = executor.config.max_rows
-        odd = [ref.name for ref in refs if ref.kind.name != "paged"]
-        if odd:
-            raise LayerError(
-                "captured_windows",
-                f"layer {odd[0]!r} is not paged",
-                expected="paged layers alone",
-                got=context.layers[odd[0]].kind.name,
-                hint="open a window for each step by manager.window()",
-            )
         check_slots(slots, len(context.groups), context.device)
         if rows is not None:
             _check_policy(context.policy)
@@ -107,9 +102,10 @@ class CapturedWindows(SharedPlaces):
         parts = [part for each in rows.values() for part in each]
         self.nbytes = sum(part.nbytes for part in parts) + 2 * self.position.nbytes
         places = CapturedPlaces(policy=context.policy, slots=slots, rows=rows, counters=counters)
-        launches = executor.captured_launches(places)
-        # Debug mode compares each commit with the reference, so it makes no prepared launch.
-        self._launches = None if context.debug else launches
+        # Debug mode compares each commit with the reference, so it makes no prepared launch. Nor
+        # does a commit that writes states: to be repaired, it needs copies of them made before.
+        reads = context.debug or any(ref.states for ref in refs)
+        self._launches = None if reads else executor.captured_launches(places)
         self.deferred = context.policy == "deferred"
         self._undoes = context.policy == "undo"
         saves = self._undoes and self._launches is not None
@@ -123,7 +119,8 @@ class CapturedWindows(SharedPlaces):
         """Return the plan of windows of a layout, the same one each time.
 
         Raises:
-            CapacityError: more rows than ``max_rows``, or than a group has slots.
+            CapacityError: more rows than ``max_rows``, or than a group has slots; or a request has
+                more rows than its ring, unless the policy is ``direct``.
             ConfigError: not a layout of plain sequences on the caches' device.
         """
         if (
@@ -149,6 +146,8 @@ class CapturedWindows(SharedPlaces):
                 got=layout.num_rows,
                 hint="raise TxnConfig.max_rows, or run the step without a window",
             )
+        if self.context.policy != "direct":
+            _check_laps(self.context, layout)
         launches = None
         if self._launches is not None and layout.num_rows > 0:
             launches = self._launches.prepare(layout)
@@ -306,6 +305,24 @@ def _check_policy(policy: str) -> None:
             expected="policy 'deferred'",
             got=repr(policy),
             hint="leave rows out: the captured forward writes the rows to the caches itself",
+        )
+
+
+def _check_laps(context: WindowContext, layout: RowLayout) -> None:
+    """Refuse layouts in which two rows of a request have one slot of its ring.
+
+    A forward writes its rows in no order, so either row might be in the slot afterwards. And where
+    no draft could be marked it writes them all: then a rejected row would have evicted a kept one.
+    """
+    longest = max(map(sum, zip(layout.settled, layout.draft_len, strict=True)), default=0)
+    smallest = min((k.reuse for k in context.kinds.values() if k.name == "ring"), default=longest)
+    if longest > smallest:
+        raise CapacityError(
+            "captured_windows",
+            "a request has more rows than its ring",
+            expected=f"at most {smallest} rows: a captured forward writes them in no order",
+            got=longest,
+            hint="draft fewer tokens, make larger rings, or run the step by manager.window()",
         )
 
 

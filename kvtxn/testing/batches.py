@@ -28,6 +28,9 @@ SHAPES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "seventeen-rows": ((1, 1, 1), (7, 6, 1)),
 }
 
+#: The probability that a row has no slot, or a request no state.
+PADDING: Final = 0.2
+
 
 @attrs.frozen(eq=False)
 class Batch:
@@ -39,7 +42,10 @@ class Batch:
         slots: by group, one slot per row; -1 is padding.
         tensors: by layer, the tensors for ``stage``: key and value, or one latent; then the scales
             of codes, if scales lie beside the rows. See ``handed_in``.
-        rows: by layer and row, the words that the cache must hold if the row is written.
+        rows: by layer and row, the words that the cache must hold if the row is written; none for
+            replayed layers.
+        states: by group of replayed layers, the slot of each request's state.
+        crossings: by group, the boundary and the slot beyond of each request; empty without any.
     """
 
     settled: tuple[int, ...]
@@ -47,6 +53,8 @@ class Batch:
     slots: Mapping[str, list[int]]
     tensors: Mapping[str, tuple[Tensor, ...]]
     rows: Mapping[str, list[Row]]
+    states: Mapping[str, list[int]] = attrs.Factory(dict)
+    crossings: Mapping[str, tuple[list[int], list[int]]] = attrs.Factory(dict)
 
     @property
     def num_rows(self) -> int:
@@ -71,6 +79,14 @@ class Batch:
         """Return for each row whether it is kept, by the accepted drafts of each request."""
         return [draft is not None and draft < accepted[request] for request, draft in self.owners]
 
+    def taken_in(self, kept: Sequence[bool]) -> list[list[int]]:
+        """List, by request, the rows that its state takes in: settled rows and the kept drafts."""
+        taken: list[list[int]] = [[] for _ in self.settled]
+        for row, (request, draft) in enumerate(self.owners):
+            if draft is None or kept[row]:
+                taken[request].append(row)
+        return taken
+
     def count(self, kept: Sequence[bool], groups: Sequence[str]) -> tuple[int, int]:
         """Count drafts staged and committed, once per row that has a slot in any of ``groups``."""
         real = [any(self.slots[g][row] != -1 for g in groups) for row in range(self.num_rows)]
@@ -84,7 +100,7 @@ def make_batch(
     device: torch.device,
     rng: random.Random,
     *,
-    padding: float = 0.2,
+    padding: float = PADDING,
     payload: str = "native",
     avoid: Sequence[int] = (),
 ) -> Batch:
@@ -151,6 +167,8 @@ def as_tensors(
 
 def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Tensor, ...], ...]:
     """Return the arguments for ``Window.stage``: codes in a pair with their scales."""
+    if ref.replay:
+        return (tuple(parts),)
     sides = sum(not plane.is_scale for plane in ref.planes)
     if len(parts) == sides:
         return tuple(parts)

@@ -13,7 +13,7 @@ from ..captured.rows import CapturedRows
 from ..captured.window import CapturedWindow
 from ..captured.windows import CapturedWindows
 from ..formats import words
-from ..layers import LayerRef
+from ..layers import LayerRef, Plane
 from ..layout import RowLayout
 from ..row_io import LayerRows, write_layers
 from ..states import WindowState
@@ -36,8 +36,10 @@ _MORE: Final = 2
 class CapturedForward:
     """A forward, one layer after the other: marked drafts wait, all other rows are written.
 
+    Of layers with states all rows wait, except under ``direct``, where it writes the states.
+
     Args:
-        rig: the rig, whose layers are paged.
+        rig: the rig; no request of its batches has more rows than a ring.
         places: one of ``PLACES``, or ``HELD``; only ``deferred`` windows take given storage.
         saves: the forward begins with saving the rows that it overwrites, where a launch can.
 
@@ -54,15 +56,17 @@ class CapturedForward:
         shape = (len(rig.manager.groups), self._most + 3)
         self.slots = torch.full(shape, -1, dtype=torch.int64, device=rig.device)
         self._rows = self._most + _MORE * (places == HELD)
+        #: Layers whose rows are prepared in the forward, where ``CapturedRows`` takes them.
+        self._prepares = {ref.name for ref in rig.refs if ref.replay and places == HELD}
         self._fresh: LayerRows = {
             ref.name: tuple(
-                torch.zeros(
-                    self._rows, *plane.row_shape, dtype=plane.format.dtype, device=rig.device
-                )
-                for plane in ref.planes
+                torch.zeros(self._rows, *part.row_shape, dtype=part.format.dtype, device=rig.device)
+                for part in (ref.given if ref.name in self._prepares else ref.kept)
             )
             for ref in rig.refs
         }
+        #: By row its request, whose state it has; behind the batch a line that is padding.
+        self._owner = torch.full((self._rows,), self._most, dtype=torch.int64, device=rig.device)
         self._replay: Callable[[], None] | None = None
         # A batch that looks like an earlier one has its layout, and so its launches.
         self._layout = cache(partial(RowLayout.build, device=rig.device))
@@ -109,7 +113,12 @@ class CapturedForward:
         """Return storage for rows with gaps between them, as in blocks of a cache."""
         return {
             ref.name: tuple(
-                plane.cells.new_zeros(self._most, 2, *plane.row_shape)[:, 1] for plane in ref.planes
+                torch.zeros(
+                    *(self._most, 2, *kept.row_shape),
+                    dtype=kept.cells.dtype if isinstance(kept, Plane) else kept.format.dtype,
+                    device=self._rig.device,
+                )[:, 1]
+                for kept in ref.kept
             )
             for ref in self._rig.refs
         }
@@ -117,10 +126,16 @@ class CapturedForward:
     def load(self, batch: Batch) -> None:
         """Give the next forward its inputs: slots, and the rows that each layer will produce."""
         self.slots.fill_(-1)
+        slots = self._rig.slots(batch)
         for line, group in zip(self.slots, self._rig.manager.groups, strict=True):
-            line[: batch.num_rows] = torch.tensor(batch.slots[group], dtype=torch.int64)
+            line[: len(slots[group])] = slots[group]
+        self._owner.fill_(self._most)
+        owners = [request for request, _ in batch.owners]
+        self._owner[: batch.num_rows] = torch.tensor(owners, dtype=torch.int64)
         for ref in self._rig.refs:
-            made = CapturedRows(check=False).stage(ref, *batch.tensors[ref.name])
+            made = batch.tensors[ref.name]
+            if ref.name not in self._prepares:
+                made = CapturedRows(check=False).stage(ref, *made)
             for room, part in zip(self._fresh[ref.name], made, strict=True):
                 words(room)[: batch.num_rows] = words(part)
 
@@ -166,13 +181,16 @@ class CapturedForward:
     def layer(self, number: int) -> None:
         """Run one layer: write its rows, but put the marked drafts into the waiting storage."""
         ref = self._rig.refs[number]
-        line = list(self._rig.manager.groups).index(ref.group)
-        slots = {ref.group: self.slots[line, : self._rows]}
+        line = self.slots[list(self._rig.manager.groups).index(ref.group)]
+        slots = {ref.group: line[self._owner] if ref.states else line[: self._rows]}
         waits = self._position >= 0
         if not self._deferred:
             waits = torch.zeros_like(waits)
+        elif ref.states:
+            waits = torch.ones_like(waits)
         fresh = self._fresh[ref.name] if self.captured is None else self._made(ref)
-        write_layers([ref], {ref.name: fresh}, slots, ~waits)
+        if not ref.replay:
+            write_layers([ref], {ref.name: fresh}, slots, ~waits)
         if self._deferred and self.captured is None:
             for room, part in zip(self.windows.rows[ref.name], fresh, strict=True):
                 mask = waits.view(-1, *[1] * (room.ndim - 1))
@@ -184,6 +202,8 @@ class CapturedForward:
         made = tuple(part.clone() for part in self._fresh[ref.name])
         if ref.name not in self._left:
             return self.captured.stage(ref, *made)
+        if ref.name in self._prepares:
+            made = CapturedRows(check=False).stage(ref, *made)
         for room, part in zip(self._left[ref.name], made, strict=True):
             words(room).copy_(words(part))
         return self._left[ref.name]

@@ -15,14 +15,11 @@ from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
-from .promise_replay import Replays
-from .promise_replay_boundaries import ReplayBoundaries
-from .promise_replay_device import ReplayOnDevice
-from .promise_replay_faults import ReplayFaults
-from .promise_replay_runs import ReplayRuns
-from .promise_replay_sizes import ReplaySizes
 from .promise_saving import SavingForwards
 from .promise_sizes import Sizes
+from .promise_state_boundaries import StateBoundaries
+from .promise_state_runs import StateRuns
+from .promise_states import States
 from .promise_step_endings import StepEndings
 from .promise_steps import CapturedSteps
 from .promise_tree_attention import TreeAttention
@@ -73,10 +70,10 @@ class ExecutorConformance(
     """
 
 
-class ReplayConformance(
-    Replays, ReplayBoundaries, ReplayOnDevice, ReplayFaults, ReplayRuns, ReplaySizes
-):
+class ReplayConformance(StateRuns, StateBoundaries, States):
     """Further promises of an executor that declares ``"replayed"`` among its ``kinds``.
+
+    What states share with rows and rings, such as all or nothing, ``ExecutorConformance`` tests.
 
     Subclass it under a name that pytest collects, and supply the same fixtures.
     """

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from .. import registry
 from ..executor import Capabilities, Executor
-from .caches import LayerSpec
 from .faults import Faults, faulty
-from .rig import VARIED, Backend, Rig, registered
+from .rig import VARIED, AnySpec, Backend, Rig, registered
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class Kit:
     def rig(
         self,
         policy: str,
-        specs: Sequence[LayerSpec] = VARIED,
+        specs: Sequence[AnySpec] = VARIED,
         *,
         executor: type[Executor] | None = None,
         **config: Any,
@@ -73,7 +72,7 @@ class Kit:
         return Rig(name, policy, self.device, specs, **config)
 
     def faulty_rig(
-        self, policy: str, specs: Sequence[LayerSpec] = VARIED, **config: Any
+        self, policy: str, specs: Sequence[AnySpec] = VARIED, **config: Any
     ) -> tuple[Rig, Faults]:
         """Make a rig whose executor fails on command; return it with its ``Faults``."""
         executor = faulty(self.executor)

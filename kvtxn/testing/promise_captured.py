@@ -15,7 +15,8 @@ from ..layout import RowLayout
 from ..states import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .captured_forward import HELD, CapturedForward, exact_steps
-from .kit import TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit
+from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
 from .rig import SIMPLE
 
@@ -27,13 +28,13 @@ def sampled(batch: Batch, counts: Sequence[int], device: torch.device) -> Tensor
     return torch.tensor(lines, dtype=torch.int64).view(-1, width).to(device)
 
 
-class CapturedWindows(KitBase):
+class CapturedWindows(MixedKit):
     """Windows over the tensors that a forward itself makes: every replay commits exactly."""
 
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_each_replay_commits_its_own_rows(self, kit: Kit, shape: str) -> None:
+    def test_each_replay_commits_its_own_rows(self, kit: Kit, layers: Layers, shape: str) -> None:
         """Each replay leaves other bytes in the same tensors; slots and counts change between."""
-        rig = kit.rig("deferred")
+        rig = kit.rig("deferred", layers("deferred"))
         exact_steps(rig, CapturedForward(rig, HELD), SHAPES[shape])
 
     def test_fewer_rows_than_captured(self, kit: Kit) -> None:
@@ -50,15 +51,15 @@ class CapturedWindows(KitBase):
         rig.write(batch, [row < 6 and keep for row, keep in enumerate(batch.kept([1, 2, 0]))])
         rig.check("the rows of two requests of three")
 
-    def test_an_abort_over_captured_rows(self, kit: Kit) -> None:
+    def test_an_abort_over_captured_rows(self, kit: Kit, layers: Layers) -> None:
         """An aborted window leaves the rows to the next window, which commits them."""
-        rig = kit.rig("deferred")
+        rig = kit.rig("deferred", layers("deferred"))
         forward = CapturedForward(rig, HELD)
         batch = rig.batch()
         window = forward.begin(batch)
         forward.run()
         window.abort()
-        rig.expect_settled(batch)
+        rig.expect_aborted(batch)
         rig.check("aborted")
         window = forward.windows.begin(forward.windows.plan(window.layout))
         window.commit(rig.accepted(batch.draft_len))
@@ -66,9 +67,9 @@ class CapturedWindows(KitBase):
         rig.check("committed")
         assert rig.rows()[0] == 2 * rig.rows()[1]
 
-    def test_a_failing_commit_of_captured_rows(self, kit: Kit) -> None:
+    def test_a_failing_commit_of_captured_rows(self, kit: Kit, layers: Layers) -> None:
         """If the commit fails the reference finds the rows where the forward left them."""
-        rig, faults = kit.faulty_rig("deferred", on_error="fallback")
+        rig, faults = kit.faulty_rig("deferred", layers("deferred"), on_error="fallback")
         forward = CapturedForward(rig, HELD)
         window = forward.begin(batch := rig.batch())
         forward.run()
@@ -115,9 +116,11 @@ class CapturedWindows(KitBase):
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_sampled_ids_say_the_same_as_counts(self, kit: Kit, policy: str, shape: str) -> None:
+    def test_sampled_ids_say_the_same_as_counts(
+        self, kit: Kit, layers: Layers, policy: str, shape: str
+    ) -> None:
         """Ids and counts leave the same bytes, whether manager, kernel or graph counts them."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         for _ in range(3):
             batch = rig.batch(SHAPES[shape])
             counts = random_counts(batch, rig.rng)

@@ -29,7 +29,6 @@ def window_without_sync(rig: Rig, attend: bool) -> None:
     _whole_window(rig, ((1, 1), (3, 2)), attend, nullcontext())
     for shape in (((1, 1, 1), (4, 2, 1)), ((0,), (0,))):
         _whole_window(rig, shape, attend, no_host_sync())
-    rig.check("a window that never waited")
 
 
 def _whole_window(
@@ -53,6 +52,7 @@ def _whole_window(
                 window.attend(ref, query, table, seq_lens)
         window.commit(counts)
     rig.expect_committed(batch, batch.kept([drafts - 1 for drafts in batch.draft_len]))
+    rig.check("a window that never waited")
 
 
 def replayed_commit(rig: Rig) -> None:
@@ -70,10 +70,11 @@ def replayed_commit(rig: Rig) -> None:
         window.commit(counts)
     rig.check("captured, not run")
     counts.copy_(rig.accepted([3, 1]))
-    graph.replay()
-    torch.cuda.synchronize()
-    rig.expect_committed(batch, batch.kept([3, 1]))
-    rig.check("replayed with other counts")
+    for _ in range(2):  # a state takes its rows in at each replay
+        graph.replay()
+        torch.cuda.synchronize()
+        rig.expect_committed(batch, batch.kept([3, 1]))
+        rig.check("replayed with other counts")
 
 
 class Device(KitBase):

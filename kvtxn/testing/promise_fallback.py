@@ -182,8 +182,11 @@ def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
 def either(
     rig: Rig, batch: Batch, mask: Sequence[bool] | None = None, layers: int | None = None
 ) -> None:
-    """Make the oracle accept the old or the staged word, for each word of the rows."""
-    for cache in rig.caches[:layers]:
+    """Make the oracle accept the old or the staged word, for each word of rows in paged caches.
+
+    In rings and states a rejected row would have evicted a live one.
+    """
+    for cache in (cache for cache in rig.caches[:layers] if cache.spec.kind == "paged"):
         slots = batch.slots[cache.spec.group]
         for number, row in enumerate(batch.rows[cache.name]):
             if mask is None or mask[number]:

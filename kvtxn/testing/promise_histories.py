@@ -19,8 +19,8 @@ from .caches import LayerSpec
 from .faults import MOMENTS, Faults
 from .histories import Histories, queries_for, unrolled
 from .kit import TRANSACTIONAL, Kit, KitBase
+from .mixed_layers import need_kinds
 from .number_formats import FORMATS
-from .promise_overwriting import need_kinds
 from .rig import Rig
 
 _REQUESTS: Final = 2

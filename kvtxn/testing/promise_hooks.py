@@ -12,7 +12,8 @@ from ..row_io import read
 from ..states import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .faults import OPERATIONS
-from .kit import POLICIES, Kit, KitBase
+from .kit import POLICIES, Kit
+from .mixed_layers import Layers, MixedKit
 from .oracle import Row
 from .promise_device import window_without_sync
 from .rig import Rig
@@ -69,38 +70,53 @@ def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int
 
     Args:
         rig: the window's rig.
-        batch: the window's rows; every layer was staged.
-        kept: bool per row, True for accepted drafts; all False after an abort.
+        batch: the window's rows; every layer was staged. The rig expects them committed: a state
+            is copied as it is expected now.
+        kept: bool per row, True for accepted drafts.
     """
-    return {
-        (cache.name, slot): batch.rows[cache.name][row]
-        for cache in rig.caches
-        for row, slot in enumerate(batch.slots[cache.spec.group])
-        if slot != -1 and (kept[row] or not batch.drafts[row])
-    }
+    stays = [keep or not draft for keep, draft in zip(kept, batch.drafts, strict=True)]
+    found: dict[tuple[str, int], Row] = {}
+    for ref in rig.refs:
+        for row, slot in enumerate(batch.slots[ref.group]):
+            if slot != -1 and stays[row]:
+                held = rig.states_in(ref.name, slot) if ref.states else batch.rows[ref.name][row]
+                found[ref.name, slot] = held
+    return found
 
 
-class Hooks(KitBase):
+def after_abort(rig: Rig, batch: Batch) -> dict[tuple[str, int], Row]:
+    """Return the rows that an offloader must have copied of a whole forward's aborted window."""
+    if any(ref.states for ref in rig.refs):
+        return {}  # no state took a settled row in, so none is in every layer
+    return durable(rig, batch, [False] * batch.num_rows)
+
+
+class Hooks(MixedKit):
     """A connector that copies rows in hooks copies accepted rows only, failures included."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_offloader_sees_accepted_rows_only(self, kit: Kit, policy: str, shape: str) -> None:
+    def test_an_offloader_sees_accepted_rows_only(
+        self, kit: Kit, layers: Layers, policy: str, shape: str
+    ) -> None:
         """The offloader copies exactly the settled and accepted rows, with the staged bytes."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         offloader = Offloader(rig)
         for _ in range(3):
             batch = rig.batch(SHAPES[shape])
             counts = random_counts(batch, rig.rng)
             rig.run(batch, counts)
+            rig.expect_committed(batch, batch.kept(counts))
             assert offloader.seen() == durable(rig, batch, batch.kept(counts))
         assert offloader.committed == [0, 1, 2]
         assert offloader.aborted == []
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_it_is_told_of_nothing_before_commit(self, kit: Kit, policy: str) -> None:
+    def test_it_is_told_of_nothing_before_commit(
+        self, kit: Kit, layers: Layers, policy: str
+    ) -> None:
         """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         offloader = Offloader(rig)
         for end in ("commit", "abort"):
             batch = rig.batch()
@@ -112,14 +128,17 @@ class Hooks(KitBase):
                     window.commit(rig.accepted([2, 1]))
                 else:
                     window.abort()
-            counts = [2, 1] if end == "commit" else [0, 0]
-            assert offloader.seen() == durable(rig, batch, batch.kept(counts))
+            if end == "commit":
+                rig.expect_committed(batch, kept := batch.kept([2, 1]))
+                assert offloader.seen() == durable(rig, batch, kept)
+            else:
+                assert offloader.seen() == after_abort(rig, batch)
         assert (offloader.committed, offloader.aborted) == ([0], [1])
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_abort_between_layers(self, kit: Kit, policy: str) -> None:
+    def test_an_abort_between_layers(self, kit: Kit, layers: Layers, policy: str) -> None:
         """If a layer is missing, no row is in every layer, and ``on_abort`` gets no slots."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         offloader = Offloader(rig)
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -130,9 +149,11 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("at", OPERATIONS)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_fallback_tells_of_accepted_rows_only(self, kit: Kit, policy: str, at: str) -> None:
+    def test_a_fallback_tells_of_accepted_rows_only(
+        self, kit: Kit, layers: Layers, policy: str, at: str
+    ) -> None:
         """The hook names accepted rows only, though rejected rows may be in the cache."""
-        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         offloader = Offloader(rig)
         for when in ("before", "middle", "after"):
             batch = rig.batch(((1, 2, 0), (3, 0, 4)))
@@ -142,6 +163,7 @@ class Hooks(KitBase):
                 window.commit(rig.accepted([2, 0, 1]))
             fell_back = (at, when) in faults.fired
             assert (window.state is WindowState.FELL_BACK) == fell_back
+            rig.expect_committed(batch, batch.kept([2, 0, 1]))
             assert offloader.seen() == durable(rig, batch, batch.kept([2, 0, 1]))
             faults.disarm()
         assert offloader.committed == [0, 1, 2]
@@ -158,12 +180,12 @@ class Hooks(KitBase):
         assert offloader.seen() == {}
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_hooks_do_not_wait(self, kit: Kit, policy: str) -> None:
+    def test_hooks_do_not_wait(self, kit: Kit, layers: Layers, policy: str) -> None:
         """Calling a hook costs no host sync."""
         kit.need_cuda()
         if not kit.capabilities.no_host_sync:
             pytest.skip(f"{kit.name} declares that it waits for the device")
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         stored = []
         rig.manager.on_commit(lambda window: stored.append(window.stored()))
         window_without_sync(rig, attend=False)

@@ -11,7 +11,8 @@ from ..states import WindowState
 from .batches import SHAPES, random_counts
 from .captured_forward import CapturedForward, exact_steps
 from .faults import InjectedFault
-from .kit import Kit, KitBase
+from .kit import Kit
+from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
 from .promise_hooks import Offloader
 from .promise_steps import COUNTS, SHAPE, STEPS
@@ -21,19 +22,19 @@ from .rig import Rig
 SAVERS: Final = ("forward", "window")
 
 
-class SavingForwards(KitBase):
+class SavingForwards(MixedKit):
     """Promises 1, 2, 7 and 8, where old rows are saved by the forward that overwrites them."""
 
     @pytest.mark.parametrize("shape", STEPS)
-    def test_a_forward_that_saves_is_exact(self, kit: Kit, shape: str) -> None:
+    def test_a_forward_that_saves_is_exact(self, kit: Kit, layers: Layers, shape: str) -> None:
         """Each replay saves the rows of its own step, more than the window has."""
-        rig = kit.rig("undo")
+        rig = kit.rig("undo", layers("undo"))
         exact_steps(rig, CapturedForward(rig, saves=True), SHAPES[shape])
 
     @pytest.mark.parametrize("saver", SAVERS)
-    def test_saving_forwards_of_changing_shape(self, kit: Kit, saver: str) -> None:
+    def test_saving_forwards_of_changing_shape(self, kit: Kit, layers: Layers, saver: str) -> None:
         """Shapes and padding change; a replay without a window saves rows that are never used."""
-        rig = kit.rig("undo")
+        rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         for name in ("one", "uneven", "seventeen-rows", "uneven", "one"):
             batch = rig.batch(STEPS[name], padding=0.3)
@@ -42,13 +43,15 @@ class SavingForwards(KitBase):
             plain = rig.batch(((1, 1), (2, 3)))
             forward.load(plain)
             forward.run()
-            rig.write(plain, [True] * plain.num_rows)
+            rig.expect_written(plain)
             rig.check("a step without a window")
 
     @pytest.mark.parametrize("saver", SAVERS)
-    def test_an_abort_before_a_forward_that_saves(self, kit: Kit, saver: str) -> None:
+    def test_an_abort_before_a_forward_that_saves(
+        self, kit: Kit, layers: Layers, saver: str
+    ) -> None:
         """Nothing was overwritten: rows that an earlier step saved are not put anywhere."""
-        rig = kit.rig("undo")
+        rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         offloader = Offloader(rig)
         forward.step(rig.batch(SHAPE), COUNTS)
@@ -63,9 +66,11 @@ class SavingForwards(KitBase):
         rig.check("the step after it")
 
     @pytest.mark.parametrize("saver", SAVERS)
-    def test_an_abort_after_a_forward_that_saved(self, kit: Kit, saver: str) -> None:
+    def test_an_abort_after_a_forward_that_saved(
+        self, kit: Kit, layers: Layers, saver: str
+    ) -> None:
         """Every draft is taken back; settled rows stay."""
-        rig = kit.rig("undo")
+        rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         for _ in range(2):
             batch = rig.batch(SHAPE)
@@ -73,16 +78,18 @@ class SavingForwards(KitBase):
             forward.run()
             rig.expect_staged(batch)
             window.abort()
-            rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.expect_aborted(batch)
             rig.check("aborted")
             forward.step(rig.batch(SHAPE), COUNTS)
             rig.check("the step after it")
 
     @pytest.mark.parametrize("form", ["sampled", "counts"])
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
-    def test_a_forward_that_did_not_save(self, kit: Kit, on_error: str, form: str) -> None:
+    def test_a_forward_that_did_not_save(
+        self, kit: Kit, layers: Layers, on_error: str, form: str
+    ) -> None:
         """A commit cannot restore rows that were not saved: it keeps all, as stock does."""
-        rig = kit.rig("undo", on_error=on_error)
+        rig = kit.rig("undo", layers("undo"), on_error=on_error)
         forward = CapturedForward(rig, saves=True)
         if not forward.leaves_saving:
             pytest.skip(f"{kit.name} has no launch that saves")
@@ -111,9 +118,9 @@ class SavingForwards(KitBase):
         rig.check("the step after it")
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
-    def test_saving_late_fails(self, kit: Kit, on_error: str) -> None:
+    def test_saving_late_fails(self, kit: Kit, layers: Layers, on_error: str) -> None:
         """No draft was saved: under fallback every row is written, else the window is aborted."""
-        rig, faults = kit.faulty_rig("undo", on_error=on_error)
+        rig, faults = kit.faulty_rig("undo", layers("undo"), on_error=on_error)
         forward = saving(rig, "window")
         if not forward.leaves_saving:
             pytest.skip(f"{kit.name} has no launch that saves")
@@ -129,8 +136,7 @@ class SavingForwards(KitBase):
             forward.run()
             assert window.fallback_reason == "begin"
             window.commit_sampled(forward.sampled(COUNTS))
-            rig.expect_settled(batch)
-            rig.write(batch, batch.kept(COUNTS))
+            rig.expect_committed(batch, batch.kept(COUNTS))
             either(rig, batch)
             rig.check("as stock leaves them")
             assert window.state is WindowState.FELL_BACK

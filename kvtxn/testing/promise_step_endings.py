@@ -12,9 +12,10 @@ from ..states import WindowState
 from .batches import Batch, random_counts
 from .captured_forward import CapturedForward
 from .faults import Faults, InjectedFault
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import POLICIES, TRANSACTIONAL, Kit
+from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
-from .promise_hooks import Offloader, durable
+from .promise_hooks import Offloader, after_abort, durable
 from .promise_steps import COUNTS, SHAPE, STEPS, bring
 from .rig import SIMPLE, Rig
 
@@ -22,16 +23,18 @@ from .rig import SIMPLE, Rig
 _FAILURES: Final = ("begin", "attend", "commit")
 
 
-class StepEndings(KitBase):
+class StepEndings(MixedKit):
     """Promises 7 and 8, and the hooks, where a forward is captured once and replayed."""
 
     # -- failures ------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("at", _FAILURES)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_failing_step_loses_nothing(self, kit: Kit, policy: str, at: str) -> None:
+    def test_a_failing_step_loses_nothing(
+        self, kit: Kit, layers: Layers, policy: str, at: str
+    ) -> None:
         """on_error="fallback": no error is raised; accepted and settled rows are in the caches."""
-        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward = CapturedForward(rig)
         for seen in (1, len(rig.refs) - 1):
             before = rig.rows()
@@ -42,8 +45,7 @@ class StepEndings(KitBase):
             assert window.state is WindowState.FELL_BACK
             assert window.fallback_reason == at
             assert rig.manager.current is None
-            rig.expect_settled(batch)
-            rig.write(batch, batch.kept(COUNTS))
+            rig.expect_committed(batch, batch.kept(COUNTS))
             either(rig, batch)  # rejected rows may be there, as in stock
             rig.check(f"{at} failed")
             staged, committed = batch.count(batch.kept(COUNTS), list(batch.slots))
@@ -56,16 +58,19 @@ class StepEndings(KitBase):
 
     @pytest.mark.parametrize("at", _FAILURES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_failing_step_restores_and_raises(self, kit: Kit, policy: str, at: str) -> None:
+    def test_a_failing_step_restores_and_raises(
+        self, kit: Kit, layers: Layers, policy: str, at: str
+    ) -> None:
         """on_error="raise": the error is raised, no draft is in a cache, the window is counted."""
-        rig, faults = kit.faulty_rig(policy, on_error="raise")
+        rig, faults = kit.faulty_rig(policy, layers(policy), on_error="raise")
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
         with pytest.raises(InjectedFault) as caught:
             _failing(rig, forward, faults, batch, at, len(rig.refs) - 1)
         assert any("restored" in note for note in caught.value.__notes__)
         assert rig.manager.current is None
-        either(rig, batch, [not draft for draft in batch.drafts])
+        ran = {"begin": 0, "attend": len(rig.refs) - 1, "commit": len(rig.refs)}[at]
+        rig.expect_aborted(batch, range(ran))
         rig.check(f"{at} failed")
         staged, committed, rejected = rig.rows()
         assert (staged, committed) == (rejected, 0)
@@ -77,9 +82,11 @@ class StepEndings(KitBase):
         rig.check("the step after it")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_an_interrupted_step_claims_nothing(self, kit: Kit, policy: str) -> None:
+    def test_an_interrupted_step_claims_nothing(
+        self, kit: Kit, layers: Layers, policy: str
+    ) -> None:
         """A commit interrupted by a BaseException ends in FAILED, and the exception is raised."""
-        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward = CapturedForward(rig)
         window = forward.begin(rig.batch(SHAPE))
         bring(window, WindowState.FAILED, forward, faults)
@@ -91,9 +98,9 @@ class StepEndings(KitBase):
 
     @pytest.mark.parametrize("shape", STEPS)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_counts_add_up(self, kit: Kit, policy: str, shape: str) -> None:
+    def test_counts_add_up(self, kit: Kit, layers: Layers, policy: str, shape: str) -> None:
         """Draft rows with a slot in any group are counted, per step and in total; aborts reject."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         total = (0, 0, 0)
         for end in ("commit", "abort", "commit"):
@@ -148,9 +155,11 @@ class StepEndings(KitBase):
     # -- hooks ---------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_hooks_are_told_of_accepted_rows_alone(self, kit: Kit, policy: str) -> None:
+    def test_hooks_are_told_of_accepted_rows_alone(
+        self, kit: Kit, layers: Layers, policy: str
+    ) -> None:
         """Hooks are called after the work is enqueued; ``on_abort`` gets settled rows' slots."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward, offloader = CapturedForward(rig), Offloader(rig)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
         for end in ("commit", "abort", "commit"):
@@ -162,42 +171,49 @@ class StepEndings(KitBase):
                 window.commit_sampled(forward.sampled(COUNTS))
             else:
                 window.abort()
-            kept = batch.kept(COUNTS if end == "commit" else [0] * len(COUNTS))
-            assert offloader.seen() == durable(rig, batch, kept)
+            if end == "commit":
+                rig.expect_committed(batch, kept := batch.kept(COUNTS))
+                assert offloader.seen() == durable(rig, batch, kept)
+            else:
+                assert offloader.seen() == after_abort(rig, batch)
             numbers[end].append(window.number)
         assert (offloader.committed, offloader.aborted) == (numbers["commit"], numbers["abort"])
 
     @pytest.mark.parametrize("ran", ["whole", "some", "none"])
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_abort_tells_how_far_the_forward_came(self, kit: Kit, policy: str, ran: str) -> None:
+    def test_an_abort_tells_how_far_the_forward_came(
+        self, kit: Kit, layers: Layers, policy: str, ran: str
+    ) -> None:
         """``on_abort`` gets the slots of settled rows only if the whole forward ran."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward, offloader = CapturedForward(rig), Offloader(rig)
         batch = rig.batch(SHAPE)
         window = forward.begin(batch)
-        layers = {"whole": len(rig.refs), "some": len(rig.refs) - 1, "none": 0}[ran]
-        forward.run_eagerly(window, range(layers))
+        seen = {"whole": len(rig.refs), "some": len(rig.refs) - 1, "none": 0}[ran]
+        forward.run_eagerly(window, range(seen))
         window.abort(replayed=ran == "whole")
-        durably = durable(rig, batch, [False] * batch.num_rows) if ran == "whole" else {}
-        assert offloader.seen() == durably
+        assert offloader.seen() == (after_abort(rig, batch) if ran == "whole" else {})
         assert offloader.aborted == [window.number]
 
     @pytest.mark.parametrize("at", _FAILURES)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_hooks_of_a_step_that_fell_back(self, kit: Kit, policy: str, at: str) -> None:
+    def test_hooks_of_a_step_that_fell_back(
+        self, kit: Kit, layers: Layers, policy: str, at: str
+    ) -> None:
         """After a fallback rejected rows may be in the cache, and a connector still skips them."""
-        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward, offloader = CapturedForward(rig), Offloader(rig)
         batch = rig.batch(SHAPE)
         if _failing(rig, forward, faults, batch, at, 2) is None:
             pytest.skip(f"{policy} does nothing at {at}")
+        rig.expect_committed(batch, batch.kept(COUNTS))
         assert offloader.seen() == durable(rig, batch, batch.kept(COUNTS))
         assert len(offloader.committed) == 1
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
-    def test_a_hook_that_raises(self, kit: Kit, on_error: str) -> None:
+    def test_a_hook_that_raises(self, kit: Kit, layers: Layers, on_error: str) -> None:
         """A hook's error does not change the window; the error is counted, or raised at the end."""
-        rig = kit.rig("deferred", on_error=on_error)
+        rig = kit.rig("deferred", layers("deferred"), on_error=on_error)
         forward = CapturedForward(rig)
         hook = rig.manager.on_commit(lambda window: [][window.number + 1])
         batch = rig.batch(SHAPE)
@@ -239,8 +255,7 @@ def _failing(
         forward.run_eagerly(window, every[:seen])
         window.fall_back("attend", InjectedFault("injected by the conformance kit"))
         forward.windows.mark(None)  # the caller writes the rows of the layers that follow
-        for number in every[seen:]:
-            forward.layer(number)
+        forward.run_eagerly(window, every[seen:])
     else:
         forward.run()
         faults.arm("commit")

@@ -23,7 +23,8 @@ from .batches import SHAPES, Batch, random_counts
 from .caches import LayerSpec
 from .captured_forward import PLACES, CapturedForward, exact_steps
 from .faults import Faults, InjectedFault
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import POLICIES, TRANSACTIONAL, Kit
+from .mixed_layers import Layers, MixedKit
 from .promise_captured import sampled
 from .promise_device import no_host_sync
 from .rig import SIMPLE, Rig
@@ -35,7 +36,7 @@ SHAPE: Final = ((1, 2, 1), (3, 0, 4))
 COUNTS: Final = (2, 0, 1)
 
 
-class CapturedSteps(KitBase):
+class CapturedSteps(MixedKit):
     """Promises 1, 2, 3, 5, 6, 7, 8 and 9, where a forward is captured once and replayed."""
 
     # -- exactness, isolation, padding ---------------------------------------------------
@@ -43,15 +44,17 @@ class CapturedSteps(KitBase):
     @pytest.mark.parametrize("shape", STEPS)
     @pytest.mark.parametrize("places", PLACES)
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_steps_are_exact(self, kit: Kit, policy: str, places: str, shape: str) -> None:
+    def test_steps_are_exact(
+        self, kit: Kit, layers: Layers, policy: str, places: str, shape: str
+    ) -> None:
         """Replays with new content are exact; no draft is in a cache before commit."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         exact_steps(rig, CapturedForward(rig, places), STEPS[shape])
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_steps_of_changing_shape(self, kit: Kit, policy: str) -> None:
-        """Shapes recur; a step without a window writes every row, as without kvtxn."""
-        rig = kit.rig(policy)
+    def test_steps_of_changing_shape(self, kit: Kit, layers: Layers, policy: str) -> None:
+        """Shapes recur; a step without a window writes every row, and no state."""
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         for name in ("one", "uneven", "one", "only-settled", "seventeen-rows", "uneven", "one"):
             batch = rig.batch(STEPS[name])
@@ -61,14 +64,14 @@ class CapturedSteps(KitBase):
             forward.load(plain)
             forward.windows.mark(None)
             forward.run()
-            rig.write(plain, [True] * plain.num_rows)
+            rig.expect_written(plain)
             rig.check("a step without a window")
 
     @pytest.mark.parametrize("padding", [0.5, 1.0])
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_padding(self, kit: Kit, policy: str, padding: float) -> None:
+    def test_padding(self, kit: Kit, layers: Layers, policy: str, padding: float) -> None:
         """A row without a slot is written nowhere and counted nowhere."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         for _ in range(2):
             batch = rig.batch(SHAPE, padding=padding)
@@ -76,9 +79,9 @@ class CapturedSteps(KitBase):
             rig.check("padding is never written")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_counts_out_of_range_clamp(self, kit: Kit, policy: str) -> None:
+    def test_counts_out_of_range_clamp(self, kit: Kit, layers: Layers, policy: str) -> None:
         """More tokens than drafts plus one accept every draft; no token accepts none."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         batch = rig.batch(((1, 1), (3, 2)))
         window = forward.begin(batch)
@@ -113,9 +116,11 @@ class CapturedSteps(KitBase):
 
     @pytest.mark.parametrize("form", ["int", "list", "counts", "mask", "ids"])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_commit_takes_what_any_window_takes(self, kit: Kit, policy: str, form: str) -> None:
+    def test_commit_takes_what_any_window_takes(
+        self, kit: Kit, layers: Layers, policy: str, form: str
+    ) -> None:
         """Commit takes accepted drafts in any form, instead of sampled tokens."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         batch = rig.batch(((1, 1), (3, 2)))
         counts = [1, 1] if form == "int" else [2, 0]
@@ -136,35 +141,47 @@ class CapturedSteps(KitBase):
         assert window.state is WindowState.COMMITTED
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_commit_that_is_checked(self, kit: Kit, policy: str) -> None:
-        """Debug mode compares every commit with the reference, in captured windows too."""
-        rig = kit.rig(policy, debug=True)
-        forward = CapturedForward(rig)
+    def test_a_commit_that_is_checked(self, kit: Kit, layers: Layers, policy: str) -> None:
+        """Debug mode compares every commit with the reference, in captured windows too.
+
+        An eager window of as many rows, whose rows lie elsewhere, comes before each of them.
+        """
+        rig = kit.rig(policy, layers(policy), debug=True)
+        forward = CapturedForward(rig, "given")
         for _ in range(2):
             batch = rig.batch(SHAPE)
-            forward.step(batch, COUNTS)
+            rig.run(batch, COUNTS)
+            rig.expect_committed(batch, batch.kept(COUNTS))
+            forward.step(batch := rig.batch(SHAPE), COUNTS)
             rig.check("checked")
 
-    def test_all_executors_leave_the_same_bytes(self, kit: Kit) -> None:
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_all_executors_leave_the_same_bytes(
+        self, kit: Kit, layers: Layers, policy: str
+    ) -> None:
         """This executor leaves the same bytes as torch, given the same caches, slots and rows."""
-        for policy in TRANSACTIONAL:
-            rig = kit.rig(policy, seed=11)
-            rigs = [rig, Rig("torch", policy, rig.device, seed=11)]
-            for each in rigs:
-                forward = CapturedForward(each)
-                for name in ("uneven", "one"):
-                    batch = each.batch(STEPS[name])
-                    forward.step(batch, random_counts(batch, each.rng))
-            for one, other in zip(*(each.caches for each in rigs), strict=True):
-                assert all(map(torch.equal, one.memories, other.memories))
+        rig = kit.rig(policy, layers(policy), seed=11)
+        rigs = [rig, Rig("torch", policy, rig.device, layers(policy), seed=11)]
+        for each in rigs:
+            forward = CapturedForward(each)
+            for name in ("uneven", "one"):
+                batch = each.batch(STEPS[name])
+                forward.step(batch, random_counts(batch, each.rng))
+        for one, other in zip(*(each.caches for each in rigs), strict=True):
+            assert all(map(torch.equal, one.memories, other.memories))
+        for mine, theirs in zip(*(each.replayed for each in rigs), strict=True):
+            for one_state, other_state in zip(mine.memories, theirs.memories, strict=True):
+                assert torch.equal(one_state.memory, other_state.memory)
 
     # -- all or nothing --------------------------------------------------------------------
 
     @pytest.mark.parametrize("seen", [False, True])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_an_abort_takes_every_draft_back(self, kit: Kit, policy: str, seen: bool) -> None:
+    def test_an_abort_takes_every_draft_back(
+        self, kit: Kit, layers: Layers, policy: str, seen: bool
+    ) -> None:
         """After an abort settled rows stay, and the next step is sound."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         for _ in range(2):
             batch = rig.batch(SHAPE)
@@ -175,15 +192,15 @@ class CapturedSteps(KitBase):
                 forward.run()
             rig.expect_staged(batch)
             window.abort()
-            rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.expect_aborted(batch)
             rig.check("aborted")
             assert window.state is WindowState.ABORTED
             forward.step(batch := rig.batch(SHAPE), COUNTS)
             rig.check("the step after it")
 
-    def test_a_layer_that_is_missing(self, kit: Kit) -> None:
+    def test_a_layer_that_is_missing(self, kit: Kit, layers: Layers) -> None:
         """If a layer is missing nothing is written, and the window stays open until it is noted."""
-        rig = kit.rig("deferred")
+        rig = kit.rig("deferred", layers("deferred"))
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
         window = forward.begin(batch)
@@ -202,9 +219,9 @@ class CapturedSteps(KitBase):
         rig.check("complete")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_slot_outside_its_cache(self, kit: Kit, policy: str) -> None:
+    def test_a_slot_outside_its_cache(self, kit: Kit, layers: Layers, policy: str) -> None:
         """The device refuses and counts the commit if it finds a slot outside its cache."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE, padding=0.0)
         forward.step(batch, COUNTS)
@@ -247,9 +264,9 @@ class CapturedSteps(KitBase):
         assert forward.begin(batch).number == other.number + 1
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_leaving_the_block(self, kit: Kit, policy: str) -> None:
+    def test_leaving_the_block(self, kit: Kit, layers: Layers, policy: str) -> None:
         """An exception in the ``with`` block aborts the window, and is raised."""
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
         window = forward.begin(batch)
@@ -257,7 +274,7 @@ class CapturedSteps(KitBase):
             forward.run()
             raise KeyError("of the engine's own")
         rig.expect_staged(batch)
-        rig.expect_committed(batch, [False] * batch.num_rows)
+        rig.expect_aborted(batch)
         rig.check("aborted")
         assert window.state is WindowState.ABORTED
 
@@ -306,7 +323,7 @@ class CapturedSteps(KitBase):
         assert (rig.manager.current is None) == window.state.is_final
 
     def test_tensors_that_do_not_fit(self, kit: Kit) -> None:
-        """Slots that launches cannot read, rows of another size, and unpaged layers are refused."""
+        """Slots that launches cannot read, rows of another size, and lapped rings are refused."""
         rig = kit.rig("deferred", SIMPLE)
         most = rig.manager.config.max_rows
         zeros = partial(torch.zeros, dtype=torch.int64, device=rig.device)
@@ -333,19 +350,23 @@ class CapturedSteps(KitBase):
                     windows.plan(layout)
         if "ring" in kit.capabilities.kinds:
             ring = kit.rig("deferred", [LayerSpec(kind="ring", ring_size=4, num_blocks=12)])
-            with pytest.raises(LayerError, match="paged"):
-                ring.manager.captured_windows(forward.slots)
+            windows = ring.manager.captured_windows(forward.slots)
+            windows.plan(RowLayout.build((2, 3), (1, 1), rig.device))
+            with pytest.raises(CapacityError, match="more rows than its ring"):
+                windows.plan(RowLayout.build((2, 4), (1, 1), rig.device))
 
     # -- the host never waits ------------------------------------------------------------------
 
     @pytest.mark.parametrize("hooked", [False, True])
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_step_does_not_wait(self, kit: Kit, policy: str, hooked: bool) -> None:
+    def test_a_step_does_not_wait(
+        self, kit: Kit, layers: Layers, policy: str, hooked: bool
+    ) -> None:
         """A step does not wait from begin to the end of commit, with a hook or without."""
         kit.need_cuda()
         if not kit.capabilities.no_host_sync:
             pytest.skip(f"{kit.name} declares that it waits for the device")
-        rig = kit.rig(policy)
+        rig = kit.rig(policy, layers(policy))
         forward = CapturedForward(rig)
         forward.step(rig.batch(SHAPE), COUNTS)
         stored = []

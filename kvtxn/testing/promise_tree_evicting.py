@@ -20,9 +20,9 @@ from ..states import WindowState
 from .caches import LayerSpec
 from .histories import Histories, queries_for, unrolled
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .mixed_layers import faulty_mixed_rig, mixed_rig, need_kinds
 from .number_formats import FORMATS
 from .promise_hooks import Offloader
-from .promise_overwriting import need_kinds, specs_for
 from .promise_trees import unread
 from .rig import Rig
 from .trees import FORESTS, cut, expect_moved, lengths, moved, padded, random_path, write_moved
@@ -68,7 +68,7 @@ class EvictingTrees(KitBase):
             with rig.open(batch, forest) as window:
                 rig.stage(window, batch, range(staged))
                 window.abort()
-            rig.expect_settled(batch, range(staged))
+            rig.expect_aborted(batch, range(staged))
             rig.check(f"aborted after {staged} layers")
 
     @pytest.mark.parametrize("when", ["before", "middle", "after"])
@@ -78,10 +78,8 @@ class EvictingTrees(KitBase):
         self, kit: Kit, policy: str, at: str, when: str
     ) -> None:
         """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
-        specs = specs_for(policy)
-        need_kinds(kit, *(spec.kind for spec in specs))
         kit.need_trees()
-        rig, faults = kit.faulty_rig(policy, specs, on_error="fallback")
+        rig, faults = faulty_mixed_rig(kit, policy, on_error="fallback")
         offloader = Offloader(rig)
         forest = [(-1, -1, 0, 1, 1), (-1, 0, 0)]
         paths: Sequence[Sequence[int]] = [[1, 4], [0, 2]]
@@ -94,7 +92,7 @@ class EvictingTrees(KitBase):
             assert window.state is WindowState.COMMITTED
             pytest.skip(f"{policy} does not call {at}")
         assert window.state is WindowState.FELL_BACK
-        rig.expect_committed(batch, [False] * batch.num_rows)
+        rig.expect_committed(batch, [False] * batch.num_rows, range(len(rig.caches)))
         places = [row is not None for row in moved(batch, paths)]
         for cache in rig.caches:
             if cache.spec.kind == "paged":
@@ -154,10 +152,8 @@ def _one_window(rig: Rig) -> None:
 
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
-    specs = specs_for(policy)
-    need_kinds(kit, *(spec.kind for spec in specs))
     kit.need_trees()
-    return kit.rig(policy, specs, **config)
+    return mixed_rig(kit, policy, **config)
 
 
 def _attend(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -15,11 +16,13 @@ from .. import registry
 from ..config import TxnConfig
 from ..executor import Executor
 from ..manager import TransactionManager
+from ..recurrent import StateSlots
 from ..window import Window
-from .batches import Batch, handed_in, make_batch
-from .caches import LayerSpec, build_cache
+from .batches import PADDING, Batch, handed_in, make_batch
+from .caches import LayerSpec, TestCache, build_cache
 from .number_formats import FORMATS
 from .oracle import Replay, Row
+from .replayed_layers import ReplayedLayer, ReplayedSpec
 
 #: Six layers that differ in layout, format and size.
 VARIED: Final = (
@@ -35,6 +38,8 @@ VARIED: Final = (
 SIMPLE: Final = (LayerSpec(), LayerSpec(), LayerSpec(fmt=FORMATS["bf16"], heads=1))
 
 Backend = str | type[Executor]
+
+AnySpec = LayerSpec | ReplayedSpec
 
 _serial = itertools.count()
 
@@ -61,13 +66,15 @@ class Rig:
         backend: a registered name.
         policy: the policy to run.
         device: the device of the caches.
-        specs: its layers.
+        specs: its layers; those of rows come first, whatever their place here.
         seed: seed of noise, slots and payload.
         config: further ``TxnConfig`` fields.
 
     Attributes:
-        caches: the layers with their memories.
-        refs: their ``LayerRef`` objects.
+        caches: the layers of rows with their memories.
+        replayed: the replayed layers, behind the others.
+        refs: the ``LayerRef`` objects of all.
+        held: by group of replayed layers, the slots of running requests' states.
         manager: the manager.
         truth: the oracle; tests write into it the rows that must be in the caches.
         rng: the source of all random numbers.
@@ -78,17 +85,25 @@ class Rig:
         backend: str,
         policy: str,
         device: torch.device,
-        specs: Sequence[LayerSpec] = VARIED,
+        specs: Sequence[AnySpec] = VARIED,
         seed: int = 0,
         **config: Any,
     ) -> None:
         self.policy = policy
         self.device = device
         self.rng = random.Random(seed)
+        of_rows = [spec for spec in specs if isinstance(spec, LayerSpec)]
+        of_states = [spec for spec in specs if isinstance(spec, ReplayedSpec)]
         self.caches = [
-            build_cache(f"layer.{i}", spec, device, self.rng) for i, spec in enumerate(specs)
+            build_cache(f"layer.{i}", spec, device, self.rng) for i, spec in enumerate(of_rows)
+        ]
+        self.replayed = [
+            ReplayedLayer.build(f"state.{i}", spec, device, self.rng)
+            for i, spec in enumerate(of_states)
         ]
         self.refs = [cache.ref for cache in self.caches]
+        self.refs += [layer.ref for layer in self.replayed]
+        self.held: dict[str, set[int]] = {spec.group: set() for spec in of_states}
         settings = {"max_rows": 64, "on_error": "raise"} | config
         self.manager = TransactionManager(
             self.refs,
@@ -98,20 +113,73 @@ class Rig:
         self._old: list[tuple[str, int, Row]] = []
 
     def batch(
-        self, shape: tuple[Sequence[int], Sequence[int]] = ((1, 1), (3, 2)), **kwargs: Any
+        self,
+        shape: tuple[Sequence[int], Sequence[int]] = ((1, 1), (3, 2)),
+        *,
+        counts: Sequence[int] | None = None,
+        states: Mapping[str, Sequence[int]] | None = None,
+        **kwargs: Any,
     ) -> Batch:
-        """Make rows for a window; see ``make_batch``."""
-        return make_batch(self.caches, shape, self.device, self.rng, **kwargs)
+        """Make rows for a window; see ``make_batch``.
 
-    def slots(self, batch: Batch) -> dict[str, Tensor]:
+        Args:
+            shape: settled and draft rows per request.
+            counts: the drafts that will be accepted, by request: parts of other drafts of replayed
+                layers are full of NaN. None: they are numbers.
+            states: by group of replayed layers, the slots of the states; for other groups new
+                requests begin.
+            kwargs: for ``make_batch``.
+        """
+        batch = make_batch(self.caches, shape, self.device, self.rng, **kwargs)
+        if not self.replayed:
+            return batch
+        mine = {group: list(slots) for group, slots in (states or {}).items()}
+        for group in self.held:
+            if group not in mine:
+                padding = kwargs.get("padding", PADDING)
+                mine[group] = self._new_requests(group, len(batch.settled), padding)
+        kept = batch.drafts if counts is None else batch.kept(counts)
+        real = [keep or not draft for keep, draft in zip(kept, batch.drafts, strict=True)]
+        drawn = {layer.ref.name: layer.draw(real, self.device, self.rng) for layer in self.replayed}
+        slots = {g: [line[request] for request, _ in batch.owners] for g, line in mine.items()}
+        tensors, slots = {**batch.tensors, **drawn}, {**batch.slots, **slots}
+        return attrs.evolve(batch, slots=slots, tensors=tensors, states=mine)
+
+    def _new_requests(self, group: str, count: int, padding: float) -> list[int]:
+        """Begin requests in place of all that hold a state; return their slots, some of them -1."""
+        self.end_requests(group, sorted(self.held[group]))
+        room = min(layer.spec.num_states for layer in self.replayed if layer.spec.group == group)
+        chosen = self.rng.sample(range(room), count)
+        self.begin_requests(group, chosen)
+        return [-1 if self.rng.random() < padding else slot for slot in chosen]
+
+    def begin_requests(self, group: str, slots: Sequence[int]) -> None:
+        """Fill the states of requests with numbers in every replayed layer of the group."""
+        for layer in self.replayed:
+            if layer.spec.group == group:
+                layer.begin(slots, self.rng)
+        self.held[group] |= set(slots)
+
+    def end_requests(self, group: str, slots: Sequence[int]) -> None:
+        """Fill the states of ended requests with noise."""
+        for layer in self.replayed:
+            if layer.spec.group == group:
+                layer.end(slots, self.rng)
+        self.held[group] -= set(slots)
+
+    def slots(self, batch: Batch) -> dict[str, Any]:
         """Return a batch's slots by group, as device tensors; for states one slot per request."""
-        given = {}
+        given: dict[str, Any] = {}
         for group, slots in batch.slots.items():
-            if self.manager.kinds[group].per_request:
+            if group in batch.states:
+                slots = batch.states[group]
+            elif self.manager.kinds[group].per_request:
                 owners = [request for request, _ in batch.owners]
                 requests = range(len(batch.settled))
                 slots = [slots[owners.index(r)] if r in owners else -1 for r in requests]
-            given[group] = torch.tensor(slots, dtype=torch.int64).to(self.device)
+            given[group] = self.accepted(slots)
+        for group, (boundary, beyond) in batch.crossings.items():
+            given[group] = StateSlots(given[group], self.accepted(boundary), self.accepted(beyond))
         return given
 
     def open(
@@ -156,21 +224,27 @@ class Rig:
     def write(
         self, batch: Batch, mask: Sequence[bool], layers: Sequence[int] | None = None
     ) -> None:
-        """Write the masked rows of some layers in the oracle; None means all layers."""
-        for index in range(len(self.caches)) if layers is None else layers:
-            cache = self.caches[index]
+        """Write the masked rows of some layers in the oracle; None means all layers of rows."""
+        for cache in self._of_rows(layers):
             slots = batch.slots[cache.spec.group]
             for row, slot, wanted in zip(batch.rows[cache.name], slots, mask, strict=True):
                 if wanted:
                     self.truth.write(cache.name, slot, row)
+
+    def _of_rows(self, layers: Sequence[int] | None) -> list[TestCache]:
+        """Return the layers of rows among those with these numbers; None means all."""
+        every = range(len(self.caches))
+        return [
+            self.caches[index] for index in (every if layers is None else layers) if index in every
+        ]
 
     def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
         """Expect the settled rows in paged caches and rings; no state changes before a commit."""
         direct = self.policy == "direct"
         early = [
             index
-            for index in (range(len(self.caches)) if layers is None else layers)
-            if direct or self.caches[index].spec.kind != "recurrent"
+            for index, cache in enumerate(self.caches)
+            if (layers is None or index in layers) and (direct or cache.spec.kind != "recurrent")
         ]
         self.write(batch, [not draft for draft in batch.drafts], early)
 
@@ -179,21 +253,52 @@ class Rig:
         self.expect_settled(batch, layers)
         if self.policy == "deferred":
             return
-        for index in range(len(self.caches)) if layers is None else layers:
-            cache = self.caches[index]
+        for cache in self._of_rows(layers):
             for slot, draft in zip(batch.slots[cache.spec.group], batch.drafts, strict=True):
                 if draft and slot != -1:
                     self._old.append((cache.name, slot, self.truth.read(cache.name, slot)))
         self.write(batch, batch.drafts, layers)
 
-    def expect_committed(self, batch: Batch, kept: Sequence[bool]) -> None:
-        """Expect the rows that a commit leaves: kept rows; under ``direct`` all rows."""
+    def expect_written(self, batch: Batch) -> None:
+        """Expect every row of a step without a window, and states only under ``direct``."""
+        direct = self.policy == "direct"
+        whole = [i for i, c in enumerate(self.caches) if direct or c.spec.kind != "recurrent"]
+        self.write(batch, [True] * batch.num_rows, whole)
+
+    def expect_aborted(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
+        """Expect the settled rows of paged caches and rings, and every state as it was before.
+
+        Under ``direct`` all rows stay as they were written.
+        """
+        for layer, slot, row in self._old if self.policy != "direct" else ():
+            self.truth.write(layer, slot, row)
+        self._old.clear()
+        self.expect_settled(batch, layers)
+
+    def expect_committed(
+        self, batch: Batch, kept: Sequence[bool], layers: Sequence[int] | None = None
+    ) -> None:
+        """Expect the rows that a commit leaves: kept rows; under ``direct`` all rows.
+
+        States take their settled and kept rows in, once for each call.
+        """
         for layer, slot, row in self._old:
             self.truth.write(layer, slot, row)
         self._old.clear()
-        self.write(batch, [not draft for draft in batch.drafts])
+        self.write(batch, [not draft for draft in batch.drafts], layers)
         direct = self.policy == "direct"
-        self.write(batch, [direct or keep for keep in kept])
+        self.write(batch, [direct or keep for keep in kept], layers)
+        self.expect_taken_in(batch, batch.taken_in(kept), layers)
+
+    def expect_taken_in(
+        self, batch: Batch, rows: Sequence[Sequence[int]], layers: Sequence[int] | None = None
+    ) -> None:
+        """Expect states of replayed layers that took in these rows, one list per request."""
+        for index, layer in enumerate(self.replayed, start=len(self.caches)):
+            if layers is None or index in layers:
+                group = layer.spec.group
+                where, bounds = batch.states[group], batch.crossings.get(group)
+                layer.take_in(where, batch.tensors[layer.ref.name], rows, bounds)
 
     def check(self, when: str = "") -> None:
         """Compare every word of every memory with the oracle.
@@ -202,6 +307,7 @@ class Rig:
             AssertionError: a word differs; the message names the policy and says where.
         """
         found = self.truth.differences()
+        found += [difference for layer in self.replayed for difference in layer.differences()]
         if found:
             where = f"under {self.policy!r}, {when or 'caches differ'}: "
             raise AssertionError(where + "; ".join(found))
@@ -219,6 +325,13 @@ class Rig:
                 f"{counted}, expected {tuple(expected)}; commit ends with one call of "
                 "txn.count(kept), and no other method of an executor calls txn.count"
             )
+
+    def states_in(self, name: str, slot: int) -> Row:
+        """Return the expected words of a layer's states in a slot."""
+        memories = {layer.ref.name: layer.memories for layer in self.replayed}.get(name)
+        if memories is None:
+            return self.truth.read(name, slot)
+        return [memory.read(slot) for memory in memories]
 
     def truth_now(self) -> Replay:
         """Make an oracle from the present caches, to show that they do not change."""

@@ -84,12 +84,16 @@ def moved(batch: Batch, paths: Paths) -> list[int | None]:
 
 def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
     """Expect the rows that a commit leaves: each path at its first row positions."""
-    rig.expect_committed(batch, [False] * batch.num_rows)
+    rig.expect_committed(batch, [False] * batch.num_rows, range(len(rig.caches)))
     write_moved(rig, batch, paths)
 
 
 def write_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """Write the rows of the paths to their row positions in the oracle."""
+    """Write the rows of the paths to their row positions in the oracle, and take them in."""
+    taken = batch.taken_in([False] * batch.num_rows)
+    for (request, _), row in zip(batch.owners, moved(batch, paths), strict=True):
+        taken[request] += [] if row is None else [row]
+    rig.expect_taken_in(batch, taken)
     for cache in rig.caches:
         slots, rows = batch.slots[cache.spec.group], batch.rows[cache.name]
         for slot, row in zip(slots, moved(batch, paths), strict=True):

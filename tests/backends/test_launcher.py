@@ -7,6 +7,7 @@ import inspect
 import attrs
 import pytest
 import torch
+from kvtxn.backends.launching import launch_cache
 from kvtxn.backends.move_rows.acceptance import acceptance_arg
 from kvtxn.backends.move_rows.kernel import move_rows
 from kvtxn.backends.move_rows.launch import MovePlan
@@ -125,3 +126,26 @@ def test_ids_say_where_nothing_is(kernel, facts):
     for placeholder, vocabulary in ((-1, None), (-1, 9), (0, 9)):
         make(facts, accepted=SampledIds(ids, placeholder, vocabulary))
     assert (kernel.ordinary, kernel.again) == (3, 0)
+
+
+def test_launches_are_bounded_in_bytes(kernel, facts):
+    """Those that were added first are looked up again; tensors that they keep alive count."""
+    make(facts)
+    launches = facts["launcher"]._launches
+    one = launches.nbytes
+    assert one > launch_cache.LAUNCH_BYTES
+    launches.most_bytes = 3 * one
+    for _ in range(5):
+        make(facts, layout=RowLayout.build((2, 1), (1, 1), DEVICE))
+    assert (len(launches), launches.nbytes) == (3, 3 * one)
+    before = kernel.ordinary
+    make(facts)
+    assert kernel.ordinary == before + 1
+
+
+def test_a_launch_beyond_the_bound_is_kept_alone():
+    """Else it would be prepared for each step."""
+    launches = launch_cache.LaunchCache(1)
+    launches.add("first", 1, [])
+    launches.add("second", 2, [torch.zeros(8)])
+    assert (launches.get("first"), launches.get("second"), len(launches)) == (None, 2, 1)

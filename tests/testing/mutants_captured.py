@@ -357,8 +357,8 @@ def hides_settled_rows_at_an_abort() -> Any:
 def writes_settled_rows_again() -> Any:
     """After a fallback it also writes the rows that the forward wrote, from places never filled."""
 
-    def fill(self: SharedPlaces, txn: Txn) -> None:
-        real(self, txn)
+    def fill(self: SharedPlaces, txn: Txn, *, saved: bool) -> None:
+        real(self, txn, saved=saved)
         txn.drafts_alone = False
 
     real = SharedPlaces.fill

@@ -18,6 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..layers import LayerRef
 from ..recurrent import GatedDelta, Mamba2, Recurrence, ShortConv
 from .caches import GUARD, noise
 from .number_formats import FORMATS, NumberFormat
@@ -84,6 +85,7 @@ class ReplayedSpec:
     states: tuple[StateSpec, ...]
     group: str = "state"
     num_states: int = 9
+    kind: str = attrs.field(default="replayed", init=False)
 
 
 def float32(value: float) -> float:
@@ -156,9 +158,11 @@ class StateMemory:
         for place, word in zip(self.places(slot), words, strict=True):
             self.truth[place] = word
 
-    def impose(self) -> None:
-        """Write the expected words into the memory, for tests that make up a past."""
-        self.memory.copy_(torch.tensor(self.truth, dtype=self.memory.dtype))
+    def make_up(self, slot: int, words: Sequence[int]) -> None:
+        """Write the words of a state into the memory as well, for tests that make up a past."""
+        self.write(slot, words)
+        values = torch.tensor(words, dtype=self.memory.dtype).to(self.memory.device)
+        self.memory[torch.tensor(self.places(slot)).to(self.memory.device)] = values
 
     def parts_of(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Bring staged tensors to the host, as ``take_in`` reads them.
@@ -220,3 +224,101 @@ def _rank_one(spec: StateSpec, state: list[float], row: Sequence[Tensor]) -> lis
             fresh, wanted = float(values[head, value]), float(keys[shared, key])
         after.append(float32(float32(state[number] * decay) + float32(fresh * wanted)))
     return after
+
+
+@attrs.frozen(eq=False)
+class ReplayedLayer:
+    """A replayed layer under test.
+
+    Attributes:
+        spec: the description of the layer.
+        ref: the ``LayerRef`` for the library.
+        memories: one for each state.
+    """
+
+    spec: ReplayedSpec
+    ref: LayerRef
+    memories: tuple[StateMemory, ...]
+
+    @classmethod
+    def build(
+        cls, name: str, spec: ReplayedSpec, device: torch.device, rng: random.Random
+    ) -> ReplayedLayer:
+        """Make a layer whose states are noise."""
+        memories = tuple(
+            StateMemory.build(state, spec.num_states, device, rng) for state in spec.states
+        )
+        ref = LayerRef.recurrent(
+            name,
+            *(memory.view() for memory in memories),
+            replay=[state.recurrence(device) for state in spec.states],
+            group=spec.group,
+        )
+        return cls(spec, ref, memories)
+
+    def begin(self, slots: Sequence[int], rng: random.Random) -> None:
+        """Fill the states of requests with numbers, as a prefill does."""
+        for memory, slot in product(self.memories, slots):
+            size = math.prod(memory.spec.shape)
+            numbers = [float32(rng.gauss(0, 1)) for _ in range(size)]
+            memory.make_up(slot, [word_of(number, memory.spec.fmt) for number in numbers])
+
+    def end(self, slots: Sequence[int], rng: random.Random) -> None:
+        """Fill the states of ended requests with noise, NaN included."""
+        for memory, slot in product(self.memories, slots):
+            size = math.prod(memory.spec.shape)
+            memory.make_up(slot, noise(size, memory.spec.fmt.word, rng).tolist())
+
+    def draw(
+        self, real: Sequence[bool], device: torch.device, rng: random.Random
+    ) -> tuple[Tensor, ...]:
+        """Draw numbers for each part of the rows to stage; NaN in rows that are not real."""
+        tensors = []
+        for part in self.ref.given:
+            count = len(real) * math.prod(part.row_shape)
+            positive = part.part in ("decay", "dt")
+            values = [rng.random() if positive else rng.gauss(0, 1) for _ in range(count)]
+            tensor = torch.tensor(values).view(len(real), *part.row_shape).to(part.format.dtype)
+            tensor[[not each for each in real]] = math.nan
+            tensors.append(tensor.to(device))
+        return tuple(tensors)
+
+    def take_in(
+        self,
+        slots: Sequence[int],
+        parts: Sequence[Tensor],
+        rows: Sequence[Sequence[int]],
+        crossings: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """Expect states that took in these rows of a window.
+
+        Args:
+            slots: the slot of each request's state.
+            parts: the tensors that were staged.
+            rows: the rows that each request's state takes in.
+            crossings: the boundary and the slot beyond of each request.
+        """
+        given = iter(parts)
+        bounds = crossings or ([0] * len(rows), [-1] * len(rows))
+        for memory, recurrence, state in zip(
+            self.memories, self.ref.replay, self.ref.states, strict=True
+        ):
+            own = memory.parts_of([next(given) for _ in recurrence.given(state)])
+            for slot, taken, bound in zip(slots, rows, zip(*bounds, strict=True), strict=True):
+                memory.take_in(slot, [[part[row] for part in own] for row in taken], *bound)
+
+    def differences(self) -> list[str]:
+        """Describe each memory that differs; an empty list passes."""
+        found = []
+        for number, memory in enumerate(self.memories):
+            pairs = enumerate(zip(memory.memory.tolist(), memory.truth, strict=True))
+            wrong = {place for place, (now, wanted) in pairs if now != wanted}
+            if wrong:
+                slots = [s for s in range(memory.num_states) if wrong & {*memory.places(s)}]
+                inside = {place for slot in slots for place in memory.places(slot)}
+                found.append(
+                    f"{self.ref.name}, state {number} ({memory.spec.family}, "
+                    f"{memory.spec.fmt.name}, {memory.spec.layout}): {len(wrong)} words differ, "
+                    f"in slots {slots}, {len(wrong - inside)} in gaps or guard pages"
+                )
+        return found

@@ -1,21 +1,28 @@
-"""Executors that are wrong about replayed states, and right about everything else."""
+"""Executors that are wrong about replayed states, and right about everything else.
+
+``CORE_CAUGHT_BY`` has defects of the library's own windows over them.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import mock
 
 import attrs
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
+from kvtxn import recovery
+from kvtxn.captured.launches import CapturedPlaces
+from kvtxn.captured.shared import SharedPlaces
+from kvtxn.captured.windows import CapturedWindows
 from kvtxn.executor import Capabilities, StagedLayer, Txn
+from kvtxn.lifecycle import Lifecycle
 from kvtxn.recurrent import replay
 from kvtxn.row_io import read, select, write
-
-
-class Sound(TorchExecutor):
-    """Nothing is wrong with it."""
+from kvtxn.states import Event
 
 
 class TakesRejectedRowsIn(TorchExecutor):
@@ -214,12 +221,48 @@ class DeniesReplay(TorchExecutor):
     )
 
 
+class CommitsRowsAlone(TorchExecutor):
+    """Commits the rows of a captured window, and no state."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        moved = self.moved
+        if txn.drafts_alone:
+            self.moved = tuple(ref for ref in moved if not ref.states)
+        super().commit(txn, accepted)
+        self.moved = moved
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        if not (txn.drafts_alone and layer.ref.states):
+            super().stage(txn, layer)
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        if not txn.drafts_alone:
+            super().advance(txn, accepted)
+
+
+class SelectsCapturedStatesAlone(TorchExecutor):
+    """Commits the rows of a captured window and selects states, but replays none."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        if not txn.drafts_alone:
+            super().advance(txn, accepted)
+
+
+class TakesOneCapturedRowTooFew(TorchExecutor):
+    """Takes the last kept draft of a captured window for the bonus token."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        if txn.drafts_alone and accepted.dtype is not torch.bool:
+            accepted = (accepted - 1).clamp(min=0)
+        super().advance(txn, accepted)
+
+
 #: The defect, and the test of the kit that must go red for it.
 CAUGHT: dict[type[TorchExecutor], str] = {
     TakesRejectedRowsIn: "test_replayed_states",
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
-    TakesSettledRowsInEarly: "test_an_abort_keeps_the_states",
+    TakesSettledRowsInEarly: "test_abort_evicts_nothing",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
     RoundsAfterEachRow: "test_every_accepted_count",
@@ -235,5 +278,95 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     KnowsNoBoundary: "test_every_way_across",
     CrossesOneRowEarly: "test_every_way_across",
     CrossesAtTheBoundary: "test_every_way_across",
-    DeniesReplay: "test_denied_replay",
+    DeniesReplay: "test_denied_kinds",
+    CommitsRowsAlone: "test_steps_are_exact",
+    SelectsCapturedStatesAlone: "test_steps_are_exact",
+    TakesOneCapturedRowTooFew: "test_steps_are_exact",
+}
+
+
+# -- defects of the library's own repairs -------------------------------------------------
+
+
+def copies_no_state() -> Any:
+    """A failed commit has no copies of the states from before it."""
+    return mock.patch.object(replay, "read_states", return_value={})
+
+
+def takes_rows_in_again() -> Any:
+    """A repair does not ask whether the executor has advanced the states."""
+
+    def finish(txn: Txn, accepted: Tensor) -> None:
+        txn.advanced, txn.states_before = False, {}
+        real(txn, accepted)
+
+    real = replay.finish
+    return mock.patch.object(replay, "finish", finish)
+
+
+def finishes_no_state() -> Any:
+    """A repair leaves states that did not advance as they are."""
+    return mock.patch.object(replay, "finish", return_value=None)
+
+
+def puts_no_state_back() -> Any:
+    """An error leaves the states that have advanced."""
+    return mock.patch.object(replay, "put_back", return_value=None)
+
+
+def takes_settled_rows_in_at_an_abort() -> Any:
+    """An abort advances the states that were staged by their settled rows."""
+
+    def finish(self: Lifecycle, event: Event, accepted: Any = None) -> None:
+        if event is Event.ABORT and self.txn is not None:
+            none = torch.zeros(self.txn.layout.num_requests, dtype=torch.int64)
+            replay.advance(self.txn, none)
+        real(self, event, accepted)
+
+    real = Lifecycle.finish
+    return mock.patch.object(Lifecycle, "finish", finish)
+
+
+def prepares_launches_that_know_no_state() -> Any:
+    """Windows over a captured forward with states are committed by launches for rows."""
+
+    def made(
+        self: CapturedWindows, context: Any, turn: Any, slots: Tensor, *rest: Any, **more: Any
+    ):
+        real(self, context, turn, slots, *rest, **more)
+        places = CapturedPlaces(
+            policy=context.policy, slots=slots, rows=self.rows, counters=self.counters
+        )
+        self._launches = context.executor.captured_launches(places)
+
+    real = CapturedWindows.__init__
+    return mock.patch.object(CapturedWindows, "__init__", made)
+
+
+def saves_no_ring() -> Any:
+    """Where no draft was marked, rejected rows that the forward wrote stay in the rings."""
+    return mock.patch.object(recovery, "save_rings", return_value=None)
+
+
+def drops_states_of_a_failed_begin() -> Any:
+    """Where no draft was marked, no row of a state waits for the commit."""
+
+    def fill(self: SharedPlaces, txn: Txn, **more: Any) -> None:
+        real(self, txn, **more)
+        self.stored = lambda num_rows: {}
+
+    real = SharedPlaces.fill
+    return mock.patch.object(SharedPlaces, "fill", fill)
+
+
+#: Defects of the library, whose executor is sound, and the test that must go red.
+CORE_CAUGHT_BY: dict[Callable[[], Any], str] = {
+    copies_no_state: "test_a_fallback_evicts_nothing",
+    takes_rows_in_again: "test_a_fallback_evicts_nothing",
+    finishes_no_state: "test_a_fallback_evicts_nothing",
+    puts_no_state_back: "test_an_error_leaves_whole_states",
+    takes_settled_rows_in_at_an_abort: "test_the_body_raises",
+    prepares_launches_that_know_no_state: "test_steps_are_exact",
+    saves_no_ring: "test_a_failing_step_loses_nothing",
+    drops_states_of_a_failed_begin: "test_a_failing_step_loses_nothing",
 }

@@ -20,48 +20,50 @@ from ..manager import TransactionManager
 from ..recurrent import GatedDelta, Mamba2, ShortConv
 from .caches import noise
 from .kit import Kit, KitBase
-from .promise_replay import EVERY, replay_rig
+from .mixed_layers import need_kinds
+from .promise_states import GROUPS, state_rig
 
 _HEADS, _KEY_HEADS, _VALUES, _KEYS, _WIDTH, _STATES = 4, 2, 3, 6, 4, 6
 
 
-class ReplayRuns(KitBase):
+class StateRuns(KitBase):
     """Histories of windows: requests that come and go, and the same run without rejected rows."""
 
     def test_requests_that_come_and_go(self, kit: Kit) -> None:
         """Run sixteen windows; a free state holds NaN, and the next request starts anew."""
-        rig = replay_rig(kit)
+        rig = state_rig(kit)
         rng = random.Random(7)
         running: list[dict[str, int]] = []
         for step in range(16):
             running = [request for request in running if rng.random() < 0.8]
-            for group in ("state", "kda"):
+            for group in GROUPS:
                 rig.end_requests(group, sorted(rig.held[group] - {r[group] for r in running}))
             while len(running) < 3 and rng.random() < 0.7:
                 fresh = {}
-                for group in ("state", "kda"):
+                for group in GROUPS:
                     fresh[group] = rng.choice(sorted({*range(9)} - rig.held[group]))
                     rig.begin_requests(group, [fresh[group]])
                 running.append(fresh)
             rng.shuffle(running)
             shape = [rng.randint(0, 2) for _ in running], [rng.randint(0, 3) for _ in running]
-            slots = {g: [request[g] for request in running] for g in ("state", "kda")}
-            batch = rig.batch(shape, slots=slots)
+            states = {g: [request[g] for request in running] for g in GROUPS}
+            counts = [rng.randint(0, most) for most in shape[1]]
+            batch = rig.batch(shape, counts=counts, states=states)
             with rig.open(batch) as window:
                 rig.stage(window, batch)
                 if rng.random() < 0.2:
                     window.abort()
-                    rig.expect_staged(batch)
+                    rig.expect_aborted(batch)
                 else:
-                    window.commit(rig.accepted(batch.counts))
-                    rig.expect_ended(batch)
+                    window.commit(rig.accepted(counts))
+                    rig.expect_committed(batch, batch.kept(counts))
             rig.check(f"window {step}")
 
     @pytest.mark.parametrize("fmt", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("family", ["gated_delta", "kda", "mamba2", "short_conv"])
     def test_a_run_of_the_kept_rows_alone(self, kit: Kit, family: str, fmt: torch.dtype) -> None:
         """States and kept rows' outputs agree bit for bit with a run of only the kept rows."""
-        replay_rig(kit, EVERY[:1])  # skips the test if the executor replays nothing
+        need_kinds(kit, "recurrent", "replayed")
         with_drafts, kept_only = (_Model(kit, family, fmt) for _ in range(2))
         rng = random.Random(3)
         slots = [4, 1, 2]
@@ -86,7 +88,7 @@ class ReplayRuns(KitBase):
     @pytest.mark.parametrize("family", ["gated_delta", "kda", "mamba2", "short_conv"])
     def test_one_window_or_many(self, kit: Kit, family: str) -> None:
         """Windows do not round a float32 state: one window or one per row gives the same state."""
-        replay_rig(kit, EVERY[:1])
+        need_kinds(kit, "recurrent", "replayed")
         together, apart = (_Model(kit, family, torch.float32) for _ in range(2))
         rows = together.rows(5, random.Random(1))
         whole = together.window([3], [1], [4], rows, [4])

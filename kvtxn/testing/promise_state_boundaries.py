@@ -11,17 +11,17 @@ from typing import Final
 import attrs
 import pytest
 
+from .batches import Batch
 from .faults import MOMENTS, InjectedFault
 from .kit import Kit, KitBase
-from .promise_replay import EVERY, replay_rig
-from .promise_replay_faults import faulty_replay_rig
-from .replay_rig import ReplayBatch, ReplayRig
+from .mixed_layers import need_kinds
+from .promise_states import EVERY, GROUPS, state_rig
+from .rig import Rig
 
-_GROUPS: Final = ("state", "kda")
 _ROWS: Final = ("kvtxn_rows_staged_total", "kvtxn_rows_committed_total")
 
 
-class ReplayBoundaries(KitBase):
+class StateBoundaries(KitBase):
     """States at the boundaries of blocks, and the states with which requests continue."""
 
     @pytest.mark.parametrize("settled", [0, 1, 2])
@@ -29,74 +29,66 @@ class ReplayBoundaries(KitBase):
     def test_every_way_across(self, kit: Kit, boundary: int, settled: int) -> None:
         """States are exact before, at and beyond the boundary, for every number of drafts."""
         for padding in (0.0, 0.4):
-            rig = replay_rig(kit)
-            shape = ([settled] * 4, [3] * 4)
-            batch = _crossing(rig, rig.batch(shape, [0, 1, 2, 3], padding=padding), [boundary] * 4)
-            rig.run(batch)
-            rig.expect_ended(batch)
-            rig.check(f"boundary after {boundary} rows, {settled} settled")
+            rig = state_rig(kit)
+            batch = rig.batch(([settled] * 4, [3] * 4), counts=[0, 1, 2, 3], padding=padding)
+            batch = _crossing(rig, batch, [boundary] * 4)
+            _exact(rig, batch, [0, 1, 2, 3], f"boundary after {boundary} rows, {settled} settled")
 
     def test_requests_that_begin_from_one_state(self, kit: Kit) -> None:
         """Requests that only read a state may share it; each continues in a slot of its own."""
-        rig = replay_rig(kit)
-        slots = {group: [2, 2, 5, 2] for group in _GROUPS}
-        for group in _GROUPS:
+        rig = state_rig(kit)
+        for group in GROUPS:
             rig.begin_requests(group, [2, 5])
-        batch = rig.batch(([1, 1, 1, 0], [3, 2, 2, 2]), [3, 0, 1, 0], slots=slots)
+        states = {group: [2, 2, 5, 2] for group in GROUPS}
+        batch = rig.batch(([1, 1, 1, 0], [3, 2, 2, 2]), counts=[3, 0, 1, 0], states=states)
         batch = _crossing(rig, batch, [0, 0, 2, 0], without=[2])
-        rig.run(batch)
-        rig.expect_ended(batch)
-        rig.check("begun from one state")
+        _exact(rig, batch, [3, 0, 1, 0], "begun from one state")
         staged, committed = (rig.manager.metrics.snapshot()[name] for name in _ROWS)
         assert (staged, committed) == (9, 4)
 
     def test_some_requests_have_no_boundary(self, kit: Kit) -> None:
         """Requests may have different boundaries or none; the next window continues."""
-        rig = replay_rig(kit)
-        batch = rig.batch(((1, 1, 2), (3, 2, 0)), [3, 2, 0])
+        rig = state_rig(kit)
+        batch = rig.batch(((1, 1, 2), (3, 2, 0)), counts=[3, 2, 0], padding=0.0)
         batch = _crossing(rig, batch, [2, 1, 1], without=[1])
-        rig.run(batch)
-        rig.expect_ended(batch)
-        rig.check("the window that crosses")
+        _exact(rig, batch, [3, 2, 0], "the window that crosses")
         here, beyond = batch.states, batch.crossings
-        slots = {g: [beyond[g][1][0], here[g][1], beyond[g][1][2]] for g in _GROUPS}
-        after = rig.batch(((1, 0, 1), (2, 2, 1)), slots=slots)
-        rig.run(after)
-        rig.expect_ended(after)
-        rig.check("the window after it")
+        states = {g: [beyond[g][1][0], here[g][1], beyond[g][1][2]] for g in GROUPS}
+        after = rig.batch(((1, 0, 1), (2, 2, 1)), counts=[1, 2, 0], states=states)
+        _exact(rig, after, [1, 2, 0], "the window after it")
 
     def test_an_abort_crosses_nothing(self, kit: Kit) -> None:
         """An aborted window leaves both states, though its settled rows reach the boundary."""
-        rig = replay_rig(kit)
-        batch = _crossing(rig, rig.batch(((2, 1), (3, 3))), [1, 1])
+        rig = state_rig(kit)
+        batch = _crossing(rig, rig.batch(((2, 1), (3, 3)), padding=0.0), [1, 1])
         with rig.open(batch) as window:
             rig.stage(window, batch)
             window.abort()
-        rig.expect_staged(batch)
+        rig.expect_aborted(batch)
         rig.check("aborted")
 
     def test_boundaries_and_the_librarys_own_check(self, kit: Kit) -> None:
         """Debug mode compares both states of a request."""
-        rig = replay_rig(kit, debug=True)
-        batch = _crossing(rig, rig.batch(((1, 1), (3, 3)), [3, 0]), [2, 1])
-        rig.run(batch)
-        rig.expect_ended(batch)
-        rig.check("debug")
+        rig = state_rig(kit, debug=True)
+        batch = rig.batch(((1, 1), (3, 3)), counts=[3, 0], padding=0.0)
+        _exact(rig, _crossing(rig, batch, [2, 1]), [3, 0], "debug")
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     @pytest.mark.parametrize("when", MOMENTS)
     @pytest.mark.parametrize("at", ["advance", "commit"])
     def test_a_fault_at_a_boundary(self, kit: Kit, at: str, when: str, on_error: str) -> None:
         """After a fault both states are exact, or both unchanged."""
-        rig, faults = faulty_replay_rig(kit, on_error)
-        batch = _crossing(rig, rig.batch(((1, 1), (3, 3)), [3, 1]), [2, 2])
+        need_kinds(kit, "recurrent", "replayed")
+        rig, faults = kit.faulty_rig("deferred", EVERY, on_error=on_error)
+        batch = rig.batch(((1, 1), (3, 3)), counts=[3, 1], padding=0.0)
+        batch = _crossing(rig, batch, [2, 2])
         faults.arm(at, when)
         try:
-            rig.run(batch)
+            rig.run(batch, [3, 1])
         except InjectedFault:
-            rig.expect_staged(batch)
+            rig.expect_aborted(batch)
         else:
-            rig.expect_ended(batch)
+            rig.expect_committed(batch, batch.kept([3, 1]))
         assert faults.fired
         rig.check(f"{at} failed")
 
@@ -104,19 +96,27 @@ class ReplayBoundaries(KitBase):
         """If a slot beyond is outside its cache, known only on the device, nothing is written."""
         kit.need_cuda()
         for bad in (-2, 10**6, 2**33):
-            rig = replay_rig(kit)
-            batch = _crossing(rig, rig.batch(((0, 0), (2, 3)), [1, 2]), [1, 1])
+            rig = state_rig(kit)
+            batch = rig.batch(((0, 0), (2, 3)), counts=[1, 2], padding=0.0)
+            batch = _crossing(rig, batch, [1, 1])
             batch.crossings["state"][1][1] = bad
-            rig.run(batch)
+            rig.run(batch, [1, 2])
             rig.check(f"beyond {bad}")
 
 
+def _exact(rig: Rig, batch: Batch, counts: Sequence[int], when: str) -> None:
+    """Run a window, and compare."""
+    rig.run(batch, counts)
+    rig.expect_committed(batch, batch.kept(counts))
+    rig.check(when)
+
+
 def _crossing(
-    rig: ReplayRig, batch: ReplayBatch, boundary: Sequence[int], without: Sequence[int] = ()
-) -> ReplayBatch:
+    rig: Rig, batch: Batch, boundary: Sequence[int], without: Sequence[int] = ()
+) -> Batch:
     """Return the batch with boundaries, except for padding and requests in ``without``."""
     crossings = {}
-    for group in _GROUPS:
+    for group in GROUPS:
         free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})
         beyond = rig.rng.sample(free, len(boundary))
         padding = {request for request, slot in enumerate(batch.states[group]) if slot == -1}
