@@ -37,12 +37,10 @@ from typing import Any, Final
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
 
-import experts_in_torch  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from first_configs import take_first_configs  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_ties import CANDIDATES  # noqa: E402
-from merged_ranks import merged  # noqa: E402
 from state_judge import SCENARIOS, judgement, summary  # noqa: E402
 from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
 
@@ -91,8 +89,6 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     take_first_configs()
     model = write(job["model"], folder)
     settings = {"kvtxn": job["kvtxn"]} if job["kvtxn"] else {}
-    if job["model"] == "qwen3_next":
-        experts_in_torch.stand_in()
     options = options_of(job) | {"worker_extension_cls": watch_of(job)}
     drafter = options["speculative_config"].get("model")
     if drafter is not None:
@@ -122,6 +118,30 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         report["given_wrong_counts"] = sum(llm.collective_rpc("count_again"))
     report["counters"] = snapshots(llm)[0] if job["kvtxn"] else {}
     return report
+
+
+def merged(seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the ranks saw as one: digests side by side, numbers of states added up.
+
+    Args:
+        seen: by rank, what ``Watch.take`` returned.
+    """
+    first = seen[0]
+    if len(seen) == 1:
+        return first
+    digests = {
+        key: [part for each in seen for part in each["digests"].get(key, ())]
+        for key in first["digests"]
+    }
+    counts = dict(first["counts"])
+    for name in counts:
+        if "stray" in name or name.endswith("_changed"):
+            counts[name] = sum(each["counts"].get(name, 0) for each in seen)
+    recurred = {
+        name: (max if name == "worst" else sum)(each["recurred"][name] for each in seen)
+        for name in first["recurred"]
+    }
+    return {**first, "digests": digests, "counts": counts, "recurred": recurred}
 
 
 @contextmanager
