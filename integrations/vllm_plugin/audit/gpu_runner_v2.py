@@ -20,7 +20,6 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from .device_watch import DeviceWatch
 from .gpu_telling import TellingConnector, tell_metadata
 from .left_states import leave, new_state_reader
 from .opening import open_device_watch
@@ -42,7 +41,7 @@ class AuditedGpuRunnerV2(AuditedRunner):
         kvtxn_state_reader: reads the states of the runner's steps.
     """
 
-    kvtxn_audit: DeviceWatch | None
+    kvtxn_audit: Watch | None
     kvtxn_reader: audited_v2.StepReader
     kvtxn_requests: dict[str, audited_v2.Told]
     kvtxn_prepared: tuple[Any, Any] | None = None
@@ -146,12 +145,11 @@ def _change_v2(runner: AuditedGpuRunnerV2, scheduler_output: Foreign, watch: Wat
 
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
-    assert isinstance(watch, DeviceWatch)
     watch.step(partial(_read_v2, runner, watch, batch, prepared), _unknown)
 
 
 def _read_v2(
-    runner: AuditedGpuRunnerV2, watch: DeviceWatch, batch: Foreign, prepared: Foreign
+    runner: AuditedGpuRunnerV2, watch: Watch, batch: Foreign, prepared: Foreign
 ) -> tuple[Rows, States | None]:
     """Read the rows of the step that is about to run, and its states if any are watched."""
     rows = runner.kvtxn_reader.rows(batch, prepared)
@@ -163,8 +161,7 @@ def _read_v2(
 
 def _sampled_v2(runner: AuditedGpuRunnerV2, ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
     """Tell a watch what was sampled."""
-    assert isinstance(watch, DeviceWatch)
-    watch.sampled_on_device(num_sampled, ids)
+    watch.sampled(num_sampled, ids)
     leave(runner, watch)
 
 

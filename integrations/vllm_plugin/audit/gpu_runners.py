@@ -25,7 +25,6 @@ from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
-from .device_watch import DeviceWatch
 from .gpu_runner_v2 import AuditedGpuRunnerV2
 from .left_states import leave, new_state_reader
 from .memory import rest
@@ -49,7 +48,7 @@ class AuditedGpuRunnerV1(AuditedRunner):
             None where the device decides, or nothing is copied.
     """
 
-    kvtxn_audit: DeviceWatch | None
+    kvtxn_audit: Watch | None
     kvtxn_prepared: Any = None
     kvtxn_outputs: Tensor | None = None
     kvtxn_step_reader: audited_v1.StepReader
@@ -117,7 +116,6 @@ class AuditedGpuRunnerV1(AuditedRunner):
 
 def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that ``_prepare_inputs`` has prepared."""
-    assert isinstance(watch, DeviceWatch)
     if runner.kvtxn_copies is not None:
         for group, (source, target) in runner.kvtxn_copies.take().items():
             if source:
@@ -126,7 +124,7 @@ def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> Non
 
 
 def _read_v1(
-    runner: AuditedGpuRunnerV1, watch: DeviceWatch, prepared: Foreign
+    runner: AuditedGpuRunnerV1, watch: Watch, prepared: Foreign
 ) -> tuple[Rows, States | None]:
     """Read the rows of the step that is about to run, and its states if any are watched."""
     rows = runner.kvtxn_step_reader.rows(prepared)
@@ -138,8 +136,7 @@ def _read_v1(
 
 def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> None:
     """Tell a watch what was sampled."""
-    assert isinstance(watch, DeviceWatch)
-    watch.sampled_on_device(*runner.kvtxn_sampled_reader.sampled(output))
+    watch.sampled(*runner.kvtxn_sampled_reader.sampled(output))
     leave(runner, watch)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..internals import audited_states
-from .device_watch import DeviceWatch
+from .watch import Watch
 
 
-def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:
+def new_state_reader(runner: Any, watch: Watch) -> audited_states.DeviceStateReader:
     """Make a reader of the states that a watch compares."""
     return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
 
 
-def leave(runner: Any, watch: DeviceWatch) -> None:
+def leave(runner: Any, watch: Watch) -> None:
     """Tell a watch which states windows have committed."""
     last = runner.kvtxn_state_reader.take_last() if watch.states else None
     if last is None or not last.leaves or watch.under_way is None:

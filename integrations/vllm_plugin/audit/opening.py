@@ -22,7 +22,6 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
-from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
 from .runner import (
     AuditedRunner,
@@ -34,6 +33,7 @@ from .runner import (
     shared_key,
 )
 from .transfers import WatchedConnector, WatchedConnectorV1
+from .watch import Watch
 
 log = get_logger()
 
@@ -43,7 +43,7 @@ def open_device_watch(
     lacking: str | None,
     lines: int | None,
     mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> DeviceWatch | None:
+) -> Watch | None:
     """Open a ledger over a runner's new caches on a GPU.
 
     Args:
@@ -87,7 +87,7 @@ def open_device_watch(
     return watch
 
 
-def _follow_copies(runner: AuditedRunner, watch: DeviceWatch) -> None:
+def _follow_copies(runner: AuditedRunner, watch: Watch) -> None:
     """Let a watch follow the states that a runner copies between blocks."""
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
     if watch.kept_states and not carried_states.lacks_context(runner):
@@ -101,12 +101,10 @@ def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -
     runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
 
 
-def _new_watch(
-    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
-) -> DeviceWatch:
+def _new_watch(runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None) -> Watch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
-    watch = DeviceWatch(
+    watch = Watch(
         groups,
         audited.room(runner),
         runner.kvtxn_rank,
@@ -122,7 +120,7 @@ def _new_watch(
     return watch
 
 
-def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
+def _compare_bytes(runner: AuditedRunner, watch: Watch, facts: EngineFacts) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
@@ -152,7 +150,7 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
         say_without_bytes(runner, why, error)
 
 
-def _new_scrub(runner: AuditedRunner, watch: DeviceWatch, refs: list[LayerRef]) -> Scrub:
+def _new_scrub(runner: AuditedRunner, watch: Watch, refs: list[LayerRef]) -> Scrub:
     """Make the scrub of a watch; it poisons what is dead if the user asks for that.
 
     A drafter's own rows are not dead where the target's are, so engines that have such are left as

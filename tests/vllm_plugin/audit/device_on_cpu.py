@@ -22,6 +22,6 @@ class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1, CpuRunnerV1):
 
 
 def watch_as_on_a_gpu() -> None:
-    """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
+    """Let engines of this process that are built from now on be watched as on a GPU."""
     parts.CpuRunnerV1 = GpuWayRunnerV1
     parts.CpuLedger = lambda runner: Part()

@@ -16,8 +16,8 @@ from v2_rig import Rig
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.attach import hook_runner
-    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
+    from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 from kvtxn.integrations.vllm_plugin.audit import cpu_ledger
 from kvtxn.integrations.vllm_plugin.cpu import parts
@@ -72,7 +72,7 @@ def on_gpu(monkeypatch):
 
 
 def device_watch():
-    made = DeviceWatch(
+    made = Watch(
         {"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log",
         device=torch.device("cpu"), drafts=2,
     )  # fmt: skip
