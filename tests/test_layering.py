@@ -148,7 +148,6 @@ def test_long_files_say_why():
 SLICES = {
     "kvtxn.captured.saving.SavingWindow",
     "kvtxn.captured.shared.SharedPlaces",
-    "kvtxn.integrations.vllm_plugin.audit.watched_outputs.WatchedOutputs",
     "kvtxn.testing.audit_engine.SmallEngine",
     "kvtxn.testing.audit_telling.Telling",
 }

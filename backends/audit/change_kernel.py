@@ -11,11 +11,6 @@ Memory contract of ``change_books``:
   ``words``.
 - Every address is computed in int64.
 
-``take_record`` has one program per block that a record has room for. It reads the record of the
-step that comes, from memory of the host, and writes ``words`` as ``change_books`` does. Its first
-program writes lines at the address that the record has of their tensor. What lies in a part of
-another step is not used.
-
 ``put_numbers`` reads ``numbers``, perhaps from memory of the host, and writes ``target``.
 ``count_tokens`` reads ``ids`` and ``left_out``, and writes ``counts`` and ``kept``; each request's
 by a program of its own.
@@ -28,7 +23,6 @@ import triton.language as tl
 
 from ...audit import beginning, digest, violation
 from ...audit import books as book
-from . import next_step
 from .words import term
 
 LINE = tl.constexpr(beginning.LINE)
@@ -46,17 +40,6 @@ TOLD = tl.constexpr(book.TOLD)
 TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
-STEP = tl.constexpr(book.STEP)
-RECORDS = tl.constexpr(next_step.RECORDS)
-COLUMNS = tl.constexpr(next_step.COLUMNS)
-LINES = tl.constexpr(next_step.LINES)
-TARGET = tl.constexpr(next_step.TARGET)
-NUM_LINES = tl.constexpr(next_step.NUM_LINES)
-FIRST_LINE = tl.constexpr(next_step.FIRST_LINE)
-MOST_LINES = tl.constexpr(next_step.MOST_LINES)
-HANDED_OUT = tl.constexpr(next_step.HANDED_OUT)
-NUM_BLOCKS = tl.constexpr(next_step.COUNT)
-BLOCKS = tl.constexpr(next_step.BLOCKS)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 NOBODY = tl.constexpr(violation.NOBODY)
 
@@ -186,36 +169,6 @@ def change_books(
             line = tl.load(lines + released, mask=released < num_released, other=0)
             where = facts + SERIAL * num_lines + line
             tl.store(where, line * 0 + NOBODY, mask=released < num_released)
-
-
-@triton.jit
-def take_record(
-    records: tl.tensor, counters: tl.tensor, words: tl.tensor, TILE: tl.constexpr
-) -> None:
-    """Hand out the blocks of the step that is written next, and put its lines. Grid: (MOST,).
-
-    Args:
-        records: int64 ``[RECORDS, COLUMNS]``, see ``next_step``.
-        counters: int64 ``[NUM_COUNTERS]``.
-        words: int64 ``[num_words]``.
-        TILE: words at a time.
-    """
-    index = tl.program_id(0)
-    step = tl.load(counters + STEP) + 1
-    record = records + step % RECORDS * COLUMNS
-    block = record + BLOCKS + 2 * index
-    # No load waits for another one: each takes a way to the host and back.
-    of_step, number = tl.load(record + HANDED_OUT), tl.load(record + NUM_BLOCKS)
-    first, count = tl.load(block), tl.load(block + 1)
-    if index == 0:
-        at = tl.arange(0, MOST_LINES).to(tl.int64)
-        lines_of, lines = tl.load(record + LINES), tl.load(record + NUM_LINES)
-        target, line = tl.load(record + TARGET), tl.load(record + FIRST_LINE + at)
-        there = target.to(tl.pointer_type(tl.int64)) + at
-        lines = tl.where(lines_of == step, lines, 0)
-        tl.store(there, line, mask=at < lines)
-    if (of_step == step) & (index < number):
-        hand_out(words, first, count, TILE)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -12,7 +12,6 @@ from ...audit.step_input import OverBooks, StepInput
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel
 from .launches import Launches
-from .pending_changes import PendingChanges
 from .staging import Staging
 
 #: Sampled tokens that a program counts at a time.
@@ -23,15 +22,8 @@ class InputPasses(OverBooks, Protocol):
     """Passes that can put numbers in place, as ``TritonPasses`` has them."""
 
     @property
-    def pending(self) -> PendingChanges:
-        """The changes that wait for the next step."""
-
-    @property
     def staging(self) -> Staging:
         """Memory by which numbers come to the device."""
-
-    def settle(self) -> None:
-        """Launch what waits for the next step."""
 
     def put_numbers(self, target: Tensor, packed: Tensor) -> None:
         """Launch a copy of int64 ``[n]`` that the device can read into int ``[n]``."""
@@ -54,10 +46,6 @@ class TritonStepInput(StepInput):
         """Copy numbers of the host, as ``StepInput.put`` describes."""
         if not len(target):
             return
-        record = self._passes.pending.next
-        if record.lines:
-            self._passes.settle()
-        record.told += 1
         given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
         self._passes.put_numbers(target, self._passes.staging.put([given]))
 

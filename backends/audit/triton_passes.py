@@ -1,8 +1,7 @@
 """The passes as Triton kernels: one launch to write, one to check, one to resolve.
 
 A step of an engine with recurrent layers has one more, before it writes: states are read before
-they are written over. Where graphs of whole forwards begin with the first two, what the host says
-between two steps waits for the next graph, which begins with all three.
+they are written over.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from ...audit.violation import KIND_NUMBER
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
-from .graph_steps import TritonGraphSteps
 from .launches import Launches
-from .pending_changes import PendingChanges
 from .plan import Addresses, contiguous
 from .staging import Staging
 from .step_input import TritonStepInput
@@ -60,12 +57,10 @@ class TritonPasses(Passes):
 
     Attributes:
         splits: programs that share one request's rows of one group.
-        pending: what waits for the next step.
         staging: memory by which numbers come to the device.
     """
 
     name = "triton"
-    graph_steps = TritonGraphSteps
     step_input = TritonStepInput
     splits: ClassVar[int] = 8
 
@@ -83,10 +78,9 @@ class TritonPasses(Passes):
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
         self.staging: Final = Staging(device)
-        self.pending: Final = PendingChanges(books, self._key)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
-        self._writing: Final = Launches(write_kernel.write_rows, 6, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 5, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)
@@ -100,7 +94,6 @@ class TritonPasses(Passes):
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
-        self.settle()
         coming, given, numbers = change.coming, change.given, array("q")
         pieces: list[memoryview | Tensor] = [] if coming is None else [*coming.owns]
         if coming is not None:
@@ -109,44 +102,16 @@ class TritonPasses(Passes):
         for place, blocks in given:
             base, stride = place.base, place.stride
             numbers.extend([n for block in blocks for n in (base + block * stride, stride)])
-        handed = sum([len(blocks) for _, blocks in given])
+        handed, requests = sum([len(blocks) for _, blocks in given]), begun[1]
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))
-        packed = self.staging.put(pieces)
-        self._change(packed, *begun, handed, len(change.released), change.seals)
-
-    def _change(
-        self,
-        packed: Tensor,
-        tokens: int,
-        requests: int,
-        blocks: int,
-        released: int,
-        seals: Tensor | None,
-    ) -> None:
-        """Launch ``change_books``."""
-        books = self.books
-        columns, lines = self._sizes()[:2]
+        packed, seals, books = self.staging.put(pieces), change.seals, self.books
         arguments = (
             packed, self._key, books.own, books.facts, books.words, self._or_unread(seals),
-            tokens, requests, blocks, released, columns, lines, seals is not None, _TOKENS,
+            *begun, handed, len(change.released), *self._sizes()[:2], seals is not None, _TOKENS,
         )  # fmt: skip
         kind = seals is None, packed.data_ptr() % ALIGNED
-        self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind, _VARY)
-
-    def settle(self) -> None:
-        """Do what waits for the next step, as ``GraphSteps.settle`` describes."""
-        record = self.pending.next
-        record.told += 1
-        if record.resolves:
-            record.resolves = False
-            self.pending.resolve_last()
-        if record.blocks:
-            pairs, count = record.take()
-            self._change(pairs, 0, 0, count, 0, None)
-        if record.lines:
-            target, lines = record.take_lines()
-            self.put_numbers(target[: len(lines)], lines)
+        self._changing.launch((requests + handed + 1, 1, 1), arguments, kind, _VARY)
 
     def put_numbers(self, target: Tensor, packed: Tensor) -> None:
         """Launch ``put_numbers``."""
@@ -157,19 +122,10 @@ class TritonPasses(Passes):
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
-        self.settle()
-        self.pending.next.launched()
-        self.write_rows(step)
-        self.pending.written(step)
-
-    def write_rows(self, step: Step) -> None:
-        """Launch what notes the rows of a step."""
         if step.sources or step.told is not None:
             self._compare_states(step)
-        saves = self.pending.saves(step)
-        if self._writing.again(step, number=saves):
+        if self._writing.again(step):
             return
-        saved = self.pending.saved or (self._unread, self._unread)
         step = contiguous(step)
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
@@ -178,12 +134,12 @@ class TritonPasses(Passes):
             step.tokens, self._or_unread(step.drafts),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.owners, books.own, books.facts, books.journal, books.counters,
-            books.fingerprints, *saved, requests, step.num_rows,
-            *self._sizes()[:3], step.drafts is not None, step.positions is not None,
-            step.first is None, saves, self._num_groups, _ROWS,
+            books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
+            step.drafts is not None, step.positions is not None, step.first is None,
+            self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
-        self._writing.first(step, (requests, 1, 1), arguments, number=saves, recurs=recurs)
+        self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
         """Compare the states that a step continues, and its counts, before it writes."""
@@ -214,7 +170,6 @@ class TritonPasses(Passes):
 
     def inspect(self, stretch: Stretch) -> None:
         """Check a stretch of rows, as ``Passes.inspect`` describes."""
-        self.settle()
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
@@ -252,7 +207,6 @@ class TritonPasses(Passes):
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
-        self.settle()
         if not step.lines.shape[0]:
             step, accepted, sampled = self._padding, self._unread, None
         ids = None if sampled is None else sampled.contiguous()

@@ -12,7 +12,6 @@ Memory contract of ``write_rows``:
 - ``counters`` and ``fingerprints`` are added to atomically. The program that ends last moves the
   clock on, so that all others have read the old one. What publishes it is the end of the launch.
   It also takes ``OPENING``, to which the others have added, for ``OPEN``.
-- What ``resolve_last`` needs of a step is written where ``save_request`` says.
 - Every address is computed in int64. Padding and malformed requests (see ``kvtxn.audit.Step``)
   write empty journal entries alone; the latter are counted. Whatever the tensors of a step hold,
   no address lies outside: rows are below ``num_rows``, lines below ``num_lines``, positions below
@@ -28,7 +27,6 @@ from ...audit import books as book
 from ...audit import group_lines, passes
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, place_of, rows_of
-from .resolve_kernel import save_request
 from .words import EMBEDDED, MAX_POSITION, PLAIN, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
@@ -134,8 +132,6 @@ def write_rows(
     journal: tl.tensor,
     counters: tl.tensor,
     fingerprints: tl.tensor,
-    saved: tl.tensor,
-    saved_rows: tl.tensor,
     num_requests: tl.int64,
     num_rows: tl.int64,
     own_stride: tl.int64,
@@ -144,7 +140,6 @@ def write_rows(
     DRAFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
     FILLS: tl.constexpr,
-    SAVES: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -167,8 +162,6 @@ def write_rows(
         journal: int64 ``[journal_size, PLACES + GROUPS]``.
         counters: int64 ``[NUM_COUNTERS]``.
         fingerprints: int64 ``[FINGERPRINTS, GROUPS]``.
-        saved: as for ``save_request``; untouched unless ``SAVES``.
-        saved_rows: likewise.
         num_requests: requests, padding included.
         num_rows: rows for which ``tokens`` and all ``slots`` have room.
         own_stride: columns of ``own``.
@@ -177,7 +170,6 @@ def write_rows(
         DRAFTS: some request has drafts.
         POSITIONS: rows are noted as computed for ``positions``.
         FILLS: ``first_position`` is that of the books, and is filled from ``positions`` at first.
-        SAVES: ``resolve_last`` may resolve the step.
         GROUPS: number of groups.
         TILE: rows at a time.
     """
@@ -191,11 +183,6 @@ def write_rows(
     line, start, first, count, admitted, skipped, refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    if SAVES:
-        save_request(
-            index, line, start, first, count, tokens, drafts, slots, groups, saved, saved_rows,
-            DRAFTS, GROUPS,
-        )  # fmt: skip
     count = tl.where(admitted, count, 0)
     digests = own + line * own_stride
     fact = facts + line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..errors import ConfigError, WindowStateError
+from ..errors import ConfigError
 from ..metrics import Family
 from . import books as book
 from .books import Books
@@ -86,35 +86,18 @@ class Findings:
         """Tell whether a copy that has arrived counts violations that were not taken yet."""
         return bool(self._unread) or (self._is_of_now(glance) and glance.found > self._read)
 
-    def glance(
-        self, spare: Glance | None = None, *, prints: bool = True, steps: int | None = None
-    ) -> Glance:
+    def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
         """Begin to copy the counters to the host, without waiting.
 
         Args:
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
-            steps: the number of steps that were launched so far; None if it is not known.
         """
         if spare is None:
-            return Glance.of(self._books, self._restarts, prints=prints, steps=steps)
+            return Glance.of(self._books, self._restarts, prints=prints)
         _require_glance("glance", spare)
-        spare.renew(self._books, self._restarts, steps)
+        spare.renew(self._books, self._restarts)
         return spare
-
-    def require_all_steps(self, glance: Glance) -> None:
-        """Refuse a copy that has arrived if the device counts other steps than the host.
-
-        Raises:
-            WindowStateError: graphs were replayed of which the ledger was not told, or it was told
-                of replays that were not made. Blocks that were handed out by them were not.
-        """
-        if self._is_of_now(glance) and not glance.has_all_steps:
-            raise WindowStateError(
-                "glance", "the device has written other steps than the ledger was told of",
-                expected=f"{glance.steps} steps", got=int(glance.counters[book.STEP]),
-                hint="call replayed once before each replay of a graph with launch_step",
-            )  # fmt: skip
 
     def _is_of_now(self, glance: Glance) -> bool:
         """Tell whether the ledger was not restarted since a copy was begun."""

@@ -23,44 +23,37 @@ class Glance:
             if they were not asked for.
         copied: on a GPU, the event after the copies; None elsewhere.
         restarts: the number of restarts of the ledger before the copy.
-        steps: the number of steps that were launched before the copy, as the host counts them; None
-            if it does not.
     """
 
     counters: Tensor
     fingerprints: Tensor | None
     copied: torch.cuda.Event | None
     restarts: int
-    steps: int | None = None
 
     @classmethod
-    def of(
-        cls, books: Books, restarts: int, *, prints: bool = True, steps: int | None = None
-    ) -> Glance:
+    def of(cls, books: Books, restarts: int, *, prints: bool = True) -> Glance:
         """Begin to copy a ledger's counters; on a GPU this does not wait for it.
 
         Args:
             books: the ledger's books.
             restarts: the number of restarts of the ledger so far.
             prints: copy the fingerprints, too.
-            steps: see the attribute.
         """
         on_gpu = books.counters.is_cuda
         own = _on_host(books.fingerprints) if prints else None
         event = torch.cuda.Event() if on_gpu else None
         glance = cls(_on_host(books.counters), own, event, restarts)
-        glance.renew(books, restarts, steps)
+        glance.renew(books, restarts)
         return glance
 
-    def renew(self, books: Books, restarts: int, steps: int | None = None) -> None:
+    def renew(self, books: Books, restarts: int) -> None:
         """Begin to copy the same anew, into the same memory; the copy before must have arrived.
 
         Args:
             books: as for ``of``.
             restarts: as for ``of``.
-            steps: as for ``of``.
         """
-        self.restarts, self.steps = restarts, steps
+        self.restarts = restarts
         self.counters.copy_(books.counters, non_blocking=True)
         if self.fingerprints is not None:
             self.fingerprints.copy_(books.fingerprints, non_blocking=True)
@@ -76,11 +69,6 @@ class Glance:
         """Wait until the copies have arrived."""
         if self.copied is not None:
             self.copied.synchronize()
-
-    @property
-    def has_all_steps(self) -> bool:
-        """False if the device counts other steps than the host; read it once ``ready``."""
-        return self.steps is None or self.steps == int(self.counters[book.STEP])
 
     @property
     def found(self) -> int:

@@ -19,7 +19,6 @@ from .byte_books import ByteBooks
 from .digest import UNWRITTEN, Key
 from .findings import Findings
 from .glance import Glance
-from .graph_steps import LinesInPlace, NewBlocks, Repeat
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
 from .passes import Passes, Stretch
@@ -30,7 +29,6 @@ from .state_moves import StateMoves
 from .step import Step
 from .transfers import RowTransfers
 from .violation import NOBODY, Violation
-from .waiting_outcomes import WaitingOutcomes
 
 
 class Ledger:
@@ -96,15 +94,13 @@ class Ledger:
         self.device: Final = self.books.words.device
         self.groups: Final = tuple(place.group for place in self.books.layout.places.values())
         self.passes: Final = choose(backend, self.device)(self.books)
-        self.graphs: Final = self.passes.graph_steps(self.passes)
         self.input: Final = self.passes.step_input(self.passes)
         requests = Roster(max_requests)
-        self._state: Final = LedgerState(self.books, self.passes, self.graphs, self.input, requests)
+        self._state: Final = LedgerState(self.books, self.passes, self.input, requests)
         self._requests: Final = requests
         self._changes: Final = RequestChanges(self._state)
         self._transfers: Final = RowTransfers(self._state)
         self._states: Final = StateMoves(self._state)
-        self._outcomes: Final = WaitingOutcomes(self._state)
         self.findings: Final = Findings(self.books, self.groups, requests)
         self._checked: Step | None = None
         self._buffers: Final[WeakSet[Step]] = WeakSet()  # steps whose tensors were checked
@@ -113,7 +109,6 @@ class Ledger:
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""
-        self.graphs.settle()
         self._requests.clear()
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
@@ -133,12 +128,10 @@ class Ledger:
             self._state.bytes.seals.zero_()
             self._state.bytes.compared.zero_()
         self.findings.restart()
-        self.graphs.restart()
         self._parted = False
 
     def watch_bytes(self, books: ByteBooks) -> None:
         """Keep the books of a scrub up to date when blocks change hands."""
-        self.graphs.settle()
         self._state.bytes = books
 
     @property
@@ -277,7 +270,7 @@ class Ledger:
         """
         self.require("write", step)
         self.passes.write(step)
-        self._state.begin(step, unread=True)
+        self._state.begin(step)
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
@@ -319,7 +312,6 @@ class Ledger:
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
         *,
         besides: int = 0,
-        later: bool = False,
     ) -> None:
         """End the last step given to ``write``: mark the rows of rejected drafts.
 
@@ -335,7 +327,6 @@ class Ledger:
                 and a draft whose row was computed from another token than the one sampled counts
                 as rejected, with all drafts after it. What follows the next token is not read.
             besides: tokens that ``accepted`` counts beside drafts: 1 for counts of sampled tokens.
-            later: the tensors stay as they are until the next step, whose graph may resolve this.
 
         Raises:
             WindowStateError: no step was written, or the last one is resolved already.
@@ -348,11 +339,9 @@ class Ledger:
                 got="none", hint="call write first, and resolve each step once",
             )  # fmt: skip
         besides = arguments.tokens_besides("resolve", besides)
-        later = later and self._state.bytes is None and not self._state.later
-        if not (later and self.graphs.resolve(step, accepted, sampled, besides)):
-            counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
-            with self._state.as_written():
-                self.passes.resolve(step, counts, ids, besides)
+        counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
+        with self._state.as_written():
+            self.passes.resolve(step, counts, ids, besides)
         self._state.end()
 
     def take_back(self, step: Step) -> None:
@@ -364,7 +353,6 @@ class Ledger:
             ConfigError: as in ``write``.
         """
         self.require("take_back", step, after=True)
-        self.graphs.settle()
         self._state.unwrite(step)
         if step is self._state.step:
             self.books.counters[book.OPEN] = 0
@@ -393,129 +381,7 @@ class Ledger:
             step: the last step, after its ``resolve``.
         """
         self.require("kept", step, after=True)
-        self.graphs.settle()
         return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
-
-    # -- steps that captured graphs write ---------------------------------------------------
-
-    def launch_step(self, step: Step) -> None:
-        """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
-
-        A replay writes and checks what the step's tensors hold by then. If all lines of the step
-        are -1, it has no request and counts for none. Call this once before it is captured. The
-        step has to be kept for as long as the graph is replayed. Nobody else's calls are in
-        between, and the ledger is told of each replay by ``replayed``.
-
-        Raises:
-            ConfigError: as in ``write``.
-        """
-        self.require("launch_step", step)
-        self.graphs.launch(step)
-
-    def replayed(self, step: Step | None) -> None:
-        """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
-
-        Call it before the replay.
-
-        Args:
-            step: has the rows that the replay finds in the tensors that were captured, in tensors
-                of its own or in the same ones. Requests that the captured step has beyond these are
-                padding. None: the replay finds padding alone.
-
-        Raises:
-            ConfigError: as in ``write``.
-        """
-        if step is not None:
-            self.require("replayed", step)
-            self._state.begin(step, unread=False)
-        self.graphs.replayed(step)
-
-    def can_wait(self, accepted: Tensor, sampled: Tensor) -> bool:
-        """Tell whether the outcome of the last step can wait until the next one is known.
-
-        It is told by the call of ``repeat`` then or, before anything else, by
-        ``resolve_waiting``. Ask when the step's launches or replay were made.
-
-        Args:
-            accepted: as for ``resolve``.
-            sampled: likewise.
-        """
-        return self._outcomes.can_wait(accepted, sampled)
-
-    def resolve_waiting(self, accepted: Tensor, sampled: Tensor, besides: int) -> None:
-        """End the last step with an outcome that has waited, as ``resolve`` does.
-
-        Raises:
-            WindowStateError: ``can_wait`` did not say so, or something else came first. The step's
-                tensors may be another step's by now, so that the outcome cannot be told any more.
-        """
-        self._outcomes.resolve_waiting(accepted, sampled, besides)
-
-    def repeat(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        besides: int,
-        groups: Sequence[str | None],
-    ) -> Repeat | None:
-        """Return a call that ends the last step and begins one of the same layout.
-
-        Most steps of an engine have the requests and the numbers of drafts of the step before, and
-        are written by the same graph. The call stands for ``resolve``, ``change`` and ``replayed``:
-        three calls cost the host more than the work in them, as other code has run for milliseconds
-        since the last one.
-
-        Args:
-            step: the last step, as it was given to ``replayed``; its outcome can wait.
-            accepted: as for ``resolve``: the counts that the call is given first, or such ones.
-            sampled: likewise, the ids.
-            besides: as for ``resolve``.
-            groups: names of the groups by which the call is given blocks; None for one that the
-                ledger does not know.
-
-        Returns:
-            The call, ``Repeat.same``. It is given an outcome of that form, and, for each request
-            that gets blocks, its new ones by group. Where it is False the three calls have to be
-            made. After True the outcome of the step that begins can wait as well.
-            None if there is no such call for this step.
-
-        Raises:
-            ConfigError: a group is unknown.
-        """
-        return self._outcomes.repeat(step, accepted, sampled, besides, groups)
-
-    def repeat_fewer(
-        self,
-        repeat: Repeat,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        new_blocks: NewBlocks,
-        lines: LinesInPlace,
-    ) -> bool:
-        """End the last step, and begin one that lacks some of its requests, in one call.
-
-        Args:
-            repeat: what ``repeat`` returned.
-            step: the step that begins, in the buffers that the graph reads; it was given to
-                ``replayed`` before.
-            accepted: as for ``resolve``.
-            sampled: likewise.
-            new_blocks: for each request that gets blocks its new ones, by the groups of ``repeat``.
-            lines: the tensor in which the graph finds its requests' lines, and these lines.
-
-        Returns:
-            As for the call of ``repeat``.
-
-        Raises:
-            ConfigError: the step does not fit the ledger.
-        """
-        self.require("repeat_fewer", step)
-        if not repeat.fewer(step, accepted, sampled, new_blocks, lines):
-            return False
-        self._state.step = step
-        return True
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
         """Check a step: its tensors when it is first given, and on a CPU their values each time.
@@ -779,7 +645,7 @@ class Ledger:
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
-        return self.findings.glance(spare, prints=prints, steps=self.graphs.num_steps)
+        return self.findings.glance(spare, prints=prints)
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.

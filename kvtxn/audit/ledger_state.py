@@ -15,7 +15,6 @@ from . import books as book
 from .books import Books
 from .byte_books import ByteBooks
 from .digest import UNWRITTEN
-from .graph_steps import GraphSteps
 from .passes import Passes
 from .roster import Roster
 from .rows import Batch, ragged, word_at
@@ -37,18 +36,16 @@ class LedgerState:
     Attributes:
         books: the books.
         passes: the device code.
-        graphs: the steps around captured graphs.
         input: prepares an engine's numbers.
         requests: the admitted requests.
         bytes: the books of a scrub; None without one.
         step: the last step, until it is resolved.
-        unread: that step was written by ``write``, and not given to ``check`` yet.
+        unread: that step was not given to ``check`` yet.
         later: lines of requests that have begun since it was written.
     """
 
     books: Final[Books]
     passes: Final[Passes]
-    graphs: Final[GraphSteps]
     input: Final[StepInput]
     requests: Final[Roster]
     bytes: ByteBooks | None = None
@@ -66,9 +63,9 @@ class LedgerState:
         """The checksums that a scrub has sealed, int64 ``[num_words]``; None without a scrub."""
         return None if self.bytes is None else self.bytes.seals
 
-    def begin(self, step: Step, *, unread: bool) -> None:
+    def begin(self, step: Step) -> None:
         """Note the step under way; it has no later requests."""
-        self.step, self.unread = step, unread
+        self.step, self.unread = step, True
         self.later.clear()
 
     def end(self) -> None:

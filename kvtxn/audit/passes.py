@@ -14,7 +14,6 @@ from .books import Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
 from .changes import Change
-from .graph_steps import GraphSteps
 from .step import Step
 from .step_input import StepInput
 
@@ -61,13 +60,10 @@ class Passes(ABC):
         books: the books that the passes read and write.
 
     Attributes:
-        graph_steps: what the ledger does around captured graphs; made with the passes. A backend
-            for GPUs may have a class of its own.
-        step_input: prepares an engine's numbers; likewise.
+        step_input: the class that prepares an engine's numbers for these passes.
     """
 
     name: ClassVar[str]
-    graph_steps: ClassVar[type[GraphSteps]] = GraphSteps
     step_input: ClassVar[type[StepInput]] = StepInput
 
     def __init__(self, books: Books) -> None:

@@ -62,7 +62,6 @@ class StateMoves:
         tensors = {f"{name}, source": pair[0] for name, pair in pairs.items()}
         tensors |= {f"{name}, target": pair[1] for name, pair in pairs.items()}
         found = self._stacked("carry", tensors)
-        self._state.graphs.settle()
         one, other = found.chunk(2)
         copied = (one >= 0) & (one < groups.blocks) & (one != other)
         words = self._books.words[groups.base + torch.where(copied, one, 0) * groups.stride]
@@ -79,7 +78,6 @@ class StateMoves:
         told = {"lines": lines} if lengths is None else {"lines": lines, "lengths": lengths}
         stacked = self._stacked("leave", {**told, **given})
         found = stacked[len(told) :]
-        self._state.graphs.settle()
         known = (stacked[0] >= 0) & (stacked[0] < self._books.sizes.max_requests)
         line = torch.where(known, stacked[0], 0)
         serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)

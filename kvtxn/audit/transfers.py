@@ -55,7 +55,6 @@ class RowTransfers:
                 "copy", "source and target differ in length", expected=f"{len(given)} targets",
                 got=len(wanted), hint="name a target for each source; nothing was changed",
             )  # fmt: skip
-        self._state.graphs.settle()
         pool, there, here = self._pool(place), self._state.upload(wanted), self._state.upload(given)
         pool.index_copy_(0, there, pool.index_select(0, here))
         if self._state.bytes is not None:
@@ -124,7 +123,6 @@ class RowTransfers:
         )
         end = books.sizes.max_length + 1
         first = self._state.upload(checks.bounded("origins", "firsts", firsts, end))
-        self._state.graphs.settle()
         before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, writer].expand_as(first)
@@ -231,7 +229,6 @@ class RowTransfers:
         writers = self._bringer(line, end - first)
         if origin is not None:
             writers = self._storer(operation, origin, digests, end - first)
-        self._state.graphs.settle()
         where = self._words(place, table, first, end)
         books.words[where] = words
         if self._state.bytes is not None:

@@ -82,12 +82,10 @@ class TimedLedger(Ledger):
         super().check(step)
         self.seconds += time.perf_counter() - begin
 
-    def resolve(
-        self, accepted: Any, sampled: Any = None, *, besides: int = 0, later: bool = False
-    ) -> None:
+    def resolve(self, accepted: Any, sampled: Any = None, *, besides: int = 0) -> None:
         """Call ``Ledger.resolve``, and add its time to ``seconds``."""
         begin = time.perf_counter()
-        super().resolve(accepted, sampled, besides=besides, later=later)
+        super().resolve(accepted, sampled, besides=besides)
         self.seconds += time.perf_counter() - begin
 
 
