@@ -50,7 +50,7 @@ gpu-core:
 # Record another release's hook points, and list it as checked if the core of the grid passes there:
 # `make adopt VLLM=0.31.0 VENV=.venv-0.31.0`; CONTRIBUTING.md has every step.
 adopt: $(READY)
-	$(BIN)/python -m kvtxn.integrations.vllm_plugin.policy.record_release --checked cpu
+	$(BIN)/python -m kvtxn.integrations.vllm_plugin.policy.doctor.record_release --checked cpu
 
 # Faults that releases of vLLM were shipped with, found by `kvtxn audit`: integrations/FAULTS.md.
 faults:

@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from house import Source, circles, measure, slices
+from house import PLUGIN, Source, circles, measure, packages, slices
 
 import kvtxn
 
@@ -148,7 +148,6 @@ def test_long_files_say_why():
 SLICES = {
     "kvtxn.captured.saving.SavingWindow",
     "kvtxn.captured.shared.SharedPlaces",
-    "kvtxn.integrations.vllm_plugin.audit.watched_outputs.WatchedOutputs",
     "kvtxn.testing.audit_engine.SmallEngine",
     "kvtxn.testing.audit_telling.Telling",
 }
@@ -172,6 +171,32 @@ def test_an_adapter_is_one_class_that_knows_parts_alone():
         known = imports(source.files[source.module_of(name)])
         ours = {each for each in known if each.startswith("kvtxn.integrations.")}
         assert ours == {"kvtxn.integrations.serving.parts.Parts"}
+
+
+def test_the_packages_of_the_plug_in_import_inwards():
+    """None of them imports one that imports it, over others either."""
+    found = [each for each in circles(packages(Source(ROOT))) if PLUGIN in " ".join(each)]
+    assert found == []
+
+
+def test_parts_do_not_know_each_other():
+    """The list of parts knows them all; of the caches the ledger knows where rows lie."""
+    plugin = ROOT / "integrations" / "vllm_plugin"
+    below = "kvtxn.integrations.vllm_plugin"
+    known = {
+        path.relative_to(plugin).as_posix(): {
+            name.removeprefix(f"{below}.") for name in imports(path) if name.startswith(below)
+        }
+        for path in plugin.rglob("*.py")
+    }
+    for path, names in known.items():
+        if path.startswith("audit/"):
+            others = {name for name in names if name.startswith(("cpu.", "gpu."))}
+            assert others <= {"cpu.cache_layout", "gpu.cache_layout.layer_refs"}, path
+        if path.startswith(("cpu/", "gpu/")):
+            assert not {name for name in names if name.startswith("audit.")}, path
+    assert not {name for name in known["gpu/windows.py"] if name.startswith("gpu.states")}
+    assert not {name for name in known["gpu/states.py"] if name.startswith("gpu.windows")}
 
 
 BASE = "class Base:\n    def one(self): pass\n"

@@ -29,9 +29,7 @@ _TELL: Final = "kvtxn_tell"
 #: The watch's calls that come just before a forward: on a CPU, and on a GPU.
 _FORWARDS: Final = ("forward", "step")
 #: The watch's calls.
-_WATCHED: Final = (
-    *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "end_step"),
-)
+_WATCHED: Final = (*("change", *_FORWARDS, "came_out", "sampled", "ended", "end_step"),)
 
 
 def clock(worker: Any, on: bool) -> dict[str, float] | None:

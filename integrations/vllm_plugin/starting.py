@@ -20,8 +20,8 @@ from .internals import Foreign
 from .metrics.snapshots import unhook_clients
 from .policy import supported
 from .policy.asked import STOPS_THE_START, wants
+from .policy.doctor.moved import hook_gone
 from .policy.engine import EngineFacts
-from .policy.moved import hook_gone
 from .policy.release_rules import on_trial
 from .policy.rules import decide
 from .policy.settings import PluginSettings, is_audited, settings
@@ -93,7 +93,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
             it out; it stops the start, in the user's own process.
     """
     from .internals import config as engine_config
-    from .policy.fitting import check_fit
+    from .policy.doctor.fitting import check_fit
 
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
@@ -124,7 +124,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
     from .audit import memory
     from .internals import config as engine_config
     from .internals import workers
-    from .policy.fitting import bounded, check_fit
+    from .policy.doctor.fitting import bounded, check_fit
 
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())

@@ -209,7 +209,7 @@ class WatchOnGpu:
     def step(self):
         time.sleep(0.002)
 
-    def sampled_on_device(self):
+    def sampled(self):
         time.sleep(0.012)
 
     def ended(self):
@@ -229,7 +229,7 @@ class OnGpu(Telling):
         self.kvtxn_tell(lambda watch: watch.change())
         if forward:
             self.kvtxn_tell(lambda watch: watch.step())
-            self.kvtxn_tell(lambda watch: watch.sampled_on_device())
+            self.kvtxn_tell(lambda watch: watch.sampled())
             self.kvtxn_tell(WatchOnGpu.ended)
             self.kvtxn_audit.end_step()
 

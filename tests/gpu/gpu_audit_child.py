@@ -30,7 +30,7 @@ from planting import Rig
 from scenarios import Engine
 
 #: Methods of a watch that run in each step.
-IN_STEPS = ("change", "step", "sampled_on_device")
+IN_STEPS = ("change", "step", "sampled")
 
 
 class AuditWorker(gpu_oracle.Watch):

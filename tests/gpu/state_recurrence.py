@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from kvtxn.integrations.vllm_plugin.internals.replayed_delta import ReplayedDelta
-from kvtxn.integrations.vllm_plugin.internals.replayed_mamba2 import ReplayedMamba2
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import (
+    REPLAYED,
+    ReplayedDelta,
+    ReplayedMamba2,
+)
 from torch import Tensor
 
 #: How far a number of a state may be off, as a part of the state's largest number. In float32 a

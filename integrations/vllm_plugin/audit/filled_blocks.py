@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from ....audit import Ledger, RowGroup, Step, Stretch
 from ....audit.rows import first_of
-from ..internals.audited import Rows
+from ..internals.audited import Arrival
 from .published_blocks import not_left
 
 
@@ -18,30 +18,31 @@ class FilledBlocks:
 
     Args:
         ledger: the ledger, on a CPU.
-        groups: the groups, by name.
+        groups: the groups with a row per token.
     """
 
-    def __init__(self, ledger: Ledger, groups: Mapping[str, RowGroup]) -> None:
+    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup]) -> None:
         self._ledger: Final = ledger
         # By group and line, the position after the block that is filled next.
-        number = ledger.books.sizes.max_requests
+        number, groups = ledger.books.sizes.max_requests, [*groups]
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             zeros = [torch.zeros(number, dtype=torch.int64) for _ in groups]
-        self._next: Final = [*zip(groups.values(), zeros, strict=True)]
+        self._next: Final = [*zip(groups, zeros, strict=True)]
 
-    def begin(self, line: int, computed: int) -> None:
-        """Note how many positions of a request are computed: blocks before them are known."""
-        for group, ends in self._next:
-            ends[line] = (computed // group.block_size + 1) * group.block_size
+    def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines: blocks that are computed."""
+        for line, each in zip(lines, arrivals, strict=True):
+            for group, ends in self._next:
+                ends[line] = (each.computed // group.block_size + 1) * group.block_size
 
-    def publish(self, rows: Rows, step: Step) -> None:
+    def publish(self, step: Step) -> None:
         """Check the blocks that a step fills, since other requests may already find them."""
         at = first_of(self._ledger.books, step)
         for group, ends in self._next:
             if self._ledger.input.reaches(step, ends):
                 first = ends[step.lines] - group.block_size
-                settled = at + rows.starts.diff()
-                settled = settled if rows.drafts is None else settled - rows.drafts
+                settled = at + step.starts.diff()
+                settled = settled if step.drafts is None else settled - step.drafts
                 full = first.maximum(settled // group.block_size * group.block_size)
                 tables = {group.name: step.tables[group.name]}
                 begin = not_left(group, at, first)

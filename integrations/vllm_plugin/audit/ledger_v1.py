@@ -27,7 +27,6 @@ from ..internals import (
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..seam.hooked_runner import HookedRunner
-from .device_watch import DeviceWatch
 from .opening import join_stages, new_state_reader, open_device_watch, open_watch
 from .step_ends import end_step, fail_step, leave, take_back
 from .watch import Watch
@@ -215,7 +214,6 @@ class DeviceSteps:
 
     def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
-        assert isinstance(watch, DeviceWatch)
         if self._copies is not None:
             for group, (source, target) in self._copies.take().items():
                 if source:
@@ -232,6 +230,5 @@ class DeviceSteps:
 
     def tell_sampled(self, output: Any, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        assert isinstance(watch, DeviceWatch)
-        watch.sampled_on_device(*self._samples.sampled(output))
+        watch.sampled(*self._samples.sampled(output))
         leave(watch, self._states)

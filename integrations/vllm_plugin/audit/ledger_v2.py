@@ -25,7 +25,6 @@ from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..internals.class_swaps import follow, mix_in
 from ..seam.hooked_runner import HookedRunner
-from .device_watch import DeviceWatch
 from .opening import join_stages, new_state_reader, open_device_watch
 from .step_ends import end_step, fail_step, leave, take_back
 from .transfers import TransferWatch, WatchedConnectorV2
@@ -71,7 +70,7 @@ class LedgerV2(Part):
         """Open a ledger over new caches, or log why there is none."""
         self._runner.kvtxn_audit = join_stages(self._runner, self._open())
 
-    def _open(self) -> DeviceWatch | None:
+    def _open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         runner = self._runner
         self._requests, self._prepared, self._metadata = {}, None, None
@@ -185,7 +184,6 @@ class LedgerV2(Part):
 
     def _tell_forward(self, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
-        assert isinstance(watch, DeviceWatch)
         watch.step(partial(self._read, batch, prepared), _unknown)
 
     def _read(self, batch: Foreign, prepared: Foreign) -> tuple[Rows, States | None]:
@@ -197,8 +195,7 @@ class LedgerV2(Part):
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        assert isinstance(watch, DeviceWatch)
-        watch.sampled_on_device(counts, ids)
+        watch.sampled(counts, ids)
         leave(watch, self._states)
 
 

@@ -26,7 +26,6 @@ from ..internals import layers as attention_layers
 from ..policy.audit_rules import last_stage_only, no_bytes
 from ..policy.engine import EngineFacts
 from ..seam.hooked_runner import HookedRunner, stay_out
-from .device_watch import DeviceWatch
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .watch import Watch
 
@@ -75,7 +74,7 @@ def open_device_watch(
     lacking: str | None,
     lines: int | None,
     mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> DeviceWatch | None:
+) -> Watch | None:
     """Open a ledger over a runner's new caches on a GPU.
 
     Args:
@@ -119,16 +118,14 @@ def open_device_watch(
     return watch
 
 
-def new_state_reader(
-    runner: HookedRunner, watch: DeviceWatch
-) -> audited_states.DeviceStateReader | None:
+def new_state_reader(runner: HookedRunner, watch: Watch) -> audited_states.DeviceStateReader | None:
     """Make a reader of the states that a watch compares; None if it compares none."""
     if not watch.states:
         return None
     return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
 
 
-def _follow_copies(runner: HookedRunner, watch: DeviceWatch) -> None:
+def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
     """Let a watch follow the states that a runner copies between blocks."""
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
     if watch.kept_states and not carried_states.lacks_context(runner):
@@ -142,12 +139,10 @@ def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) ->
     runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
 
 
-def _new_watch(
-    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
-) -> DeviceWatch:
+def _new_watch(runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None) -> Watch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
-    watch = DeviceWatch(
+    watch = Watch(
         groups,
         audited.room(runner),
         runner.kvtxn_rank,
@@ -163,7 +158,7 @@ def _new_watch(
     return watch
 
 
-def _compare_bytes_on_device(runner: HookedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
+def _compare_bytes_on_device(runner: HookedRunner, watch: Watch, facts: EngineFacts) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
@@ -193,7 +188,7 @@ def _compare_bytes_on_device(runner: HookedRunner, watch: DeviceWatch, facts: En
         say_without_bytes(runner, why, error)
 
 
-def _new_scrub(runner: HookedRunner, watch: DeviceWatch, refs: list[LayerRef]) -> Scrub:
+def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scrub:
     """Make the scrub of a watch; it poisons what is dead if the user asks for that.
 
     A drafter's own rows are not dead where the target's are, so engines that have such are left as

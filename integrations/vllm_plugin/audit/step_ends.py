@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from ..internals import Foreign, audited_states, scheduling
 from ..seam.hooked_runner import HookedRunner
-from .device_watch import DeviceWatch
 from .found_violations import AuditError
 from .watch import Watch
 
@@ -51,7 +50,7 @@ def _sampling_failed(watch: Watch) -> None:
         watch.take_back()
 
 
-def leave(watch: DeviceWatch, reader: audited_states.DeviceStateReader | None) -> None:
+def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None:
     """Tell a watch which states windows have committed.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from ....audit import Ledger, Scrub, Step
+from .filled_blocks import FilledBlocks
 from .published_blocks import PublishedBlocks
 
 
@@ -15,7 +16,7 @@ def launch_all(
     groups: Collection[str],
     states: Collection[str],
     scrub: Scrub | None,
-    published: PublishedBlocks,
+    published: FilledBlocks | PublishedBlocks,
 ) -> None:
     """Launch every pass once, over a step of padding.
 

@@ -1,4 +1,10 @@
-"""``Watch``: tells a ledger, step by step, what vLLM's runner does."""
+"""``Watch``: tells a ledger, step by step, what vLLM's runner does.
+
+A GPU runs behind the host: it knows how many drafts were accepted, and so where each request
+stands, before the host does. There positions and counts stay on the device, no call in a step waits
+for it, and what it has found is read some steps later. A KV connector is the exception: a step in
+which it stores or loads blocks waits for their hashes.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +24,25 @@ from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
 from .found_violations import AuditError, FoundViolations
+from .late_counters import COPY_SOON, LateCounters
 from .left_out import leave_out
 from .line_buffer import LineBuffer
 from .new_in_step import admissions, fresh_blocks
+from .published_blocks import PublishedBlocks
 from .rank_agreement import RankAgreement, RankReport
+from .step_forms import StepForms
 from .transfers import TransferWatch
-from .watched_outputs import WatchedOutputs
+from .warming_up import launch_all
 
 log = get_logger()
 
-#: Forms of steps that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
-#: Steps between two meetings of the ranks where what one of them finds concerns all of them.
+#: Steps between two meetings of the ranks where what one of them finds concerns all of them; and
+#: where the device runs behind the host.
 _MEET: Final = {"contain": 1, "raise": 1}
-
-#: Pairs of a tensor of the runner's and the watch's own copy of it.
-Copies = Sequence[tuple[Tensor, Tensor]]
+_MEET_LATE: Final = {"contain": 1, "raise": COPY_SOON}
 
 
-class Watch(WatchedOutputs):
+class Watch:
     """A worker's ledger, told by the runner's hooks.
 
     Args:
@@ -45,10 +51,13 @@ class Watch(WatchedOutputs):
         rank: the worker's rank, for the log.
         on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
         states: the watched KV-cache groups of recurrent layers, by name.
-        record: keep the life of every slot, for ``recording``; it makes steps slow.
+        record: keep the life of every slot, for ``recording``; it makes steps slow, and each of
+            them wait for the device.
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
         device: of the runner's tensors.
+        drafts: the most drafts of a request in one step, where the device runs behind the host;
+            None where the host knows all numbers of a step, as on a CPU.
         lines: the most requests that the ledger knows at one time; None: the running ones and as
             many that wait.
 
@@ -74,9 +83,6 @@ class Watch(WatchedOutputs):
         asks_peers: a call for counters or a report reaches all ranks.
     """
 
-    begun: bool = True
-    meets: Mapping[str, int] = _MEET
-
     def __init__(
         self,
         groups: Mapping[str, RowGroup],
@@ -88,6 +94,7 @@ class Watch(WatchedOutputs):
         record: bool = False,
         key: Key | None = None,
         device: torch.device | str = "cpu",
+        drafts: int | None = None,
         lines: int | None = None,
     ) -> None:
         # Beside the running requests those that wait: preempted, or for a session's next turn.
@@ -110,7 +117,10 @@ class Watch(WatchedOutputs):
         self.drafts_late = False
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
         self.under_way: Step | None = None
-        self.peers = None if key is None else RankAgreement(self.ledger, self.meets, compares=True)
+        self.begun = drafts is None
+        self._counters: Final = None if drafts is None else LateCounters(self.ledger)
+        self._meets: Final[Mapping[str, int]] = _MEET if drafts is None else _MEET_LATE
+        self.peers = None if key is None else RankAgreement(self.ledger, self._meets, compares=True)
         self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
@@ -122,22 +132,65 @@ class Watch(WatchedOutputs):
         self.on_violation = on_violation
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
-        self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
+        self._awaits = False  # a step was told whose samples are not known yet
+        self._forms: Final = StepForms()
         number = self.ledger.books.sizes.max_requests
         self._buffer: Final = LineBuffer(self.ledger, number, device)
-        self._filled: Final = FilledBlocks(self.ledger, groups)
+        self._published: Final[FilledBlocks | PublishedBlocks] = (
+            FilledBlocks(self.ledger, groups.values())
+            if drafts is None
+            else PublishedBlocks(self.ledger, groups.values(), drafts)
+        )
         self.found: Final = FoundViolations(self.ledger, rank)
 
     def join_stages(self) -> None:
         """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
         self.peers = RankAgreement(
-            self.ledger, self.meets, compares=self.peers is not None, stages=True
+            self.ledger, self._meets, compares=self.peers is not None, stages=True
         )
 
-    # -- requests and blocks -----------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on; a watch on a CPU does so from its first step."""
+        """Watch from now on: the engine has warmed up. On a CPU that is from the first step on."""
+        if self._counters is None:
+            return
+        self.begun = True
+        self._counters.restart()
+        self.steps = self._ended = 0
+        if self.peers is not None:
+            self.peers.restart()
+        self.found.take_report()  # of the warm-up
+        self._try(self._begin)
+
+    def _begin(self) -> None:
+        """Forget the warm-up, and launch every pass once."""
+        self.forget()
+        self.warm_up()
+
+    def pause(self) -> None:
+        """Watch no longer, until ``begin``; wrong rows are not contained any more."""
+        self.begun = False
+
+    def forget(self) -> None:
+        """Forget every row and request, as the caches' content is lost; keep what was counted."""
+        self._known.clear()
+        self._batch = self._unsealed = self.under_way = None
+        self._awaits = False
+        self.ledger.reset()
+        if self.transfers is not None:
+            self.transfers.restart()
+
+    def warm_up(self) -> None:
+        """Compile a GPU's kernels: launch every pass once, over a step of padding, and forget that.
+
+        Call it before vLLM says that the engine has warmed up; a first request must not wait.
+        """
+        with torch.inference_mode():
+            launch_all(self.ledger, self.groups, self.states, self.scrub, self._published)
+        self.ledger.restart()
+
+    # -- requests and blocks -----------------------------------------------------------------
 
     def hear(self, tell: Callable[[Any], None]) -> None:
         """Let the runner tell of a step; an error of the audit's own ends the audit alone.
@@ -234,12 +287,7 @@ class Watch(WatchedOutputs):
         if leaving or named:
             self._batch = None
         lines = self.ledger.change(leaving, admissions(named.values()), given)
-        self._have_begun(lines, [*named.values()])
-
-    def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
-        """Note what is known of requests that came, given their lines."""
-        for line, each in zip(lines, arrivals, strict=True):
-            self._filled.begin(line, each.computed)
+        self._published.begin(lines, [*named.values()])
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -255,59 +303,47 @@ class Watch(WatchedOutputs):
         """
         self.steps += 1
         self._forward(rows, returning, states)
-        if self.transfers is None or not self.transfers.unsettled:
-            self._say()
+        self._look()
+
+    def step(
+        self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
+    ) -> None:
+        """Read a forward, and do what ``forward`` says; an error ends the audit alone.
+
+        Args:
+            read: returns the batch's rows, and its states if any are watched. It is called here, so
+                that all ranks count this step even if it raises on one of them.
+            returning: as for ``forward``.
+        """
+        self.steps += 1
+        if not self.stopped:
+            try:
+                rows, states = read()
+                self._forward(rows, returning, states)
+            except Exception as error:
+                self.stop(error)
+            self._try(self._look)
 
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
         self.rows = rows
         lines, whole = self._lines(rows.names, returning), True
-        step = self._step_of(rows, lines, states)
+        late = self.drafts_late and self._counters is not None
+        step = self._forms.step(rows, lines, states, copies=late)
         if self.transfers is not None:
-            assert rows.first is not None  # on a CPU the host knows it
-            if leave_out(self.ledger, lines, rows.first):
+            # Where the host does not know the positions, the device leaves such requests out.
+            if rows.first is not None and leave_out(self.ledger, lines, rows.first):
                 self._batch, whole = None, False  # the next step finds its lines anew
             self.transfers.forward()
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.under_way = step
+        self.under_way, self._awaits = step, True
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes and whole:  # a later step checks all that was filled until then
-            self._filled.publish(rows, step)
-
-    def _step_of(self, rows: Rows, lines: Tensor, states: States | None) -> Step:
-        """Describe a forward; one of the same buffers is the same ``Step``, checked at first."""
-        recurs = rows.buffers is not None and (states is None or states.buffers is not None)
-        key = id(rows.buffers), id(states and states.buffers)
-        known = self._forms.get(key) if recurs else None
-        if known is None:
-            known = (rows.buffers, states and states.buffers), *self._form(rows, lines, states)
-            if recurs:
-                if len(self._forms) >= _MAX_REMEMBERED:
-                    self._forms.clear()
-                self._forms[key] = known
-        for theirs, own in known[2]:
-            own.copy_(theirs)
-        return known[1]
-
-    def _form(self, rows: Rows, lines: Tensor, states: States | None) -> tuple[Step, Copies]:
-        """Describe a forward, and say what has to be copied before each one of the same buffers."""
-        step = Step(
-            lines=lines,
-            starts=rows.starts,
-            first=rows.first,
-            tokens=rows.tokens,
-            drafts=rows.drafts,
-            slots=rows.slots if states is None else {**rows.slots, **states.slots},
-            tables=rows.tables,
-            positions=rows.positions,
-            sources={} if states is None else states.sources,
-            told=None if states is None else states.told,
-        )
-        return step, ()
+            self._published.publish(step)
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         """Return the lines of requests, int64 ``[num_requests]``; admit those forgotten."""
@@ -326,25 +362,51 @@ class Watch(WatchedOutputs):
         """Tell the ledger which drafts were accepted, and which tokens come next.
 
         Args:
-            number: int64 ``[num_requests]``, sampled tokens: the accepted drafts and the next
-                token; 0 for a request that has none.
-            ids: int64 ``[num_requests, n]``, -1 where there is none.
+            number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
+                0 for a request that has none.
+            ids: int ``[num_requests, n]``, the accepted drafts, then the next token; -1 where there
+                is none.
         """
-        if self.stopped:
+        behind = self._counters is not None
+        if self.stopped or (behind and not self._awaits):  # its step is not watched
             return
+        self._awaits = False
         self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             step = self._unsealed[0]
-            self._unsealed = step, self.ledger.kept(step), 0
+            self._unsealed = (step, number, 1) if behind else (step, self.ledger.kept(step), 0)
         if not self.drafts_late:
             self._seal()
-        if self.transfers is not None and self.transfers.unsettled:
+        if not behind and self.transfers is not None and self.transfers.unsettled:
             self._settle_loads()
+            self._say()
+
+    def came_out(self, logits: Tensor, rows: Tensor) -> None:
+        """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
+
+        On a GPU a report names a poisoned row, or no slot. On a CPU, where wrong rows are
+        contained, rows with a NaN are filled with zeros: the attention of a CPU would hand the NaN
+        to whoever gets the block next.
+
+        Args:
+            logits: float ``[n, vocabulary]``.
+            rows: int ``[n]``, the row of the step that each output belongs to.
+        """
+        if self.stopped or self.scrub is None or self._unsealed is None:
+            return
+        step = self._unsealed[0]
+        if self._counters is not None:
+            self.scrub.trace(step, logits.float(), rows)
+            return
+        most = float(logits.amax()) if logits.numel() else 0.0
+        if most != most:  # a NaN is the largest, and not equal to itself
+            clear = self.on_violation == "contain"
+            self.scrub.locate(step, logits.amax(1, keepdim=True), rows, clear=clear)
             self._say()
 
     def take_back(self) -> None:
         """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
-        step, self.under_way = self.under_way, None
+        step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
             self.ledger.take_back(step)
@@ -362,6 +424,14 @@ class Watch(WatchedOutputs):
             self.scrub.seal(*unsealed[:2], besides=unsealed[2])
 
     # -- what came of it ---------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Log what was found until now or, where the device runs behind, until some steps ago."""
+        waits = self.transfers is not None and self.transfers.unsettled
+        if not waits and (self._counters is None or self._counters.found_more()):
+            self._say()
+        if self._counters is not None:
+            self._counters.copy(self.steps, soon=self.on_violation != "log")
 
     def _say(self) -> None:
         """Log the violations that were found since the last call."""
@@ -399,7 +469,13 @@ class Watch(WatchedOutputs):
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
-        """Look for violations of the step that ends; on a CPU they are found at once."""
+        """Look for violations of the step that ends, if they are contained: waits for the device.
+
+        On a CPU they are found at once.
+        """
+        if self._counters is not None and self.on_violation == "contain" and not self.stopped:
+            self._settle_loads()
+            self._say()
 
     def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
         """Meet the other ranks, and do what all of them do; tell whether they met."""

@@ -1,7 +1,7 @@
 """``releases.json``: the releases of vLLM that were checked, and the hook points of each.
 
 Each line of the file is a hook point as its release has it, see ``internals.hook_points``. The
-program ``policy.record_release`` writes the file.
+program ``policy.doctor.record_release`` writes the file.
 """
 
 from __future__ import annotations

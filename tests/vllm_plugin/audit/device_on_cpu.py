@@ -18,5 +18,5 @@ class GpuWaySteps(ledger_v1.DeviceSteps):
 
 
 def watch_as_on_a_gpu() -> None:
-    """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
+    """Let engines of this process that are built from now on be watched as on a GPU."""
     ledger_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]

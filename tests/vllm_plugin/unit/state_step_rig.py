@@ -33,7 +33,7 @@ from kvtxn.captured.launches import LayoutLaunches  # noqa: E402
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.gpu import joint_commits
+    from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
 
 #: Bytes that are written before a call whose time is wanted cold.
 OTHERS = 48 << 20
@@ -80,7 +80,7 @@ class StateSteps:
         )
         self.steps.windows._launches = SimpleNamespace(prepare=lambda _: self.launches)
         if joined:
-            self.steps.beside = joint_commits.JointCommits(
+            self.steps.beside = gpu_states.JointCommits(
                 self.states, self.steps.manager.executor.graphs
             )
         starts = torch.arange(REQUESTS + 1, dtype=torch.int32) * (DRAFTS + 1)

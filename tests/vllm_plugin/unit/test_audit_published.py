@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.filled_blocks import FilledBlocks
 from kvtxn.integrations.vllm_plugin.audit.published_blocks import PublishedBlocks, not_left
-from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Rows
+from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Ledger, RowGroup, Step
 
@@ -22,12 +22,10 @@ class Blocks:
         self.ledger.admit("a", TOKENS[:7])
         self.line = self.ledger.line("a")
         if way == "cpu":
-            self.way = FilledBlocks(self.ledger, {"group.0": self.group})
-            self.way.begin(self.line, 0)
+            self.way = FilledBlocks(self.ledger, [self.group])
         else:
             self.way = PublishedBlocks(self.ledger, [self.group], drafts=1)
-            self.way.begin([self.line], [Arrival("a", TOKENS[:7], [], {}, 0, [[]])])
-        self.on_cpu = way == "cpu"
+        self.way.begin([self.line], [Arrival("a", TOKENS[:7], [], {}, 0, [[]])])
 
     def step(self, first, end, table, drafts=0, kept=0):
         """Write positions, the last ones of which are drafts; so many are accepted."""
@@ -40,10 +38,7 @@ class Blocks:
             tables={"group.0": torch.tensor([table])},
         )  # fmt: skip
         self.ledger.write_and_check(step)
-        rows = Rows(
-            ["a"], step.starts, step.first, step.tokens, step.drafts, step.slots, step.tables
-        )
-        self.way.publish(*((rows, step) if self.on_cpu else (step,)))
+        self.way.publish(step)
         ids = torch.tensor([TOKENS[end - drafts : end - drafts + kept + 1]])
         self.ledger.resolve(torch.tensor([kept + 1]), ids, besides=1)
 

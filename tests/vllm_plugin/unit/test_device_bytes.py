@@ -16,7 +16,7 @@ from test_failed_forwards import TOKENS, device_watch
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit import opening
-    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
+    from kvtxn.integrations.vllm_plugin.audit.watch import Watch
     from kvtxn.integrations.vllm_plugin.internals import audited_states
 
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
@@ -42,13 +42,13 @@ def found(w):
 def rejects(w):
     """A step whose two drafts, in slots 9 and 10, are rejected; then the one without drafts."""
     w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
-    w.sampled_on_device(torch.tensor([1]), torch.tensor([[6, -1, -1]]))
+    w.sampled(torch.tensor([1]), torch.tensor([[6, -1, -1]]))
     w._forward(
         attrs.evolve(rows("a", 5, [6, 7, 8], [9, 10, 11], [1, 2]), drafts=torch.tensor([2])),
         unknown,
         None,
     )
-    w.sampled_on_device(torch.tensor([1]), torch.tensor([[9, -1, -1]]))
+    w.sampled(torch.tensor([1]), torch.tensor([[9, -1, -1]]))
     w._forward(rows("a", 6, [9], [10], [1, 2]), unknown, None)
 
 
@@ -93,7 +93,7 @@ def runner_with(asked, *, mode="none", drafts=2, late=(), kind="gated delta net"
 
 def device_watch_of_both():
     """A watch over rows and states."""
-    return DeviceWatch(
+    return Watch(
         {"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log",
         device=torch.device("cpu"), drafts=2, states={"group.1": StateGroup("group.1", 6)},
     )  # fmt: skip

@@ -15,7 +15,7 @@ from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
 from v2_rig import Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
+    from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1
@@ -73,7 +73,7 @@ def on_gpu(monkeypatch):
 
 
 def device_watch():
-    made = DeviceWatch(
+    made = Watch(
         {"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log",
         device=torch.device("cpu"), drafts=2,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
+from kvtxn.integrations.vllm_plugin.policy.doctor.fitting import bounded, check_fit
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     MAMBA2,
@@ -20,7 +21,6 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     SHORT_CONV,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.fitting import bounded, check_fit
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 from worker_rig import Runner, wrapper

@@ -10,7 +10,8 @@ from building import ROOT
 from kvtxn.integrations.vllm_plugin.internals import batches, layers, workers
 from kvtxn.integrations.vllm_plugin.internals.class_swaps import check_methods
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
-from kvtxn.integrations.vllm_plugin.policy import moved, releases, supported
+from kvtxn.integrations.vllm_plugin.policy import releases, supported
+from kvtxn.integrations.vllm_plugin.policy.doctor import moved
 from kvtxn.integrations.vllm_plugin.policy.sources import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"

@@ -15,8 +15,8 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import joint_commits
-    from kvtxn.integrations.vllm_plugin.gpu.joint_commits import JointCommits
+    from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
+    from kvtxn.integrations.vllm_plugin.gpu.states import JointCommits
 
     from kvtxn.captured.launches import LayoutLaunches
     from kvtxn.captured.shared import StepPlan
@@ -98,7 +98,7 @@ KINDS = [(GATED_DELTA, True), (GATED_DELTA, False), (OLMO_DELTA, False), (MAMBA2
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{'fast' if kind[1] else 'exact'}")
 def rig(request, monkeypatch):
-    monkeypatch.setattr(joint_commits, "_OFTEN", 2)
+    monkeypatch.setattr(gpu_states, "_OFTEN", 2)
     kind, fast = request.param
     monkeypatch.setattr(held.Rig, "fast", fast)
     if fast:  # its sums are in another order than stock's
@@ -205,7 +205,7 @@ def test_what_cannot_be_captured_stays_two_launches(rig, monkeypatch):
     def failing(*_):
         raise RuntimeError("no capture")
 
-    monkeypatch.setattr(joint_commits, "_OFTEN", 5)
+    monkeypatch.setattr(gpu_states, "_OFTEN", 5)
     monkeypatch.setattr(rig.launches, "capture_with", failing)
     for sampled in STEPS[:2]:
         rig.step([DRAFTS + 1] * REQUESTS, sampled)

@@ -15,7 +15,8 @@ from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report
-from kvtxn.integrations.vllm_plugin.policy import moved, record_release, releases, supported
+from kvtxn.integrations.vllm_plugin.policy import releases, supported
+from kvtxn.integrations.vllm_plugin.policy.doctor import moved, record_release
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.releases import Release
 from kvtxn.integrations.vllm_plugin.policy.sources import Sources

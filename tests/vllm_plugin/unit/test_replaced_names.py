@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
     from held_rig import Rig
-    from kvtxn.integrations.vllm_plugin.cpu.held_states import operators_differ
+    from kvtxn.integrations.vllm_plugin.cpu.states import operators_differ
     from kvtxn.integrations.vllm_plugin.internals import gated_delta, held_states, replaced_names
     from kvtxn.integrations.vllm_plugin.internals.replaced_names import not_used, with_globals
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA

@@ -18,8 +18,6 @@ from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
 from kvtxn.integrations.vllm_plugin.internals import (
     gated_delta_hooks,
-    replayed_delta,
-    replayed_mamba2,
     replayed_rows,
     state_sizes,
 )
@@ -133,8 +131,8 @@ def test_the_kernels_take_what_vllms_methods_give(kind, monkeypatch):
         where = sources, count, starts, boundary, snapshots
         launch.launch_advance(layers, *where, longest=longest)
 
-    monkeypatch.setattr(replayed_delta, "verify_gated_delta", verify)
-    monkeypatch.setattr(replayed_mamba2, "verify_mamba2", verify_mamba2)
+    monkeypatch.setattr(replayed_rows, "verify_gated_delta", verify)
+    monkeypatch.setattr(replayed_rows, "verify_mamba2", verify_mamba2)
     monkeypatch.setattr(replayed_rows, "advance_gated_delta", advance)
     rig = hooked(kind, torch.float32, monkeypatch)
     rig.step([4, 1, 3, 2], [4, 1, 2, 1])

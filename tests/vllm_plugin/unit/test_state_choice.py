@@ -14,13 +14,13 @@ from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import state_share
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_choice
+from kvtxn.integrations.vllm_plugin.policy.doctor.fitting import check_states
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     MAMBA2,
     OLMO_DELTA,
     OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.fitting import check_states
 from kvtxn.integrations.vllm_plugin.policy.measured import MEASURED
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from ..internals import workers
-from ..internals.hook_points import HOOK_POINTS, places_of
-from . import releases, supported
-from .engine import EngineFacts
-from .release_rules import on_trial
-from .releases import Move
-from .sources import Sources
+from ...internals import workers
+from ...internals.hook_points import HOOK_POINTS, places_of
+from .. import releases, supported
+from ..engine import EngineFacts
+from ..release_rules import on_trial
+from ..releases import Move
+from ..sources import Sources
 
 
 @attrs.frozen

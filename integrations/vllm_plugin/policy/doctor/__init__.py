@@ -7,21 +7,21 @@ from typing import Any, Final
 
 import attrs
 
-from ....config import POLICIES
-from ..internals import Foreign, audited, workers
-from ..internals import config as engine_config
-from . import supported
-from .audit_rules import in_words, no_bytes
-from .engine import EngineFacts
+from .....config import POLICIES
+from ...internals import Foreign, audited, workers
+from ...internals import config as engine_config
+from .. import supported
+from ..audit_rules import in_words, no_bytes
+from ..engine import EngineFacts
+from ..matrix import BACKENDS, LEGEND, matrix
+from ..release_rules import on_trial
+from ..rule_type import Decision
+from ..rules import decide
+from ..settings import PluginSettings, settings
+from ..state_choice import takes
+from ..state_rules import PROMISES, measured_fast, without_fast_form
 from .fitting import check_fit
-from .matrix import BACKENDS, LEGEND, matrix
 from .moved import compare, hook_gone, is_checked
-from .release_rules import on_trial
-from .rule_type import Decision
-from .rules import decide
-from .settings import PluginSettings, settings
-from .state_choice import takes
-from .state_rules import PROMISES, measured_fast, without_fast_form
 
 #: Printed with every decision about an engine that does not run yet.
 ASSUMED: Final = (

@@ -1,6 +1,6 @@
 """Record a release of vLLM: its hook points, and that the core of the grid passed with it.
 
-    python -m kvtxn.integrations.vllm_plugin.policy.record_release --checked cpu
+    python -m kvtxn.integrations.vllm_plugin.policy.doctor.record_release --checked cpu
 
 runs in the environment that has the release, and from the root of the repository; CONTRIBUTING.md
 says what comes before and after. ``--source FOLDER`` reads an unpacked wheel instead, imports
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
-from ..internals import workers
-from ..internals.hook_points import HOOK_POINTS
-from . import releases
-from .releases import CHECKS, Release
-from .sources import Sources
+from ...internals import workers
+from ...internals.hook_points import HOOK_POINTS
+from .. import releases
+from ..releases import CHECKS, Release
+from ..sources import Sources
 
 #: The core of the grid, as ``make core`` runs it.
 CORE: Final = (

@@ -9,13 +9,13 @@ from typing import Final
 
 import attrs
 
-from ....errors import ConfigError
-from ..internals import Foreign, workers
-from ..internals import config as engine_config
-from . import supported
-from .engine import EngineFacts
-from .settings import PluginSettings, asked_rows
-from .state_rules import NO_FAST_FORM, without_fast_form
+from .....errors import ConfigError
+from ...internals import Foreign, workers
+from ...internals import config as engine_config
+from .. import supported
+from ..engine import EngineFacts
+from ..settings import PluginSettings, asked_rows
+from ..state_rules import NO_FAST_FORM, without_fast_form
 
 _WHERE: Final = "additional_config['kvtxn']"
 
