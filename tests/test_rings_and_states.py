@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,10 @@ from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
 from kvtxn.recurrent import Mamba2, ShortConv
 from kvtxn.states import WindowState
+from kvtxn.testing import registered
+
+sys.path.insert(0, str(Path(__file__).parent / "testing"))
+from mutants_captured import Prepared
 
 
 def make_ring(ring_size: int = 4, window: int = 3, name: str = "ring") -> LayerRef:
@@ -367,3 +373,23 @@ def test_captured_rows_of_rings_and_states():
     assert torch.equal(decay, torch.exp(-dt))
     slots = torch.full((3, 6), -1, dtype=torch.int64)
     manager(ring, state, replayed, max_rows=6).captured_windows(slots, captured.rows)
+
+
+class LapsToCompile(Prepared):
+    """Its launches have a variant for more rows of a request than its ring has."""
+
+    def captured_launches(self, places):
+        launches = super().captured_launches(places)
+        launches.variants = lambda: iter([RowLayout.build((6,), (0,), torch.device("cpu"))])
+        return launches
+
+
+def test_warming_up_over_a_ring():
+    """Kernels compile for layouts that no window may have; all slots are padding."""
+    ring = make_ring()
+    with registered(LapsToCompile) as name:
+        owner = manager(ring, backend=name, max_rows=6)
+    slots = torch.zeros((1, 6), dtype=torch.int64)
+    owner.captured_windows(slots).warm_up([RowLayout.build((2,), (1,), torch.device("cpu"))])
+    assert owner.snapshot()["kvtxn_rows_staged_total"] == 0
+    assert not ring.key_cache.any()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...backends.gated_delta import DeltaLayers, DeltaRows, reference
+from ...backends.gated_delta.gated_norm import gated_norm
 from ...backends.gated_delta.launch import launch_advance, launch_verify
 from ...backends.mamba2 import reference as mamba2_reference
 from ...backends.mamba2.launch import launch_verify as launch_verify_mamba2
-from ...backends.recurrent.gated_norm import gated_norm
 from .state_workload import StateWorkload, Step, Turn
 
 #: How far states may be from the reference's, as a share of the largest number, by dtype of states.

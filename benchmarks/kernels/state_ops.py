@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends.recurrent.stage import stage_rows
+from ...backends.move_rows.stage_rows import stage_rows
 from ...integrations.vllm_plugin.internals.state_tables import StateTables
 from .state_kernels import verify_rows
 from .state_workload import StateWorkload, Step, Turn

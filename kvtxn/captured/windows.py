@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from .. import recovery
 from ..context import WindowContext
 from ..errors import CapacityError, ConfigError
 from ..layout import RowLayout
@@ -148,6 +149,10 @@ class CapturedWindows(SharedPlaces):
             )
         if self.context.policy != "direct":
             _check_laps(self.context, layout)
+        return self._prepared(layout)
+
+    def _prepared(self, layout: RowLayout) -> StepPlan:
+        """Make the plan of a layout that there is room for."""
         launches = None
         if self._launches is not None and layout.num_rows > 0:
             launches = self._launches.prepare(layout)
@@ -277,23 +282,39 @@ class CapturedWindows(SharedPlaces):
         Args:
             layouts: the layouts that steps will most often have. Nothing is launched for a layout
                 without rows, or with more rows than a window may have.
+
+        Raises:
+            CapacityError: a request of a layout has more rows than its ring.
+            Exception: what an executor's launch raised.
         """
         if self.deferred:
             self.mark(None)
-        if self._launches is None:
-            return
         self.slots.fill_(-1)
-        for layout in (*layouts, *self._launches.variants()):
-            if not 0 < layout.num_rows <= self._room:
-                continue
-            plan = self.plan(layout)
-            if self.deferred:
-                self.mark(plan)
-            assert plan.launches is not None
-            ones = torch.ones(layout.num_requests, dtype=torch.int32, device=self.context.device)
-            plan.launches.warm_up(ones)
+        for layout in layouts:
+            if 0 < layout.num_rows <= self._room:
+                self._launch_padding(self.plan(layout))
+        for layout in () if self._launches is None else self._launches.variants():
+            if layout.num_rows <= self._room:
+                self._launch_padding(self._prepared(layout))
         if self.deferred:
             self.unmark()
+
+    def _launch_padding(self, plan: StepPlan) -> None:
+        """Save and commit once while every slot is -1; nothing is counted."""
+        context, layout = self.context, plan.layout
+        counts = torch.ones(layout.num_requests, dtype=torch.int32, device=context.device)
+        if plan.launches is not None:
+            if self.deferred:
+                self.mark(plan)
+            plan.launches.warm_up(counts)
+        elif self.deferred:
+            txn = context.new_txn(layout)
+            self.fill(txn, saved=False)
+            txn.counters = torch.zeros_like(self.counters)
+            txn.staged = dict(self.stored(layout.num_rows))
+            failure = recovery.commit(context, txn, counts)
+            if failure is not None:
+                raise failure.error
 
 
 def _check_policy(policy: str) -> None:

@@ -1,7 +1,8 @@
-"""Every promise again for rings and states, where a write evicts a row that no counter restores.
+"""Every promise again for windows that mix paged rows with rings and states, see ``mixed_layers``.
 
-The replay oracle writes row after row, so a slot of the oracle holds its last kept row
-by itself; laps of a ring and states that replace each other need no rule of their own.
+In a ring or state a write evicts a row that no counter restores. The replay oracle writes row after
+row, so a slot of the oracle holds its last kept row by itself; laps of a ring and states that
+replace each other need no rule of their own.
 """
 
 from __future__ import annotations

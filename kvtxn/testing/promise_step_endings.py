@@ -135,9 +135,9 @@ class StepEndings(MixedKit):
         assert flat["kvtxn_stage_operations_total"] == batch.num_rows * len(SIMPLE)
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_warming_up_leaves_no_trace(self, kit: Kit, policy: str) -> None:
+    def test_warming_up_leaves_no_trace(self, kit: Kit, layers: Layers, policy: str) -> None:
         """Warming up changes no cache, no counter and no mark; steps of those layouts work."""
-        rig = kit.rig(policy, SIMPLE, max_rows=16)
+        rig = kit.rig(policy, layers(policy), max_rows=16)
         forward = CapturedForward(rig)
         forward.load(batch := rig.batch(SHAPE))
         window = forward.begin(batch)

@@ -22,7 +22,7 @@ with importing_kernels():
     from kvtxn.backends.gated_delta.advance_kernel import advance_rows
     from kvtxn.backends.launching import repeated_launch as driver
     from kvtxn.backends.move_rows.kernel import move_rows
-    from kvtxn.backends.recurrent.named_commits import names_of
+    from kvtxn.backends.state_tables.commit_table import names_of
 
 STREAM, FUNCTION = 0x7F0000001000, 0x7F0000002000
 SIGNATURE = ctypes.CFUNCTYPE(

@@ -78,7 +78,7 @@ _OWN_FILES: Final = {
     ),
     "mamba2": ("recurrent/test_mamba_kernels.py",),
     "mamba2-steps": ("recurrent/test_mamba_kernels.py",),
-    "named-commits": ("recurrent/test_named_commits.py",),
+    "named-commits": ("recurrent/test_commit_table.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")

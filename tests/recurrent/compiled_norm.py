@@ -7,7 +7,7 @@ import re
 import sys
 
 import triton
-from kvtxn.backends.recurrent.gated_norm import norm_rows
+from kvtxn.backends.gated_delta.gated_norm import norm_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

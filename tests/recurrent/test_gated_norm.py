@@ -10,7 +10,7 @@ from compiled_elsewhere import compiled_facts
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
-    from kvtxn.backends.recurrent.gated_norm import gated_norm
+    from kvtxn.backends.gated_delta.gated_norm import gated_norm
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .class_swaps import check_methods, mix_in
 
 if TYPE_CHECKING:
-    from ....backends.recurrent.boundaries import BlockTables
+    from ....backends.state_tables.block_boundaries import BlockTables
 
 #: The methods of ``MambaSpecDecodeGPUContext`` that copy states, with their parameters.
 METHODS: Final = {
@@ -69,7 +69,7 @@ def block_tables(runner: Any, groups: list[str]) -> BlockTables:
         runner: a runner whose caches exist.
         groups: names of groups, such as ``"group.0"``.
     """
-    from ....backends.recurrent.boundaries import BlockTables
+    from ....backends.state_tables.block_boundaries import BlockTables
 
     tables = tables_of_batch(runner, groups)
     number = int(groups[0].partition(".")[2])

@@ -91,7 +91,7 @@ class OlmoDeltaRows:
             parts: ``[num_rows, width]`` each: key, value, decay and step size, as the kernel takes
                 them.
         """
-        from ....backends.recurrent.stage import stage_rows
+        from ....backends.move_rows.stage_rows import stage_rows
 
         rows = min(parts[0].shape[0], self._key.shape[0])
         room = [self._key, self._value, self._decay, self._beta]

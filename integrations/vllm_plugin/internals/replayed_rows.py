@@ -135,7 +135,7 @@ class ReplayedDelta(ReplayedLayer):
         if not (known and out.is_cuda):
             self.module._rms_norm_gated_cuda(out, gate, out)
             return
-        from ....backends.recurrent.gated_norm import gated_norm
+        from ....backends.gated_delta.gated_norm import gated_norm
 
         gated_norm(out, gate, norm.weight, norm.eps, sigmoid=norm.activation == "sigmoid")
 

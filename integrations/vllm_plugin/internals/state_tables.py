@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ....backends.recurrent.boundaries import BlockTables
-    from ....backends.recurrent.named_commits import CommitNames
+    from ....backends.state_tables.block_boundaries import BlockTables
+    from ....backends.state_tables.commit_table import CommitNames
 
 
 @attrs.frozen(eq=False)
@@ -125,7 +125,7 @@ class StateTables:
             starts: int32 ``[places + 1]``, the first row of each.
             step: the step whose requests ``name_sources`` was told.
         """
-        from ....backends.recurrent.boundaries import name_snapshots
+        from ....backends.state_tables.block_boundaries import name_snapshots
 
         assert self.boundary is not None
         assert self.snapshots is not None
@@ -172,7 +172,7 @@ class StateTables:
     def _launched(self) -> CommitNames:
         """The launch that names commits on a GPU; made once, as the tables stay where they are."""
         if not self._names:
-            from ....backends.recurrent.named_commits import CommitNames
+            from ....backends.state_tables.commit_table import CommitNames
 
             to = self.commits, self.kept, self.counts
             ends = self.boundary, self.snapshots

@@ -125,7 +125,7 @@ class GatedDeltaRows:
             parts: ``[num_rows, width]`` each: query, key, value, a and b, as the Triton kernel
                 takes them; or query, key and value in one, then a and b, as the fused one does.
         """
-        from ....backends.recurrent.stage import stage_rows
+        from ....backends.move_rows.stage_rows import stage_rows
 
         rows = min(parts[0].shape[0], self._most)
         pieces = [self._flat] if len(parts) == _FUSED_PARTS else self._split(rows)
@@ -298,7 +298,7 @@ class Mamba2Rows:
         Args:
             parts: ``[num_rows, width]`` each: x, dt, B and C, as the kernel takes them.
         """
-        from ....backends.recurrent.stage import stage_rows
+        from ....backends.move_rows.stage_rows import stage_rows
 
         stage_rows([part[: self._most] for part in parts], self._parts)
 

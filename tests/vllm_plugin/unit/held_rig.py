@@ -31,7 +31,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
 
 with importing_kernels():  # before a step imports them, and so as its interpreter's
-    import kvtxn.backends.recurrent.stage  # noqa: F401
+    import kvtxn.backends.move_rows.stage_rows  # noqa: F401
 
 
 @attrs.define(eq=False)

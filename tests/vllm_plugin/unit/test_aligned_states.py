@@ -22,8 +22,8 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 from torch import Tensor
 
 with importing_kernels():
-    import kvtxn.backends.recurrent.stage  # noqa: F401 - interpreted from here on
-    from kvtxn.backends.recurrent import boundaries
+    import kvtxn.backends.move_rows.stage_rows  # noqa: F401 - interpreted from here on
+    from kvtxn.backends.state_tables import block_boundaries
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -304,7 +304,7 @@ def test_the_kernel_names_the_same_snapshots(placed, monkeypatch):
     count, device = 70, "cuda" if ON_GPU else "cpu"
     torch.manual_seed(1)
     tables = tuple(torch.randint(0, 99, (90, 9), dtype=torch.int32, device=device) for _ in "ab")
-    made = boundaries.BlockTables.build(tables, TOKENS)
+    made = block_boundaries.BlockTables.build(tables, TOKENS)
     rows = torch.randint(1, 5, (90,), device=device)
     before = torch.randint(0, 8 * TOKENS - 5, (90,), device=device)
     starts = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).int()
@@ -324,7 +324,7 @@ def test_the_kernel_names_the_same_snapshots(placed, monkeypatch):
         with monkeypatch.context() as patch:
             if not ON_GPU:
                 patch.setattr(torch.Tensor, "is_cuda", kernel, raising=False)
-            boundaries.name_snapshots(made, *given, *to)
+            block_boundaries.name_snapshots(made, *given, *to)
         found.append((boundary, snapshots))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -32,7 +32,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 from kvtxn.errors import KVTxnError
 
 with importing_kernels():
-    from kvtxn.backends.recurrent.stage import stage_rows
+    from kvtxn.backends.move_rows.stage_rows import stage_rows
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

@@ -11,7 +11,7 @@ from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
 
 with importing_kernels():
     from kvtxn.backends.launching import kernel_call
-    from kvtxn.backends.recurrent import named_commits
+    from kvtxn.backends.state_tables import commit_table
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 REQUESTS, GROUPS = 70, 2
@@ -31,7 +31,7 @@ class Tables:
             ),
         )
         there = self.there
-        self.launch = named_commits.CommitNames(
+        self.launch = commit_table.CommitNames(
             *(there.sources[:, :, -1], there.commits, there.kept, there.counts),
             *(there.boundary, there.snapshots),
         )
@@ -98,7 +98,7 @@ def test_what_the_driver_is_given(monkeypatch):
         return "compiled"
 
     made = []
-    monkeypatch.setattr(named_commits, "names_of", {(2, 2, 1): launched})
+    monkeypatch.setattr(commit_table, "names_of", {(2, 2, 1): launched})
     monkeypatch.setattr(kernel_call, "RepeatedLaunch", Driver)
     tables = Tables(4, aligned=False)
     launch = tables.launch

@@ -1,1 +1,0 @@
-"""Tables of state blocks, and kernels that an engine with recurrent states runs beside them."""
