@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest $(TEST_ARGS)
 
-# Every case of the kit for the GPU executors, on the CPU; `test` takes one in twenty, or five.
+# Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
 interpreted: $(READY)
 	$(BIN)/pytest tests/backends --interpret-all
 

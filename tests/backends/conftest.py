@@ -32,6 +32,9 @@ def kernel_tree_settings(kernel_program_settings: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take one in twenty cases of each test where they are interpreted, but all random programs."""
-    kits = {"TestTriton": 20, "TestPretendedGraphs": 20}
+    """Take some cases of each test where they are interpreted, but all random programs.
+
+    Graphs that are pretended make the Triton executor's launches again: fewer cases show that.
+    """
+    kits = {"TestTriton": 20, "TestPretendedGraphs": 60}
     take_some(config, items, kits, whole=("test_random_trees", "test_random_histories"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -159,8 +160,9 @@ def share_work(cache: Path) -> None:
     """Let engines take over from each other what is the same for all.
 
     vLLM keeps facts of models in ``cache``, and would import itself anew in a process of its own to
-    find each; numba's machine code of the n-gram search is kept there as well. The collector passes
-    over all that was imported before: vLLM lets it run five times while an engine starts.
+    find each. numba's machine code is kept there as well: that of the n-gram search, and that of
+    the ledger's passes, which takes longer to make than most engines run. The collector passes over
+    all that was imported before: vLLM lets it run five times while an engine starts.
     """
     gc.freeze()
     from vllm.model_executor.models import registry
@@ -176,10 +178,16 @@ def share_work(cache: Path) -> None:
     def overridden(cls: Any) -> None:
         override()  # trips over numba where that was imported before
         import numba
+        from kvtxn.backends import audit_numba
+        from numba.core.dispatcher import Dispatcher
         from vllm.v1.spec_decode import ngram_proposer
 
         numba.config.CACHE_DIR = str(cache / "numba")
         ngram_proposer.batch_propose_numba.enable_caching()
+        for name, module in [*sys.modules.items()]:
+            for each in vars(module).values() if name.startswith(audit_numba.__name__) else ():
+                if isinstance(each, Dispatcher):
+                    each.enable_caching()
 
     platform.register_triton_kernel_overrides = classmethod(overridden)
 

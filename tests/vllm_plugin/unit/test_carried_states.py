@@ -205,16 +205,6 @@ def life(request, monkeypatch):
     return made
 
 
-def test_a_healthy_life(life):
-    """Drafts cross the ends of blocks, stop at them, and fall short of them."""
-    life.live(24)
-    assert life.found() == []
-    assert int(life.computed.min()) > 3 * TOKENS
-    assert sum(max(source) > 0 for source, _ in life.told) > 12
-    life.undo()
-    assert "run_fused_precopy" not in vars(life.engine.context)
-
-
 def ends(life, request):
     """Yield the tokens up to each end of a request's blocks that its steps have left behind."""
     yield from range(TOKENS, int(life.computed[request]) - WIDE + 1, TOKENS)
@@ -232,8 +222,11 @@ def hit(life, request, tokens, end):
 
 
 def test_states_at_the_ends_are_right_for_whoever_begins_with_the_same_tokens(life):
-    """And for nobody else."""
-    life.live(24)
+    """Drafts cross ends of blocks, stop at them, and fall short of them; all reads are right."""
+    life.live(16)
+    assert life.found() == []
+    assert int(life.computed.min()) > 2 * TOKENS
+    assert sum(max(source) > 0 for source, _ in life.told) > 8
     read = 0
     for request in range(1, held.REQUESTS):
         text = life.texts[request]
@@ -243,7 +236,9 @@ def test_states_at_the_ends_are_right_for_whoever_begins_with_the_same_tokens(li
             assert hit(life, request, text, end) == []
             assert hit(life, request, [7, *text[1:]], end) == [("state", "0", end - 1, "foreign")]
             read += 1
-    assert read > 8
+    assert read > 6
+    life.undo()
+    assert "run_fused_precopy" not in vars(life.engine.context)
 
 
 def tampered(life, monkeypatch, name, change):
@@ -277,7 +272,7 @@ def test_a_state_of_a_wrong_column_that_is_copied_is_found(life, monkeypatch):
 
     tampered(life, monkeypatch, "run_fused_precopy", change)
     life.compares = False
-    life.live(24)
+    life.live(16)
     (kind, request, _, found), *_ = life.found()
     assert (kind, [request], found) == ("state", struck, "foreign")
 
@@ -291,7 +286,7 @@ def test_a_wrong_block_that_is_copied_to_an_end_is_found_by_whoever_reads_it(lif
     def change(given):
         return {each: (given[each] - 1).clamp(min=0) for each in column}
 
-    life.live(12)
+    life.live(6)
     before = life.computed.clone()
     tampered(life, monkeypatch, name, change)
     life.compares = False

@@ -96,10 +96,16 @@ class Rig(held.Rig):
 KINDS = [(GATED_DELTA, True), (GATED_DELTA, False), (OLMO_DELTA, False), (MAMBA2, False)]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{'fast' if kind[1] else 'exact'}")
+@pytest.fixture(params=[KINDS[0], KINDS[-1]], ids=["fast", "exact"])
 def rig(request, monkeypatch):
+    """States of either supplier; the kind of layer plays no part in who commits them."""
+    return joined(request.param, monkeypatch)
+
+
+def joined(kind_and_supplier, monkeypatch):
+    """Return a rig whose layouts are often enough from their second step on."""
     monkeypatch.setattr(gpu_states, "_OFTEN", 2)
-    kind, fast = request.param
+    kind, fast = kind_and_supplier
     monkeypatch.setattr(held.Rig, "fast", fast)
     if fast:  # its sums are in another order than stock's
         monkeypatch.setattr(torch, "equal", nearly)
@@ -117,8 +123,10 @@ def nearly(one, other):
 STEPS = [[1, 2, 3, 4], [4, 1, 1, 2], [2, 2, 4, 1], [1, 1, 1, 3], [4, 4, 4, 4], [3, 1, 2, 4]]
 
 
-def test_states_are_those_of_stock(rig):
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def test_states_are_those_of_stock(kind, monkeypatch):
     """From the third step of a kind on states and rows have one launch."""
+    rig = joined(kind, monkeypatch)
     for sampled in STEPS:
         rig.step([DRAFTS + 1] * REQUESTS, sampled)
     assert (rig.launches.captured, rig.launches.replayed, rig.together) == (1, 4, 4)
