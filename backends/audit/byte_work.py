@@ -33,7 +33,7 @@ from .byte_lists import (
     SLOT,
 )
 from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
-from .reports import note
+from .reports import record_violation
 from .requests import rows_of
 from .words import REJECTED, RESERVED, permute
 
@@ -241,7 +241,7 @@ def do_work(
                 if tl.load(sums + slot) != total:
                     place = tl.load(entry + PLACE)
                     if tl.atomic_xchg(seals + place, place * 0) != 0:
-                        note(
+                        record_violation(
                             CHANGED, tl.load(counters + STEP) + 1, tl.load(entry + LINE), mine,
                             tl.load(entry + POSITION), place, slot, IS_BYTES,
                             tl.load(layer + NUMBER), own, own_stride, facts, num_lines, journal,
@@ -376,7 +376,7 @@ def find_nan(
                                     offset = block * size + lane % size
                                     slot_found = tl.sum(tl.where(it, offset, 0), axis=0)
                     if told == 0:
-                        note(
+                        record_violation(
                             CHANGED, tl.load(counters + STEP), line, group_found,
                             first + row - start, place_found, slot_found, IS_NAN, serial * 0 - 1,
                             own, own_stride, facts, num_lines, journal, journal_size, found,

@@ -21,17 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...audit import beginning, digest, violation
 from ...audit import books as book
+from ...audit import digest, new_requests, violation
 from .words import term
 
-LINE = tl.constexpr(beginning.LINE)
-ADMITTED_AS = tl.constexpr(beginning.SERIAL)
-BEGIN = tl.constexpr(beginning.BEGIN)
-COUNT = tl.constexpr(beginning.COUNT)
-SEED = tl.constexpr(beginning.SEED)
-AGAIN = tl.constexpr(beginning.AGAIN)
-NUM_FIELDS = tl.constexpr(beginning.NUM_FIELDS)
+LINE = tl.constexpr(new_requests.LINE)
+ADMITTED_AS = tl.constexpr(new_requests.SERIAL)
+BEGIN = tl.constexpr(new_requests.BEGIN)
+COUNT = tl.constexpr(new_requests.COUNT)
+SEED = tl.constexpr(new_requests.SEED)
+AGAIN = tl.constexpr(new_requests.AGAIN)
+NUM_FIELDS = tl.constexpr(new_requests.NUM_FIELDS)
 SERIAL = tl.constexpr(book.SERIAL)
 KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
@@ -134,7 +134,7 @@ def change_books(
 
     Args:
         packed: int64, one after the other: the tokens of the requests that begin, and
-            ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.beginning``; of each block that is
+            ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.new_requests``; of each block that is
             handed out the first word and the number of words; lines that nobody has.
         key: int64 ``[3]``.
         own: int64 ``[num_lines, own_stride]``.

@@ -7,7 +7,7 @@ Memory contract of ``compare_rows`` and ``compare_states``:
   its own program.
 - ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically, and ``TELLING``, which no
   program reads here: a request is told of a wrong row by each program that sees one.
-- ``own`` and ``journal`` are read, ``found`` is written by ``reports.note`` alone.
+- ``own`` and ``journal`` are read, ``found`` is written by ``reports.record_violation`` alone.
 - ``counters`` are added to atomically.
 - Padding and malformed requests are left out, as by ``write_rows``.
 - A table is read up to its width; a column beyond, or a block outside the group, leads nowhere and
@@ -30,7 +30,7 @@ from .reports import (
     IS_REJECTED,
     IS_UNWRITTEN,
     STATE,
-    note,
+    record_violation,
 )
 from .requests import fill_first, rows_of
 from .words import REJECTED, UNWRITTEN, as_word
@@ -227,7 +227,7 @@ def compare_rows(
                     rows = tl.load(group + STRIDE)
                     slot = (where - base) // rows * size + (where - base) % rows
                     slot = tl.where(where >= 0, slot, -1)
-                    note(
+                    record_violation(
                         tl.where(kind < 0, what, kind), tl.load(counters + STEP), line,
                         number, here, where, slot, what, where * 0 - 1, own, own_stride, facts,
                         num_lines, journal, journal_size, found, capacity, counters, GROUPS, TILE,
@@ -306,7 +306,7 @@ def compare_states(
                     wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
                     code = tl.where(right, code, wrong).to(tl.int64)
                     if code >= 0:
-                        note(
+                        record_violation(
                             STATE, step, line, number, first - 1, place,
                             tl.where(inside, block, -1), code, nowhere, own, own_stride, facts,
                             num_lines, journal, journal_size, found, capacity, counters, GROUPS,
@@ -318,7 +318,7 @@ def compare_states(
             kept = tl.load(facts + KEPT * num_lines + line)
             wrong_count = (count_told >= 0) & (kept >= 0) & (count_told != kept)
             if wrong_count & (first > 0):
-                note(
+                record_violation(
                     STATE, step, line, -1, first - 1, nowhere, nowhere, IS_COUNT, nowhere, own,
                     own_stride, facts, num_lines, journal, journal_size, found, capacity, counters,
                     GROUPS, TILE,

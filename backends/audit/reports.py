@@ -9,7 +9,7 @@ from ...audit import books as book
 from ...audit.violation import FIELD, FIELDS, FOUND_NUMBER, KIND_NUMBER, NOBODY
 
 NUM_FIELDS = tl.constexpr(len(FIELDS))
-#: Where the scalar arguments of ``note`` stand in a record.
+#: Where the scalar arguments of ``record_violation`` stand in a record.
 (AT_KIND, AT_STEP, AT_SERIAL, AT_GROUP, AT_POSITION, AT_PLACE, AT_SLOT, AT_FOUND) = (
     tl.constexpr(FIELD[name])
     for name in ("kind", "step", "serial", "group", "position", "place", "slot", "found")
@@ -65,7 +65,7 @@ def last_entry(
 
 
 @triton.jit
-def note(
+def record_violation(
     kind: tl.tensor,
     step: tl.tensor,
     line: tl.tensor,

@@ -94,11 +94,11 @@ class TritonPasses(Passes):
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
-        coming, given, numbers = change.coming, change.given, array("q")
-        pieces: list[memoryview | Tensor] = [] if coming is None else [*coming.owns]
-        if coming is not None:
-            numbers.extend(coming.fields)
-        begun = (0, 0) if coming is None else (coming.num_tokens, len(coming.owns))
+        new, given, numbers = change.new, change.given, array("q")
+        pieces: list[memoryview | Tensor] = [] if new is None else [*new.owns]
+        if new is not None:
+            numbers.extend(new.fields)
+        begun = (0, 0) if new is None else (new.num_tokens, len(new.owns))
         for place, blocks in given:
             base, stride = place.base, place.stride
             numbers.extend([n for block in blocks for n in (base + block * stride, stride)])

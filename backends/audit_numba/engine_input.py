@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...audit import beginning as field
 from ...audit import books as book
+from ...audit import new_requests as field
 from .words import compiled, term
 
 LINE, SERIAL, BEGIN, COUNT = field.LINE, field.SERIAL, field.BEGIN, field.COUNT
@@ -18,7 +18,7 @@ OUTSIDE_BUFFERS: Final = -1
 
 @compiled
 def begin_requests(packed, num_tokens, num_requests, key, own, facts):
-    """Begin requests; see ``TorchPasses.begin``. ``packed`` is that of ``Beginning``."""
+    """Begin requests; see ``TorchPasses.begin``. ``packed`` is that of ``PackedRequests``."""
     for number in range(num_requests):
         given = packed[num_tokens + number * FIELDS :]
         line, begin, count, digest = given[LINE], given[BEGIN], given[COUNT], given[SEED]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...audit import books as book
-from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
 from ...audit.group_lines import group_lines
+from ...audit.new_requests import PackedRequests
 from ...audit.passes import Stretch
 from ...audit.rows import Batch
 from ...audit.step import Step
@@ -75,7 +75,7 @@ class NumbaPasses(TorchPasses):
         self.check(step)
         self.inspect(Stretch(none, none, none, {}, "published"))
         self.resolve(step, none, None)
-        self.begin(Beginning(none, 0, 0))
+        self.begin(PackedRequests(none, 0, 0))
         self._counters[:], self._fingerprints[:] = before
 
     def filled(self, step: Step) -> StepArrays:
@@ -85,10 +85,10 @@ class NumbaPasses(TorchPasses):
             fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
         return read
 
-    def begin(self, beginning: Beginning) -> None:
+    def begin(self, new: PackedRequests) -> None:
         """Begin requests, as ``Passes.change`` describes."""
-        numbers = beginning.num_tokens, beginning.num_requests
-        begin_requests(beginning.packed.numpy(), *numbers, self._key, self._own, self._facts)
+        numbers = new.num_tokens, new.num_requests
+        begin_requests(new.packed.numpy(), *numbers, self._key, self._own, self._facts)
 
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""

@@ -17,10 +17,10 @@ from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
 from .digest import REJECTED
 from .groups import Place
-from .notes import note
 from .rows import Batch, fill_first, first_visible, ragged, slots_at, through, word_at
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
+from .violation_record import record_violation
 
 _CHANGED: Final = KIND_NUMBER["changed"]
 _BYTES: Final = FOUND_NUMBER["bytes"]
@@ -101,10 +101,10 @@ class BytePasses(ABC):
         for index, found in origins.items():
             line, last = batch.lines[index], int(batch.first[index] + batch.counts[index]) - 1
             if found is None:
-                note(books, _CHANGED, line, None, last, -1, _NAN)
+                record_violation(books, _CHANGED, line, None, last, -1, _NAN)
                 continue
             place, where = found.place, found.where
-            note(books, _CHANGED, line, place, found.position, where, _NAN, found.layer)
+            record_violation(books, _CHANGED, line, place, found.position, where, _NAN, found.layer)
             self.books.seals[where] = 0
         for index in origins if clear else ():
             origin.clear(self.books, step, batch, index)
@@ -119,7 +119,7 @@ class BytePasses(ABC):
                 continue  # another reader has reported it
             layer = self.books.layers[place][int(wrong[:, row].nonzero()[0])].number
             books = self.books.books
-            note(books, kind, lines[row], place, int(position[row]), at, _BYTES, layer)
+            record_violation(books, kind, lines[row], place, int(position[row]), at, _BYTES, layer)
             self.books.seals[at] = 0
 
     def take(self, place: Place, slots: Tensor) -> None:
@@ -282,4 +282,4 @@ class TorchBytePasses(BytePasses):
             if len(dead) and found is None:
                 found = place, int(where[dead[0]])
         group, at = (None, -1) if found is None else found
-        note(books, _CHANGED, line, group, position, at, _NAN)
+        record_violation(books, _CHANGED, line, group, position, at, _NAN)

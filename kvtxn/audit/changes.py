@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import attrs
 from torch import Tensor
 
-from .beginning import Coming
 from .groups import Place
+from .new_requests import NewRequests
 
 
 @attrs.frozen(eq=False)
@@ -18,11 +18,11 @@ class Change:
     Attributes:
         released: lines of requests that ended, and that nobody was given since.
         given: blocks whose rows nobody has written from now on: a group of their pool, and ints.
-        coming: the requests that begin; None if there is none.
+        new: the requests that begin; None if there is none.
         seals: int64 ``[num_words]``, what a scrub has sealed of each slot; None without a scrub.
     """
 
     released: Sequence[int]
     given: Sequence[tuple[Place, Sequence[int]]]
-    coming: Coming | None
+    new: NewRequests | None
     seals: Tensor | None

@@ -9,9 +9,9 @@ from ..errors import ConfigError
 from ..metrics import Family
 from . import books as book
 from .books import Books
-from .glance import Glance
+from .counter_copy import CounterCopy
 from .groups import Group
-from .roster import Roster
+from .request_table import RequestTable
 from .violation import KINDS, Violation, decode
 
 #: The metric families; each rank checks its own share of the caches.
@@ -58,17 +58,17 @@ class Findings:
     Args:
         books: the books in which the passes leave violations and counts.
         groups: the groups, in the order of their numbers.
-        roster: finds the name of a request by its serial number.
+        requests: finds the name of a request by its serial number.
 
     Attributes:
         lost: number of violations that were counted and not kept, because too many waited.
         layers: names of the layers of a scrub, by number.
     """
 
-    def __init__(self, books: Books, groups: Sequence[Group], roster: Roster) -> None:
+    def __init__(self, books: Books, groups: Sequence[Group], requests: RequestTable) -> None:
         self._books: Final = books
         self._groups: Final = [(group.name, group.block_size) for group in groups]
-        self._roster: Final = roster
+        self._requests: Final = requests
         self._read = self._restarts = 0
         self._unread: list[Violation] = []
         self._on_host = dict.fromkeys(KINDS, 0)
@@ -82,11 +82,13 @@ class Findings:
         self._unread.clear()
         self._on_host = dict.fromkeys(KINDS, 0)
 
-    def has_more(self, glance: Glance) -> bool:
+    def has_more(self, copy: CounterCopy) -> bool:
         """Tell whether a copy that has arrived counts violations that were not taken yet."""
-        return bool(self._unread) or (self._is_of_now(glance) and glance.found > self._read)
+        return bool(self._unread) or (self._is_of_now(copy) and copy.found > self._read)
 
-    def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
+    def copy_counters(
+        self, spare: CounterCopy | None = None, *, prints: bool = True
+    ) -> CounterCopy:
         """Begin to copy the counters to the host, without waiting.
 
         Args:
@@ -94,14 +96,14 @@ class Findings:
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
         if spare is None:
-            return Glance.of(self._books, self._restarts, prints=prints)
-        _require_glance("glance", spare)
+            return CounterCopy.of(self._books, self._restarts, prints=prints)
+        _require_copy("copy_counters", spare)
         spare.renew(self._books, self._restarts)
         return spare
 
-    def _is_of_now(self, glance: Glance) -> bool:
+    def _is_of_now(self, copy: CounterCopy) -> bool:
         """Tell whether the ledger was not restarted since a copy was begun."""
-        return glance.restarts == self._restarts
+        return copy.restarts == self._restarts
 
     def take(self) -> list[Violation]:
         """Return the violations found since the last call, oldest first. Waits for the device."""
@@ -114,7 +116,7 @@ class Findings:
             records = books.found.cpu()
             for number in range(self._read, kept):
                 record = records[number % books.sizes.capacity].tolist()
-                told = self._roster.name, self._roster.seed
+                told = self._requests.name, self._requests.seed
                 self._unread.append(decode(record, books.key, self._groups, self.layers, *told))
             self._read = found
             books.counters[book.LIMIT] = found + books.sizes.capacity
@@ -141,15 +143,15 @@ class Findings:
             "kvtxn_audit_rows_unverified_total": counts[book.UNVERIFIED],
         }
 
-    def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
+    def fingerprints(self, copy: CounterCopy | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
-        glance = self.glance() if glance is None else glance
-        _require_glance("fingerprints", glance)
-        if glance.fingerprints is None or not self._is_of_now(glance):
+        copy = self.copy_counters() if copy is None else copy
+        _require_copy("fingerprints", copy)
+        if copy.fingerprints is None or not self._is_of_now(copy):
             return {}
-        glance.wait()
-        last = int(glance.counters[book.STEP])
-        prints = glance.fingerprints.tolist()
+        copy.wait()
+        last = int(copy.counters[book.STEP])
+        prints = copy.fingerprints.tolist()
         first = max(1, last - book.FINGERPRINTS + 2)
         names = [name for name, _ in self._groups]
         return {
@@ -167,14 +169,15 @@ class Findings:
         self._on_host[violation.kind] -= 1
 
 
-def _require_glance(operation: str, glance: object) -> None:
+def _require_copy(operation: str, copy: object) -> None:
     """Refuse what is no copy of counters.
 
     Raises:
         ConfigError: it is none.
     """
-    if not isinstance(glance, Glance):
+    if not isinstance(copy, CounterCopy):
         raise ConfigError(
-            operation, "the copy is not valid", expected="a Glance, as glance() returns it",
-            got=type(glance).__name__, hint="leave it out for the counters of now",
+            operation, "the copy is not valid",
+            expected="a CounterCopy, as copy_counters() returns it",
+            got=type(copy).__name__, hint="leave it out for the counters of now",
         )  # fmt: skip

@@ -16,15 +16,15 @@ from .admission import Admission, admissions_of
 from .backends import choose
 from .books import Sizes
 from .byte_books import ByteBooks
+from .counter_copy import CounterCopy
 from .digest import UNWRITTEN, Key
 from .findings import Findings
-from .glance import Glance
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
 from .passes import Passes, Stretch
 from .ranks import Fingerprints, compare_ranks
 from .request_changes import NONE, RequestChanges
-from .roster import Roster
+from .request_table import RequestTable
 from .state_moves import StateMoves
 from .step import Step
 from .transfers import RowTransfers
@@ -95,7 +95,7 @@ class Ledger:
         self.groups: Final = tuple(place.group for place in self.books.layout.places.values())
         self.passes: Final = choose(backend, self.device)(self.books)
         self.input: Final = self.passes.step_input(self.passes)
-        requests = Roster(max_requests)
+        requests = RequestTable(max_requests)
         self._state: Final = LedgerState(self.books, self.passes, self.input, requests)
         self._requests: Final = requests
         self._changes: Final = RequestChanges(self._state)
@@ -638,40 +638,42 @@ class Ledger:
             found["kvtxn_audit_bytes_compared_total"] = int(self._state.bytes.compared)
         return found
 
-    def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
-        """Begin to copy the counters to the host, without waiting; see ``Glance``.
+    def copy_counters(
+        self, spare: CounterCopy | None = None, *, prints: bool = True
+    ) -> CounterCopy:
+        """Begin to copy the counters to the host, without waiting; see ``CounterCopy``.
 
         Args:
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
-        return self.findings.glance(spare, prints=prints)
+        return self.findings.copy_counters(spare, prints=prints)
 
-    def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
+    def fingerprints(self, copy: CounterCopy | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.
 
         Args:
-            glance: a copy whose fingerprints are returned, none if the ledger was restarted since;
+            copy: a copy whose fingerprints are returned, none if the ledger was restarted since;
                 None: those of now.
 
         The last ``FINGERPRINTS - 1`` steps are there, as plain numbers that can be sent.
         """
-        return self.findings.fingerprints(glance)
+        return self.findings.fingerprints(copy)
 
-    def compare_ranks(self, theirs: Fingerprints, glance: Glance | None = None) -> None:
+    def compare_ranks(self, theirs: Fingerprints, copy: CounterCopy | None = None) -> None:
         """Compare the fingerprints of this rank with those of another rank with the same key.
 
         The first step that differs becomes a violation of kind ``ranks`` of this rank, once.
 
         Args:
             theirs: the other rank's ``fingerprints()``, as they are or through JSON.
-            glance: as for ``fingerprints``.
+            copy: as for ``fingerprints``.
 
         Raises:
             ConfigError: these are no fingerprints.
         """
         given = arguments.prints_of("compare_ranks", theirs)
         if not self._parted:
-            for violation in compare_ranks([given, self.fingerprints(glance)])[1]:
+            for violation in compare_ranks([given, self.fingerprints(copy)])[1]:
                 self.findings.add(violation)
                 self._parted = True

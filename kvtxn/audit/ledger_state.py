@@ -16,7 +16,7 @@ from .books import Books
 from .byte_books import ByteBooks
 from .digest import UNWRITTEN
 from .passes import Passes
-from .roster import Roster
+from .request_table import RequestTable
 from .rows import Batch, ragged, word_at
 from .step import Step
 from .step_input import StepInput
@@ -47,7 +47,7 @@ class LedgerState:
     books: Final[Books]
     passes: Final[Passes]
     input: Final[StepInput]
-    requests: Final[Roster]
+    requests: Final[RequestTable]
     bytes: ByteBooks | None = None
     step: Step | None = None
     unread: bool = False

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .books import Books
-from .notes import note
 from .rows import Batch, through
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
+from .violation_record import record_violation
 
 _FOREIGN: Final = KIND_NUMBER["foreign"]
 _LENGTH: Final = FOUND_NUMBER["length"]
@@ -42,4 +42,4 @@ def report_lengths(books: Books, step: Step, lengths: Mapping[str, Tensor] | Non
         where = through(place, step.tables[name], owner, position)
         for index in (batch.live & (read != ends)).nonzero().flatten().tolist():
             at = int(position[index]), int(where[index])
-            note(books, _FOREIGN, batch.lines[index], place, *at, _LENGTH)
+            record_violation(books, _FOREIGN, batch.lines[index], place, *at, _LENGTH)

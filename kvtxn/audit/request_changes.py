@@ -14,10 +14,10 @@ from torch import Tensor
 from . import checks
 from .admission import Admission, admissions_of, own_words
 from .arguments import listed, mapped
-from .beginning import Coming
 from .changes import Change
 from .groups import Place
 from .ledger_state import Ints, LedgerState
+from .new_requests import NewRequests
 
 #: No requests.
 NONE: Final = ()
@@ -52,9 +52,9 @@ class RequestChanges:
         checks.check_names("admit", names, distinct=True)
         owns = [own_words(self._books, each) for each in admissions]
         blocks = [] if given is None else self._blocks(given)
-        lines, left, coming = self._roll(gone, names, owns)
-        if left or blocks or coming is not None:
-            self._state.passes.change(Change(left, blocks, coming, self._state.seals))
+        lines, left, new = self._roll(gone, names, owns)
+        if left or blocks or new is not None:
+            self._state.passes.change(Change(left, blocks, new, self._state.seals))
         return lines
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
@@ -76,21 +76,21 @@ class RequestChanges:
 
     def _roll(
         self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
-    ) -> tuple[list[int], list[int], Coming | None]:
+    ) -> tuple[list[int], list[int], NewRequests | None]:
         """Return the lines of new requests, the lines that are free now, and what begins."""
-        roster = self._state.requests
-        leaving = [name for name in gone if name in roster]
-        roster.require_room(names, leaving)
-        left = [line for line in map(roster.release, leaving) if line is not None]
+        table = self._state.requests
+        leaving = [name for name in gone if name in table]
+        table.require_room(names, leaving)
+        left = [line for line in map(table.release, leaving) if line is not None]
         if not names:
             return [], left, None
-        again = [name in roster for name in names]
-        entries = roster.admit(names)
+        again = [name in table for name in names]
+        entries = table.admit(names)
         for (_, serial), (_, seed) in zip(entries, owns, strict=True):
-            roster.remember_seed(serial, seed)
+            table.remember_seed(serial, seed)
         lines = [line for line, _ in entries]
         if self._state.step is not None:
             self._state.later += lines
         if left:
             left = [line for line in left if line not in lines]
-        return lines, left, Coming.of(entries, owns, again)
+        return lines, left, NewRequests.of(entries, owns, again)

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..host_values import to_device
 from . import books as book
-from .beginning import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Beginning
 from .changes import Change
 from .digest import EMBEDDED, REJECTED, UNWRITTEN, as_word
 from .groups import Place
-from .notes import note
+from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
 from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
 from .rows import (
     Batch,
@@ -34,6 +33,7 @@ from .rows import (
 )
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
+from .violation_record import record_violation
 
 _FOREIGN = FOUND_NUMBER["foreign"]
 
@@ -61,20 +61,20 @@ class TorchPasses(Passes):
             there = to_device(blocks, device, torch.int64)
             for words in (books.words,) if change.seals is None else (books.words, change.seals):
                 place.pool_of(words).index_fill_(0, there, UNWRITTEN)
-        if change.coming is not None:
-            self.begin(change.coming.beginning(device))
+        if change.new is not None:
+            self.begin(change.new.packed(device))
 
-    def begin(self, beginning: Beginning) -> None:
+    def begin(self, new: PackedRequests) -> None:
         """Begin requests, as ``Passes.change`` describes."""
-        books, tokens = self.books, beginning.tokens
-        fields = beginning.fields.unbind(1)
+        books, tokens = self.books, new.tokens
+        fields = new.fields.unbind(1)
         lines, begins, counts, seeds = (fields[at] for at in (LINE, BEGIN, COUNT, SEED))
         whose, within = ragged(counts)
         sums = torch.cat([tokens.new_zeros(1), books.key.terms(tokens, within).cumsum(0)])
         books.own[lines, 0] = seeds
         books.own[lines[whose], within + 1] = sums[1:] + (seeds - sums[begins])[whose]
         before = books.facts[book.DURABLE][lines].minimum(counts)
-        facts = books.facts.new_full((book.NUM_FACTS, beginning.num_requests), -1)
+        facts = books.facts.new_full((book.NUM_FACTS, new.num_requests), -1)
         facts[book.SERIAL], facts[book.OUTSIDE], facts[book.KNOWN] = fields[SERIAL], 0, counts
         facts[book.DURABLE] = torch.where(fields[AGAIN] != 0, before, counts)
         books.facts[:, lines] = facts
@@ -308,7 +308,9 @@ class TorchPasses(Passes):
             if kind is None and int(where[head]) < 0 and not self._is_new_outside(place, line):
                 continue
             number = code if kind is None else KIND_NUMBER[kind]
-            note(self.books, number, line, place, int(position[head]), int(where[head]), code)
+            record_violation(
+                self.books, number, line, place, int(position[head]), int(where[head]), code
+            )
         if bool((wrong & (found != FOUND_NUMBER["draft"])).any()):
             telling = self.books.facts[book.TELLING]
             telling[line] = telling[line].maximum(position[-1] + 1)
@@ -367,6 +369,8 @@ class TorchPasses(Passes):
             for place, where, found in faults:
                 at, code = int(where[index]), int(found[index])
                 if code >= 0:
-                    note(self.books, state, lines[index], place, position, at, code)
+                    record_violation(self.books, state, lines[index], place, position, at, code)
             if told is not None and told[index]:
-                note(self.books, state, lines[index], None, position, -1, FOUND_NUMBER["count"])
+                record_violation(
+                    self.books, state, lines[index], None, position, -1, FOUND_NUMBER["count"]
+                )

@@ -177,7 +177,7 @@ CALLS = {
     "kept": lambda ledger: ledger.kept(None),
     "take_back": lambda ledger: ledger.take_back(None),
     "write": lambda ledger: ledger.write(None),
-    "glance": lambda ledger: ledger.glance(5),
+    "copy_counters": lambda ledger: ledger.copy_counters(5),
     "fingerprints": lambda ledger: ledger.fingerprints(5),
 }
 

@@ -122,7 +122,7 @@ def test_a_copy_from_before_a_restart_says_nothing():
     """What it counted was forgotten; the steps that follow have its numbers again."""
     ledger = rank(changed(1, 0, 99))
     ledger.publish("a", "full", [2], 0, 4)
-    stale = ledger.glance()
+    stale = ledger.copy_counters()
     assert ledger.findings.has_more(stale)
     ledger.restart()
     assert ledger.fingerprints(stale) == {}
@@ -131,13 +131,13 @@ def test_a_copy_from_before_a_restart_says_nothing():
     assert ledger.violations() == []
     ledger.admit("a", [7])
     ledger.publish("a", "full", [2], 0, 1)
-    now = ledger.glance()
+    now = ledger.copy_counters()
     assert not ledger.findings.has_more(stale)
     assert ledger.findings.has_more(now)
     assert [violation.kind for violation in ledger.violations()] == ["published"]
     assert not ledger.findings.has_more(now)
     ledger.reset()  # forgets rows and requests, and no counts
-    assert ledger.findings.has_more(ledger.glance()) is False
+    assert ledger.findings.has_more(ledger.copy_counters()) is False
 
 
 def test_keys_of_one_secret_are_one_key():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ....audit import Ledger
-from ....audit.glance import Glance
+from ....audit.counter_copy import CounterCopy
 
 #: Steps between two copies, which cost the host more than a step does; and where an error is
 #: raised for what they say.
@@ -22,8 +22,8 @@ class LateCounters:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger: Final = ledger
-        self._copy: Glance | None = None
-        self._spare: Glance | None = None
+        self._copy: CounterCopy | None = None
+        self._spare: CounterCopy | None = None
 
     def restart(self) -> None:
         """Drop the copy that is on its way."""
@@ -45,4 +45,4 @@ class LateCounters:
             soon: someone waits for what it says.
         """
         if self._copy is None and step % (COPY_SOON if soon else _COPY_EVERY) == 0:
-            self._copy = self._ledger.glance(self._spare, prints=False)
+            self._copy = self._ledger.copy_counters(self._spare, prints=False)

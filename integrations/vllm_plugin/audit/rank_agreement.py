@@ -15,7 +15,7 @@ from typing import Final
 import attrs
 
 from ....audit import Ledger
-from ....audit.glance import Glance
+from ....audit.counter_copy import CounterCopy
 from ....audit.ranks import Fingerprints
 from ..internals import ranks
 from ..internals.scheduling import Wrong
@@ -85,9 +85,9 @@ class RankAgreement:
         self._every: Final = every
         self._compares: Final = compares
         self._stages: Final = stages
-        self._copy: Glance | None = None  # of the fingerprints that are compared next
+        self._copy: CounterCopy | None = None  # of the fingerprints that are compared next
         self._theirs: list[Fingerprints] = []  # what the last meeting brought, with this copy:
-        self._compared: Glance | None = None
+        self._compared: CounterCopy | None = None
 
     def restart(self) -> None:
         """Begin anew with the first step."""
@@ -99,7 +99,7 @@ class RankAgreement:
 
     def copy_prints(self) -> None:
         """Begin to copy the fingerprints that the ranks compare some steps later."""
-        self._copy = self._ledger.glance()
+        self._copy = self._ledger.copy_counters()
 
     def after_step(self, number: int, own: RankReport, on_violation: str) -> RankReport | None:
         """Hear what the ranks have met, if they meet after the step of this number.
@@ -138,12 +138,12 @@ class RankAgreement:
         self._copy = None
         return self._exchange(own, None)
 
-    def _exchange(self, own: RankReport, copy: Glance | None) -> RankReport:
+    def _exchange(self, own: RankReport, copy: CounterCopy | None) -> RankReport:
         """Exchange reports and fingerprints; a rank that fails here reports it and takes part."""
         prints: Fingerprints = {}
         try:
             if own.failure is None:
-                copy = self._ledger.glance() if copy is None else copy
+                copy = self._ledger.copy_counters() if copy is None else copy
                 prints = self._ledger.fingerprints(copy)
         except Exception as error:
             own |= RankReport(failure=repr(error))

@@ -118,7 +118,7 @@ def test_an_audit_that_fails_on_one_rank_ends_on_all(monkeypatch, lines, after, 
     assert both[0].watch.report() == []  # nobody meets any more
 
 
-@pytest.mark.parametrize("part", ["glance", "fingerprints", "compare_ranks"])
+@pytest.mark.parametrize("part", ["copy_counters", "fingerprints", "compare_ranks"])
 def test_a_comparison_that_fails_on_one_rank_ends_the_audit_on_all(monkeypatch, lines, part):
     world, both = World(monkeypatch), two()
 

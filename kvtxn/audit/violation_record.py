@@ -18,7 +18,7 @@ _BEFORE_THE_STEP: Final = (KIND_NUMBER["state"], KIND_NUMBER["changed"])
 _NAN: Final = FOUND_NUMBER["nan"]
 
 
-def note(
+def record_violation(
     books: Books,
     kind: int,
     line: Tensor,

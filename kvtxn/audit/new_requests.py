@@ -1,4 +1,4 @@
-"""``Beginning``: requests that begin together, as the passes take them."""
+"""``PackedRequests``: requests that begin together, as the passes take them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..host_values import to_device
 
-#: What ``Beginning.packed`` has of each request behind the tokens, in this order.
+#: What ``PackedRequests.packed`` has of each request behind the tokens, in this order.
 LINE: Final = 0
 SERIAL: Final = 1
 #: The index of its first token, and the number of its tokens.
@@ -25,7 +25,7 @@ NUM_FIELDS: Final = 6
 
 
 @attrs.frozen(eq=False)
-class Beginning:
+class PackedRequests:
     """Requests that begin together, as ``TorchPasses.begin`` takes them.
 
     Attributes:
@@ -51,12 +51,12 @@ class Beginning:
 
 
 @attrs.frozen(eq=False)
-class Coming:
+class NewRequests:
     """Requests that begin together, as the host has them: in pieces.
 
     Attributes:
         owns: the tokens of each request, int64 or uint32 ``[n]`` on the host.
-        fields: the fields of one request after another, see ``Beginning``.
+        fields: the fields of one request after another, see ``PackedRequests``.
         num_tokens: tokens of all requests.
     """
 
@@ -70,7 +70,7 @@ class Coming:
         entries: Sequence[tuple[int, int]],
         owns: Sequence[tuple[Tensor, int]],
         again: Sequence[bool],
-    ) -> Coming:
+    ) -> NewRequests:
         """Describe requests.
 
         Args:
@@ -86,8 +86,8 @@ class Coming:
             begin += count
         return cls([own for own, _ in owns], fields, begin)
 
-    def beginning(self, device: torch.device) -> Beginning:
+    def packed(self, device: torch.device) -> PackedRequests:
         """Bring them to a device in one copy, without waiting for it."""
         tokens = [each.long() for each in self.owns]
         packed = to_device(torch.cat([*tokens, torch.tensor(self.fields)]), device, torch.int64)
-        return Beginning(packed, self.num_tokens, len(self.owns))
+        return PackedRequests(packed, self.num_tokens, len(self.owns))

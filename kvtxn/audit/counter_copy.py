@@ -1,4 +1,4 @@
-"""``Glance``: a copy of a ledger's counters that goes to the host while the device works on."""
+"""``CounterCopy``: a copy of a ledger's counters, made while the device works on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .books import Books
 
 
 @attrs.define(eq=False)
-class Glance:
+class CounterCopy:
     """A ledger's counters and fingerprints, as they are when all that was launched so far is done.
 
     A copy from before ``Ledger.restart`` says nothing of the ledger any more: it has no violations
@@ -31,7 +31,7 @@ class Glance:
     restarts: int
 
     @classmethod
-    def of(cls, books: Books, restarts: int, *, prints: bool = True) -> Glance:
+    def of(cls, books: Books, restarts: int, *, prints: bool = True) -> CounterCopy:
         """Begin to copy a ledger's counters; on a GPU this does not wait for it.
 
         Args:
@@ -42,9 +42,9 @@ class Glance:
         on_gpu = books.counters.is_cuda
         own = _on_host(books.fingerprints) if prints else None
         event = torch.cuda.Event() if on_gpu else None
-        glance = cls(_on_host(books.counters), own, event, restarts)
-        glance.renew(books, restarts)
-        return glance
+        copy = cls(_on_host(books.counters), own, event, restarts)
+        copy.renew(books, restarts)
+        return copy
 
     def renew(self, books: Books, restarts: int) -> None:
         """Begin to copy the same anew, into the same memory; the copy before must have arrived.

@@ -1,4 +1,4 @@
-"""``Roster``: the line of each admitted request, and the names behind serial numbers."""
+"""``RequestTable``: the line of each admitted request, and the names behind serial numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import CapacityError, ConfigError
 REMEMBERED: Final = 1 << 16
 
 
-class Roster:
+class RequestTable:
     """The lines of admitted requests, and the names of admitted and released requests.
 
     Args:
