@@ -27,8 +27,6 @@ def rig_maker(monkeypatch):
     monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
-    # Interpreted programs run one after the other, and these steps hand out few blocks.
-    monkeypatch.setattr(pending_changes, "MOST", 32)
 
     def make(passes, **options):
         monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: passes)
