@@ -169,7 +169,8 @@ def test_one_class_stands_before_vllms_runner_on_a_cpu():
     assert [source.before(name) for name in adapters] == [adapters]
     known = imports(source.files[source.module_of(adapters[0])])
     ours = {name for name in known if name.startswith("kvtxn.integrations.")}
-    assert ours == {"kvtxn.integrations.serving.parts.Parts"}
+    stock = "kvtxn.integrations.vllm_plugin.internals.runner_protocols.BeforeV1"
+    assert ours == {"kvtxn.integrations.serving.parts.Parts", stock}
 
 
 BASE = "class Base:\n    def one(self): pass\n"

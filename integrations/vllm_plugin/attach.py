@@ -23,6 +23,7 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from .asked import RequiredError
 from .internals import Foreign
+from .internals.runner_protocols import Runner
 from .settings import PluginSettings
 
 log = get_logger()
@@ -180,7 +181,7 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
 # -- a model runner -----------------------------------------------------------------
 
 
-class HookedRunner(Protocol):
+class HookedRunner(Runner, Protocol):
     """The attributes that kvtxn keeps on each model runner that it has hooked.
 
     Attributes:

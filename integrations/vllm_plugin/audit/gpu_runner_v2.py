@@ -28,6 +28,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..internals.runner_protocols import BeforeV2
 from .gpu_telling import TellingConnector, tell_metadata
 from .graph_watch import GraphWatch
 from .left_states import leave, new_state_reader
@@ -39,7 +40,7 @@ from .watch import Watch
 from .watching_graphs import WatchingGraphs
 
 
-class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
+class AuditedGpuRunnerV2(NotesMode, AuditedRunner, BeforeV2):
     """A mixin of the V2 runner: each method runs vLLM's own code and tells the ledger of it.
 
     Attributes:

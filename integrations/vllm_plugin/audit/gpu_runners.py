@@ -23,6 +23,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..internals.runner_protocols import BeforeV1
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch
@@ -35,7 +36,7 @@ from .runner import AuditedRunner, take_back
 from .watch import Watch
 
 
-class AuditedGpuRunnerV1(AuditedRunner):
+class AuditedGpuRunnerV1(AuditedRunner, BeforeV1):
     """A mixin of the V1 runner on a GPU: each method runs vLLM's own code and tells the ledger.
 
     Attributes:

@@ -23,6 +23,7 @@ from ..internals import (
     workers,
 )
 from ..internals import layers as attention_layers
+from ..internals.runner_protocols import BeforeRunner
 from ..settings import PluginSettings
 from .found_violations import AuditError
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
@@ -33,7 +34,7 @@ log = get_logger()
 Watched = TypeVar("Watched", bound=Watch)
 
 
-class AuditedRunner:
+class AuditedRunner(BeforeRunner):
     """A mixin of vLLM's runners on a GPU that keeps a watch for as long as the KV cache lives.
 
     Attributes:

@@ -37,6 +37,7 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
+from ..internals.runner_protocols import BeforeRunner
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..settings import PluginSettings
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 log = get_logger()
 
 
-class GpuRunnerMixin:
+class GpuRunnerMixin(BeforeRunner):
     """Steps in fixed buffers, which captured graphs read, for as long as the KV cache lives.
 
     Attributes:

@@ -24,6 +24,7 @@ from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.layers import TargetLayer, attention_of
+from ..internals.runner_protocols import BeforeRunner
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_choice import takes
@@ -33,7 +34,7 @@ from ..settings import PluginSettings
 log = get_logger()
 
 
-class GpuStateMixin:
+class GpuStateMixin(BeforeRunner):
     """A mixin of vLLM's runners on a GPU, for models with recurrent layers.
 
     It comes before that of the runner's windows, ``GpuRunnerV1`` or ``GpuRunnerV2``.
@@ -66,7 +67,7 @@ class GpuStateMixin:
 
     def get_kv_cache_spec(self) -> dict[str, Foreign]:
         """Ask for one block per request and state, if commits will write the states."""
-        specs: dict[str, Foreign] = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs: dict[str, Foreign] = super().get_kv_cache_spec()  # type: ignore[safe-super]
         return state_layers.one_block_each(specs) if self.kvtxn_decided() else specs
 
     def kvtxn_decided(self) -> bool:

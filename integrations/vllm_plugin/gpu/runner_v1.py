@@ -15,11 +15,12 @@ from ...serving.packed_steps import PackedGraphSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
+from ..internals.runner_protocols import BeforeV1
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 
 
-class GpuRunnerV1(GpuRunnerMixin):
+class GpuRunnerV1(GpuRunnerMixin, BeforeV1):
     """A mixin of vLLM's V1 runner on a GPU: each method runs vLLM's own code in a window."""
 
     kvtxn: PackedGraphSteps | None

@@ -22,12 +22,13 @@ from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..begun_graphs import NotesMode
 from ..internals import Foreign, batches, whole_graphs
+from ..internals.runner_protocols import BeforeV2
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 from .saving_graphs import let_graphs_save
 
 
-class GpuRunnerV2(NotesMode, GpuRunnerMixin):
+class GpuRunnerV2(NotesMode, GpuRunnerMixin, BeforeV2):
     """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window.
 
     Attributes:

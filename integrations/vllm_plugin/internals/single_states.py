@@ -7,16 +7,16 @@ after its last row; with drafts, the state is written once it is known which of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from . import state_layers
 from .audited import Rows
 from .audited_states import States
+from .runner_protocols import RunnerV1
 
 
-def states(runner: Any, groups: Sequence[str], rows: Rows) -> States:
+def states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States:
     """Read the states of the forward that is about to run.
 
     Args:

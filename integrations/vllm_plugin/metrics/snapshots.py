@@ -20,8 +20,9 @@ from weakref import WeakSet, ref
 from ....log import get_logger
 from ..asked import is_asked
 from ..attach import is_swapped, restore_class, swap_class
-from ..internals import Foreign, workers
 from ..internals import frontend as front
+from ..internals import workers
+from ..internals.protocols import AsyncClient, BeforeClient, VllmEngine
 from ..rpc_names import SNAPSHOT
 from ..settings import asks_for_windows
 
@@ -44,7 +45,7 @@ _ended: deque[Snapshots] = deque(maxlen=64)
 _hooked: WeakSet[Any] = WeakSet()
 
 
-def on_engine(engine: Foreign) -> None:
+def on_engine(engine: VllmEngine) -> None:
     """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
     try:
         given = workers.additional_config(front.config_of(engine))
@@ -86,7 +87,7 @@ def unhook_clients() -> None:
 # -- the page -----------------------------------------------------------------------
 
 
-async def _publish(reference: Callable[[], Foreign | None], page: Page) -> None:
+async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> None:
     """Update the metrics page every few seconds, as long as the engines live."""
     said = False
     while (client := reference()) is not None and not front.is_dead(client):
@@ -104,7 +105,7 @@ async def _publish(reference: Callable[[], Foreign | None], page: Page) -> None:
 # -- the end of an engine -------------------------------------------------------------
 
 
-class RememberingClient:
+class RememberingClient(BeforeClient):
     """Takes a last snapshot of its engine; a mixin before the class of an ``LLM``'s client.
 
     Attributes:
@@ -124,7 +125,7 @@ class RememberingClient:
         """Take the last snapshot, then shut the engine down."""
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
-        return super().shutdown(*args, **kwargs)  # type: ignore[misc]
+        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
 
     def __del__(self) -> None:
         if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
@@ -153,7 +154,7 @@ def _take_last(client: RememberingClient) -> bool:
     return not thread.is_alive()
 
 
-def snapshots(llm: Foreign) -> Snapshots:
+def snapshots(llm: object) -> Snapshots:
     """Return the counters of each worker by rank, of in-process and multi-process engines alike.
 
     For an engine that was shut down these are the last ones, taken right before the end. When the

@@ -12,9 +12,10 @@ from typing import Any
 
 from ....config import TxnConfig
 from ...serving.parts import Parts
+from ..internals.runner_protocols import BeforeV1
 
 
-class CpuRunnerV1:
+class CpuRunnerV1(BeforeV1):
     """The adapter of vLLM's V1 runner on a CPU, which ``hook_runner`` puts before vLLM's own class.
 
     Attributes:
@@ -53,7 +54,7 @@ class CpuRunnerV1:
     def get_kv_cache_spec(self) -> Any:
         """Let the parts say what they need of the caches."""
         self.kvtxn_parts.caches_wanted()
-        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs = super().get_kv_cache_spec()  # type: ignore[safe-super]
         return self.kvtxn_parts.caches_described(specs)
 
     def initialize_kv_cache(
