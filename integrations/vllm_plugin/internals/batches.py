@@ -20,6 +20,7 @@ from .runner_protocols import (
     RunnerV1,
     RunnerV2,
     SamplerOutput,
+    StageHandler,
 )
 
 #: Methods that the runners' mixins override, with the parameters they must have; "?" marks one that
@@ -211,7 +212,7 @@ def steps_until_known(runner: RunnerV2) -> int | None:
 
     None if the runner samples, or has no stages.
     """
-    handler = runner.pp_handler
+    handler: StageHandler | None = getattr(runner, "pp_handler", None)
     if handler is None or handler.is_last_rank:
         return None
     return len(handler.queue)

@@ -54,8 +54,8 @@ def hook_schedulers(
     """
 
     def hook(module: ModuleType) -> Callable[[], None]:
-        owner = module.Scheduler
-        original = owner.__init__
+        Theirs = module.Scheduler
+        original = Theirs.__init__
         if hasattr(original, "kvtxn_hook"):
             raise KVTxnError(
                 "hook_schedulers", "vLLM's schedulers are hooked already", hint="unhook first"
@@ -67,10 +67,10 @@ def hook_schedulers(
             after_init(self, getattr(self, "vllm_config", None))
 
         __init__.kvtxn_hook = True  # type: ignore[attr-defined]
-        owner.__init__ = __init__
+        Theirs.__init__ = __init__
 
         def undo() -> None:
-            owner.__init__ = original
+            Theirs.__init__ = original
 
         return undo
 
