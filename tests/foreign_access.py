@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 NAMES = frozenset(
     (
@@ -33,14 +34,17 @@ _OPAQUE = ("Foreign", "Any")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def _protocols(trees: Iterable[ast.Module]) -> set[str]:
-    """Names of the protocols that stand for a class of vLLM's, as their docstrings say."""
-    return {
-        node.name
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and (ast.get_docstring(node) or "").startswith("``vllm.")
-    }
+def _is_protocol(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    """Tell whether it is a protocol that stands for a class of vLLM's, as its docstring says."""
+    return isinstance(node, ast.ClassDef) and (ast.get_docstring(node) or "").startswith("``vllm.")
+
+
+def _ours(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a file, without such protocols."""
+    for child in ast.iter_child_nodes(tree):
+        if not _is_protocol(child):
+            yield child
+            yield from _ours(child)
 
 
 class Sources:
@@ -53,8 +57,8 @@ class Sources:
 
     def __init__(self, internals: Iterable[str], ours: Iterable[str]) -> None:
         trees = [ast.parse(text) for text in internals]
-        functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-        self.protocols = _protocols(trees)
+        functions = [n for tree in trees for n in _ours(tree) if isinstance(n, ast.FunctionDef)]
+        self.protocols = {node.name for tree in trees for node in tree.body if _is_protocol(node)}
         self.returns_foreign = {f.name for f in functions if self.is_opaque(f.returns)}
         self.returns_many = {f.name for f in functions if self.holds_foreign(f.returns)}
         self.fields: set[str] = set()

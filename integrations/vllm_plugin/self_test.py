@@ -20,7 +20,8 @@ from ...errors import KVTxnError
 from ...layers import LayerRef
 from ...manager import TransactionManager
 from ...row_io import LayerRows, read, read_layers, write_layers
-from .internals import Foreign, dummy_steps, ranks
+from .attach import HookedRunner
+from .internals import dummy_steps, ranks
 from .internals.dummy_steps import Dummy, Sizes
 
 #: Verify steps; each knows one more token of the model's own text, to be accepted.
@@ -54,7 +55,7 @@ class Bench:
         others: int64, by group: the slots of all blocks that belong to no request in any group.
     """
 
-    runner: Foreign
+    runner: HookedRunner
     manager: TransactionManager
     sizes: Sizes
     requests: tuple[Dummy, ...]
@@ -73,7 +74,7 @@ class Bench:
         return {block for each in self.requests for own in each.blocks for block in own}
 
 
-def run(runner: Foreign) -> str | None:
+def run(runner: HookedRunner) -> str | None:
     """Test a runner whose windows are attached; every rank of a group must call this.
 
     Returns:
@@ -92,7 +93,7 @@ def run(runner: Foreign) -> str | None:
     return why
 
 
-def _bench(runner: Foreign) -> Bench:
+def _bench(runner: HookedRunner) -> Bench:
     """Make the requests: prompts that end shortly before a block does, so drafts cross into one."""
     sizes = dummy_steps.sizes(runner)
     manager = runner.kvtxn.manager
@@ -228,7 +229,7 @@ def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> di
 
 
 @contextmanager
-def _directly(runner: Foreign) -> Iterator[None]:
+def _directly(runner: HookedRunner) -> Iterator[None]:
     """Let the steps of this block write every draft into its slot, without a commit."""
     steps = runner.kvtxn
     with ExitStack() as undo:
@@ -243,7 +244,7 @@ def _directly(runner: Foreign) -> Iterator[None]:
 
 
 @contextmanager
-def _unwatched(runner: Foreign) -> Iterator[None]:
+def _unwatched(runner: HookedRunner) -> Iterator[None]:
     """Hide the dummy steps from the audit, if there is one."""
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:

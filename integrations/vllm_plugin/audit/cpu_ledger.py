@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..internals import audited, audited_cpu, audited_states, single_states
+from ..internals import audited, audited_cpu, audited_states
+from ..internals.protocols import SchedulerOutput
+from ..internals.runner_protocols import Prepared, SamplerOutput
 from ..seam.runner_cpu_v1 import CpuRunnerV1
 from .runner import end_step, fail_step, join_stages, open_watch, take_back
 from .watch import Watch
@@ -54,12 +55,12 @@ class CpuLedger(Part):
         """Forget a step that was dropped half-way."""
         self._in_forward = False
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, scheduled: SchedulerOutput) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
         runner = self._runner
         runner.kvtxn_tell(lambda watch: watch.change(audited.changes(runner, scheduled)))
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
         """Tell which rows and states the forward writes and reads; nothing of a warm-up."""
         self._outputs = None
         if prepared is not None:
@@ -77,20 +78,20 @@ class CpuLedger(Part):
             self._in_forward = False
             self._runner.kvtxn_tell(take_back)
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, logits: Tensor | None) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
         rows, watch = self._outputs, self._runner.kvtxn_audit
         looks = watch is not None and watch.scrub is not None
         if rows is not None and logits is not None and looks:
             self._runner.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, output: SamplerOutput) -> None:
         """Tell which drafts were accepted."""
         rows, self._outputs = self._outputs, None
         if rows is not None:
             self._runner.kvtxn_tell(partial(self._tell_sampled, output))
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """End the step, and mark the requests that read wrong rows in its output.
 
         Raises:
@@ -106,20 +107,20 @@ class CpuLedger(Part):
         """Stop watching."""
         self._runner.kvtxn_audit = None
 
-    def _tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def _tell_forward(self, prepared: Prepared, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
         runner = self._runner
         rows = self._reader.rows(prepared, *audited_cpu.ids_and_positions(inputs))
         states, self._leaves = None, {}
         if watch.states and audited_states.has_single_states(runner):
-            states = single_states.states(runner, list(watch.states), rows)
+            states = audited_states.single_states(runner, list(watch.states), rows)
             self._leaves = {} if rows.drafts is None else states.leaves
         elif watch.states:
             assert rows.first is not None  # on a CPU the host knows it
             states = audited_states.states(runner, watch.states, rows.starts, rows.first)
         watch.forward(rows, partial(audited.returning, runner), states)
 
-    def _tell_sampled(self, output: Any, watch: Watch) -> None:
+    def _tell_sampled(self, output: SamplerOutput, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
         watch.sampled(*self._samples.of_step(output, watch.rows))
         if self._leaves and watch.under_way is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..attach import follow
-from ..internals import Foreign
+from .graph_watch import GraphWatch
 
 
 class Telling(Protocol):
@@ -17,14 +17,14 @@ class Telling(Protocol):
         kvtxn_metadata: gets the step's attention metadata.
     """
 
-    kvtxn_audit: Any
-    kvtxn_metadata: Any
+    kvtxn_audit: GraphWatch | None
+    kvtxn_metadata: object
 
     def kvtxn_step_is_ready(self) -> None:
         """Tell the watch of the step."""
 
 
-def tell_metadata(state: Foreign, runner: Telling) -> Callable[[], None]:
+def tell_metadata(state: object, runner: Telling) -> Callable[[], None]:
     """Let vLLM's ``model_state`` give a runner the attention metadata of each step.
 
     The step is ready then, unless a connector brings rows. Windows that hold states may have put
@@ -34,7 +34,7 @@ def tell_metadata(state: Foreign, runner: Telling) -> Callable[[], None]:
         A function that undoes it.
     """
 
-    def prepared(metadata: Any) -> None:
+    def prepared(metadata: object) -> None:
         runner.kvtxn_metadata = metadata
         if runner.kvtxn_audit is not None and runner.kvtxn_audit.transfers is None:
             runner.kvtxn_step_is_ready()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..internals import audited_states
+from ..internals.runner_protocols import Runner
 from .device_watch import DeviceWatch
 
 
-def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:
+def new_state_reader(runner: Runner, watch: DeviceWatch) -> audited_states.DeviceStateReader:
     """Make a reader of the states that a watch compares."""
     return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
 

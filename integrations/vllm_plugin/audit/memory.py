@@ -7,8 +7,9 @@ from typing import Final
 from ....audit import Ledger, RowGroup, Scrub
 from ....audit.books import Sizes
 from ....log import get_logger
-from ..internals import Foreign, audited, cache_sizes
+from ..internals import audited, cache_sizes
 from ..internals.cache_sizes import CachePlan
+from ..internals.runner_protocols import Runner
 from ..settings import PluginSettings
 
 log = get_logger()
@@ -39,7 +40,7 @@ def num_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: 
     return total
 
 
-def rest(runner: Foreign, settings: PluginSettings, available: int) -> int:
+def rest(runner: Runner, settings: PluginSettings, available: int) -> int:
     """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
 
     Where the user gives the size of the KV cache, that stays as it is.

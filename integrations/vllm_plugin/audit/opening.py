@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from ....audit import Key, Scrub, Window
+from ....audit import Key, RowGroup, Scrub, StateGroup, Window
 from ....layers import LayerRef
 from ....log import get_logger
 from ..attach import stay_out
@@ -102,7 +101,11 @@ def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -
 
 
 def _new_watch(
-    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
+    runner: AuditedRunner,
+    groups: Mapping[str, RowGroup],
+    states: Mapping[str, StateGroup],
+    lines: int | None,
+    key: Key | None,
 ) -> GraphWatch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings

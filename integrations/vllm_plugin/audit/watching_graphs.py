@@ -13,7 +13,9 @@ from typing import Any
 
 import attrs
 
-from ..internals import Foreign, audited_v2
+from ..internals import audited_v2
+from ..internals.protocols import SchedulerOutput
+from ..internals.runner_protocols import InputBatchV2
 from .graph_watch import GraphWatch
 from .watch import Watch
 
@@ -61,7 +63,7 @@ class WatchingGraphs:
                 watch.stop(error)
         runner.kvtxn_tell(partial(self._replayed, included))
 
-    def _goes_on_without(self, batch: Foreign, changes: Foreign) -> bool:
+    def _goes_on_without(self, batch: InputBatchV2, changes: SchedulerOutput) -> bool:
         """Tell the watch of a step without some of the last one's requests, if it is one."""
         grown = self.reader.lacks_requests(batch, changes)
         if grown is None:

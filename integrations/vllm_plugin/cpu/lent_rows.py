@@ -17,8 +17,8 @@ from ....errors import LayerError
 from ....row_io import read, select, write
 from ...serving.state_steps import StateSteps
 from ..attach import check_methods, is_swapped, restore_class, swap_class
-from ..internals import Foreign
 from ..internals import layers as attention_layers
+from ..internals.layer_protocols import AttentionLayer
 from ..internals.layers import TargetLayer
 from .attention import LayerHook, WindowMixin
 
@@ -34,7 +34,12 @@ class LentRowsMixin(WindowMixin):
     kvtxn_before: tuple[Tensor, list[Tensor]] | None = None
 
     def do_kv_cache_update(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Write all rows, stage the draft rows, and remember the bytes below them."""
         hook = self.kvtxn

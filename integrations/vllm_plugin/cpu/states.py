@@ -7,7 +7,6 @@ longer speculate over these caches: if kvtxn cannot make its steps, the engine d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 from torch import Tensor
@@ -20,8 +19,10 @@ from ...serving.parts import Part
 from ...serving.state_steps import StateSteps
 from ..internals import batches, state_layers
 from ..internals.config import runner_facts
+from ..internals.layer_protocols import KVCacheSpec
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
+from ..internals.runner_protocols import Prepared
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.runner_cpu_v1 import CpuRunnerV1
@@ -56,7 +57,7 @@ class States(Part):
             runner.kvtxn_unhook.callback(state_layers.hold_one_state(runner))
             runner.kvtxn_one_state = True
 
-    def caches_described(self, specs: Any) -> Any:
+    def caches_described(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
         """Ask for one block per request and state, if the windows will hold the states."""
         return state_layers.one_block_each(specs) if self._runner.kvtxn_one_state else specs
 
@@ -74,7 +75,7 @@ class States(Part):
                 hint="leave the setting 'recurrent' out to run this engine without kvtxn",
             )
 
-    def planned(self, prepared: Any) -> None:
+    def planned(self, prepared: Prepared) -> None:
         """Remember the drafts of each request."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -84,7 +85,7 @@ class States(Part):
                 steps.manager.note_fallback("begin", error)
                 self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
         """Let the layers know which requests the step has while they compute it."""
         steps = self._runner.kvtxn
         if steps is not None:

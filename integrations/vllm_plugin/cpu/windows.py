@@ -7,7 +7,7 @@ committed before the drafter or a connector sees the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 from torch import Tensor
@@ -18,6 +18,7 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ..internals import batches
 from ..internals.layers import TargetLayer
+from ..internals.runner_protocols import Prepared, SamplerOutput
 from ..policy.engine import EngineFacts
 from ..seam.runner_cpu_v1 import CpuRunnerV1
 from ..window_steps import end_unheard, open_steps
@@ -106,12 +107,12 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def planned(self, prepared: Any) -> None:
+    def planned(self, prepared: Prepared) -> None:
         """Plan the step: which rows are drafts."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
         """Open the step's window."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -122,7 +123,7 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, output: SamplerOutput) -> None:
         """Commit the drafts that the sampled ids accept."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(lambda: batches.sampled_ids(output))

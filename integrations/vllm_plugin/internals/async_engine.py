@@ -26,7 +26,7 @@ class EngineSizes:
     block_size: int
 
 
-def config_of(engine_args: Mapping[str, Any]) -> VllmConfig:
+def config_of(engine_args: Mapping[str, object]) -> VllmConfig:
     """Build the ``VllmConfig`` of an asynchronous engine with these arguments; starts nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -7,7 +7,7 @@ other step continues column 0, and leaves the state after its last row there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -20,7 +20,7 @@ from . import aligned_states, audited, carried_states
 from .audited import Rows
 from .layer_protocols import GatedDeltaMetadata, SelectiveMetadata
 from .runner_protocols import Runner, RunnerV1
-from .state_layers import kind_of
+from .state_layers import kind_of, state_slots
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
@@ -148,6 +148,33 @@ def states(runner: RunnerV1, groups: Iterable[str], starts: Tensor, first: Tenso
         first: int64 ``[num_requests]``, the position of each request's first row.
     """
     return _read(runner, groups, forward_metadata(), starts, first, int(starts[-1]))
+
+
+def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States:
+    """Read the states of a forward whose windows hold one state per request, on a CPU.
+
+    Each request has one block. A request without drafts continues its state there and leaves the
+    state after its last row; with drafts, the state is written once it is known which of them stay.
+
+    Args:
+        runner: a V1 runner on a CPU, for which ``has_single_states`` is true.
+        groups: names of the groups to read.
+        rows: the rows of the forward.
+    """
+    count = len(rows.names)
+    assert rows.first is not None  # on a CPU the host knows it
+    starts, first = rows.starts[: count + 1].long(), rows.first[:count]
+    speculates = torch.zeros(count, dtype=torch.bool)
+    if rows.drafts is not None:
+        speculates = rows.drafts[:count] > 0
+    found = States({}, {}, None)
+    for name, block in state_slots(runner, groups).items():
+        found.sources[name] = torch.where(first > 0, block, -1)
+        found.leaves[name] = torch.where(speculates, block, -1)
+        slots = torch.full((int(starts[-1]),), -1)
+        slots[starts[1:] - 1] = torch.where(speculates, -1, block)
+        found.slots[name] = slots
+    return found
 
 
 def forward_metadata() -> object:

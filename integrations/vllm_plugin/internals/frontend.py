@@ -127,14 +127,12 @@ def is_async(client: Client) -> TypeGuard[AsyncClient]:
     return isinstance(client, AsyncMPClient)
 
 
-def speaks_for_all(client: AsyncClient) -> bool:
-    """Tell whether this process is the first of the server processes that share the engines."""
-    return int(client.client_index) == 0
+def publishes(client: AsyncClient, engine: VllmEngine) -> bool:
+    """Tell whether this process shows the engines' statistics.
 
-
-def counts_nothing(engine: VllmEngine) -> bool:
-    """Tell whether the user wants no statistics."""
-    return not engine.log_stats
+    The first of the server processes that share the engines does, if the user wants any.
+    """
+    return int(client.client_index) == 0 and engine.log_stats
 
 
 def model_name(engine: VllmEngine) -> str:

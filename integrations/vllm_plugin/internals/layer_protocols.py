@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -199,6 +199,7 @@ class GatedDeltaMetadata(Protocol):
     A tensor is None where the counts say that nothing is in it; it is looked at after them.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     has_initial_state: Tensor
     non_spec_query_start_loc: Tensor
     non_spec_state_indices_tensor: Tensor | None
@@ -221,6 +222,7 @@ class SelectiveMetadata(Protocol):
     A tensor is None where the counts say that nothing is in it; it is looked at after them.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     num_accepted_tokens: Tensor | None
     num_decode_tokens: int
     num_decodes: int

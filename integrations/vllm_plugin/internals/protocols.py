@@ -9,7 +9,7 @@ in ``layer_protocols``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -86,9 +86,11 @@ class CacheConfig(Protocol):
 
     block_size: int
     cache_dtype: str
+    kv_cache_layout: str | None
     enable_prefix_caching: bool
     kv_cache_memory_bytes: int | None
     num_gpu_blocks: int | None
+    mamba_block_size: int | None
     mamba_cache_dtype: str
     mamba_cache_mode: str
     mamba_ssm_cache_dtype: str
@@ -327,6 +329,12 @@ class Scheduler(Protocol):
         """Take a request's blocks away, to compute it again."""
 
 
+if TYPE_CHECKING:  # as for runners, see ``runner_protocols``
+    BeforeScheduler = Scheduler
+else:
+    BeforeScheduler = object
+
+
 # -- statistics -----------------------------------------------------------------------
 
 
@@ -411,7 +419,7 @@ class Client(Protocol):
         """End the engine."""
 
 
-if TYPE_CHECKING:  # as for runners, see ``runner_protocols``
+if TYPE_CHECKING:  # likewise
     BeforeClient = Client
 else:
     BeforeClient = object
@@ -444,8 +452,35 @@ class VllmEngine(Protocol):
     vllm_config: VllmConfig
 
 
+class CompletionOutput(Protocol):
+    """``vllm.outputs.CompletionOutput``."""
+
+    token_ids: Sequence[int]
+    finish_reason: str | None
+
+
+class RequestOutput(Protocol):
+    """``vllm.outputs.RequestOutput``."""
+
+    outputs: list[CompletionOutput]
+
+
 class AsyncEngine(VllmEngine, Protocol):
     """``vllm.v1.engine.async_llm.AsyncLLM``."""
+
+    def generate(
+        self, prompt: object, sampling_params: object, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Make a request; yields its outputs as they come."""
+
+    async def abort(self, request_id: str) -> None:
+        """Give a request up."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> object:
+        """Empty the prefix cache."""
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        """Call a method of every worker; returns the answers by rank."""
 
     def shutdown(self) -> None:
         """End the engine and its processes."""

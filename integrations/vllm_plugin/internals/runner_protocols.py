@@ -205,6 +205,25 @@ class BlockList(Protocol):
     group_sizes: Sequence[int]
 
 
+class CacheTensor(Protocol):
+    """``vllm.v1.kv_offload.base.CanonicalKVCacheTensor``: a cache, ``[num_blocks, ...]``."""
+
+    tensor: Tensor
+
+
+class CacheTensorRef(Protocol):
+    """``vllm.v1.kv_offload.base.CanonicalKVCacheRef``: a layer's part of a cache."""
+
+    tensor_idx: int
+
+
+class CacheTensors(Protocol):
+    """``vllm.v1.kv_offload.base.CanonicalKVCaches``: the caches as connectors get them."""
+
+    tensors: list[CacheTensor]
+    group_data_refs: list[list[CacheTensorRef]]
+
+
 class OffloadingJob(Protocol):
     """``vllm.distributed.kv_transfer.kv_connector.v1.offloading.common.TransferJob``."""
 

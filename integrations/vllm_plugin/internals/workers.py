@@ -68,7 +68,7 @@ def hook_workers(
                 "hook_workers", "vLLM's workers are hooked already", hint="unhook first"
             )
 
-        def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> Any:
+        def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> object:
             result = original(self, *args, **kwargs)
             after_init_device(self)
             return result
@@ -109,7 +109,7 @@ def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[
     if hasattr(own, "kvtxn_hook"):
         raise KVTxnError("after_warm_up", "this worker is hooked already", hint="unhook it first")
 
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> object:
         result = own(*args, **kwargs)
         then()
         return result
@@ -149,7 +149,7 @@ def around_sleep(
         if own is None:  # not every release has all of them
             return
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> object:
             if before is not None:
                 before(*args, **kwargs)
             try:
@@ -179,7 +179,7 @@ def around_sleep(
     return undo.close
 
 
-def _shadow(worker: Worker, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+def _shadow(worker: Worker, name: str, method: Callable[..., object]) -> Callable[[], None]:
     """Give a worker a method of its own; returns a function that takes it away again."""
     before = vars(worker).get(name)
     setattr(worker, name, method)

@@ -22,7 +22,7 @@ from ..asked import is_asked
 from ..attach import is_swapped, restore_class, swap_class
 from ..internals import frontend as front
 from ..internals import workers
-from ..internals.protocols import AsyncClient, BeforeClient, VllmEngine
+from ..internals.protocols import AsyncClient, BeforeClient, Client, VllmEngine
 from ..rpc_names import SNAPSHOT
 from ..settings import asks_for_windows
 
@@ -42,7 +42,7 @@ _PATIENCE: Final = 5.0
 Snapshots = list[dict[str, float]]
 
 _ended: deque[Snapshots] = deque(maxlen=64)
-_hooked: WeakSet[Any] = WeakSet()
+_hooked: WeakSet[Client] = WeakSet()
 
 
 def on_engine(engine: VllmEngine) -> None:
@@ -58,7 +58,7 @@ def on_engine(engine: VllmEngine) -> None:
             swap_class(client, RememberingClient)
             client.kvtxn_pid = os.getpid()
             _hooked.add(client)
-        elif front.speaks_for_all(client) and not front.counts_nothing(engine):
+        elif front.publishes(client, engine):
             from .prometheus import Page
 
             if getattr(client, "kvtxn_task", None) is not None:

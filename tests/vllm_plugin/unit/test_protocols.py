@@ -35,7 +35,7 @@ def read_by(protocol):
     """The attributes that a protocol names itself, but for those that kvtxn adds."""
     named = inspect.get_annotations(protocol)
     methods = {name for name, value in vars(protocol).items() if is_method(name, value)}
-    return {name for name in {*named, *methods} if not name.startswith("kvtxn")}
+    return {name for name in {*named, *methods} if not name.startswith(("kvtxn", "__"))}
 
 
 def is_method(name, value):
