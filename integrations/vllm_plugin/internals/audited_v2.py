@@ -16,6 +16,8 @@ from ....audit.step_input import StepInput
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
 from .gpu_step_reader import GpuStepReader
+from .protocols import NewRequest, SchedulerOutput
+from .runner_protocols import InputBatchV2, Runner, RunnerV2
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -29,14 +31,14 @@ AUDITED_METHODS: Final = {
 }
 
 
-def lacking(runner: Any) -> str | None:
+def lacking(runner: RunnerV2) -> str | None:
     """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
     if int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1)) != 1:
         return "a diffusion model writes the rows of one position again and again"
     return None
 
 
-def changes(runner: Any, scheduler_output: Any) -> Changes:
+def changes(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step. A request that was preempted comes again as a new one."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
@@ -59,7 +61,7 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     )
 
 
-def _arrival(runner: Any, new: Any) -> Arrival:
+def _arrival(runner: RunnerV2, new: NewRequest) -> Arrival:
     return audited.arrival_of(
         *(runner, new, new.req_id, audited.tokens_of(new), new.num_computed_tokens, new.block_ids)
     )
@@ -70,15 +72,15 @@ class Told:
     """A request as the scheduler told the V2 runner of it.
 
     Attributes:
-        state: what it said when the request came.
+        came: what it said when the request came.
         tables: the request's blocks by KV-cache group.
     """
 
-    state: Any
+    came: NewRequest
     tables: list[list[int]]
 
 
-def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
+def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
     """Bring up to date which requests a runner has, and their blocks; it keeps no such list.
 
     Args:
@@ -96,28 +98,30 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
                 own += more
 
 
-def gone_and_left(batch: Any, scheduler_output: Any) -> tuple[Iterable[str], Sequence[str]]:
+def gone_and_left(
+    batch: InputBatchV2, scheduler_output: SchedulerOutput
+) -> tuple[Iterable[str], Sequence[str]]:
     """Return the names of the requests that ended before a step, and of those that it has."""
     return sorted(scheduler_output.finished_req_ids), batch.req_ids
 
 
-def num_rows(batch: Any) -> int:
+def num_rows(batch: InputBatchV2) -> int:
     """Return the rows of a V2 runner's step, without padding."""
     return int(batch.num_tokens)
 
 
-def sampled_outputs(hidden_states: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+def sampled_outputs(hidden_states: Tensor, batch: InputBatchV2) -> tuple[Tensor, Tensor]:
     """Return the outputs that a step samples from, float ``[n, hidden]``, and their rows."""
-    rows: Tensor = batch.logits_indices
+    rows = batch.logits_indices
     return hidden_states[rows], rows
 
 
-def samples(runner: Any) -> bool:
+def samples(runner: RunnerV2) -> bool:
     """Tell whether the runner samples: the stage is the last one, or the only one."""
     return bool(runner.is_last_pp_rank)
 
 
-def graphs_find_rows(runner: Any) -> bool:
+def graphs_find_rows(runner: RunnerV2) -> bool:
     """Tell whether the steps of a V2 runner lie where its captured forwards find them.
 
     They do not where drafts are shared out on the device, nor where ranks share a context.
@@ -145,19 +149,23 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
     in_graphs: bool = False
     placed: bool = False
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
+    def __init__(
+        self, runner: RunnerV2, groups: Mapping[str, RowGroup], step_input: StepInput
+    ) -> None:
         super().__init__(runner, step_input)
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
         self._names: list[str] = []
 
-    def repeats(self, batch: Any) -> bool:
+    def repeats(self, batch: InputBatchV2) -> bool:
         """Tell whether a step has the requests and the numbers of drafts of the last one read."""
         if batch.has_prefill or not batch.num_draft_tokens or batch.req_ids != self._names:
             return False
         drafts = batch.num_draft_tokens_per_req
         return drafts is not None and bool(drafts.tobytes() == self._drafts)
 
-    def goes_on(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
+    def goes_on(
+        self, batch: InputBatchV2, scheduler_output: SchedulerOutput
+    ) -> Sequence[tuple[list[int], ...]] | None:
         """Return the new blocks, by KV-cache group, of each request that gets some.
 
         Returns:
@@ -173,7 +181,9 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             return None  # usually each request has the most drafts, so that the total tells it
         return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
 
-    def lacks_requests(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
+    def lacks_requests(
+        self, batch: InputBatchV2, scheduler_output: SchedulerOutput
+    ) -> Sequence[tuple[list[int], ...]] | None:
         """Return the same of a step that goes on without some of the last one's requests.
 
         Returns:
@@ -191,13 +201,15 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             return None
         return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
 
-    def went_on(self, batch: Any) -> None:
+    def went_on(self, batch: InputBatchV2) -> None:
         """Hear that ``lacks_requests`` was told of a step: the next one is compared with it."""
         number, before = batch.num_reqs, len(self._names)
         self._names, self._total = batch.req_ids, batch.num_draft_tokens
         self._drafts = self._drafts[: len(self._drafts) // before * number]  # all are alike
 
-    def rows(self, batch: Any, prepared: Any) -> Rows:
+    def rows(
+        self, batch: InputBatchV2, prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
+    ) -> Rows:
         """Read the rows of the forward that comes next.
 
         Args:
@@ -255,7 +267,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         starts = self._runner.input_buffers.query_start_loc
         return self._rows((), starts, tables, number, self._there[:number])
 
-    def _is_placed(self, batch: Any, tables: Sequence[Tensor]) -> bool:
+    def _is_placed(self, batch: InputBatchV2, tables: Sequence[Tensor]) -> bool:
         """Tell whether a step's tensors lie where ``in_place`` says that they do."""
         if not self.in_graphs:
             return False
@@ -264,7 +276,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         pairs.append((batch.query_start_loc, runner.input_buffers.query_start_loc))
         return all(one.data_ptr() == other.data_ptr() for one, other in pairs)
 
-    def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
+    def _drafts_of(self, batch: InputBatchV2, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
         there = self._views.get(number)
         if there is None:
@@ -275,7 +287,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             return None
         if getattr(self._runner, "adaptive_verification", None) is not None:
             self._forget_drafts()  # how they are shared out is known there
-            ends: Tensor = batch.cu_num_logits[: number + 1]
+            ends = batch.cu_num_logits[: number + 1]
             return there.copy_(ends[1:] - ends[:-1] - 1)
         drafts = batch.num_draft_tokens_per_req
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
@@ -285,16 +297,16 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         return there
 
 
-def runner_device(runner: Any) -> torch.device:
+def runner_device(runner: Runner) -> torch.device:
     """Return the device of a runner's tensors."""
     return torch.device(runner.device)
 
 
-def most_requests(runner: Any) -> int:
+def most_requests(runner: Runner) -> int:
     """Return the most requests of one step."""
     return int(runner.max_num_reqs)
 
 
-def lines(runner: Any) -> int:
+def lines(runner: RunnerV2) -> int:
     """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
     return int(runner.max_num_reqs) + 1

@@ -235,7 +235,7 @@ def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], Req
             yield name, state.block_ids, state
     else:
         for name, each in told.items():
-            yield name, each.tables, each.state
+            yield name, each.tables, each.came
 
 
 def metadata_of(scheduler_output: SchedulerOutput) -> object:

@@ -278,6 +278,7 @@ class SchedulerOutput(Protocol):
     scheduled_spec_decode_tokens: dict[str, list[int]]
     finished_req_ids: set[str]
     preempted_req_ids: set[str] | None
+    kv_cache_block_copies: Sequence[BlockCopy] | None
     kv_connector_metadata: object
 
 

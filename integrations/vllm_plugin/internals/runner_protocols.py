@@ -76,7 +76,11 @@ class InputBatchV2(Protocol):
     idx_mapping_np: Array
     is_prefilling_np: Array
     has_prefill: bool
+    num_computed_prefill_tokens_np: Array
+    prefill_len_np: Array
+    cu_num_logits: Tensor
     logits_indices: Tensor
+    query_start_loc: Tensor
 
 
 class DraftCounts(Protocol):
@@ -181,6 +185,7 @@ class RunnerV2(Runner, Protocol):
     decode_query_len: int
     is_last_pp_rank: bool
     kv_connector: object
+    model_state: object
     pp_handler: StageHandler | None
 
 

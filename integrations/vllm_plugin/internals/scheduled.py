@@ -15,6 +15,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from .layer_protocols import KVCacheSpec
 from .protocols import VllmConfig
 from .state_layers import one_block_each
 
@@ -160,7 +161,7 @@ class Scheduled:
         return Request(str(number), ids, sampling, None, block_hasher=self._hasher)
 
 
-def _specs(layers: Layers, config: VllmConfig) -> dict[str, object]:
+def _specs(layers: Layers, config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Make the specifications of a hybrid's caches as stock has them."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -178,7 +179,9 @@ def _specs(layers: Layers, config: VllmConfig) -> dict[str, object]:
         mamba_cache_mode=config.cache_config.mamba_cache_mode,
         num_speculative_blocks=config.num_speculative_tokens,
     )
-    found: dict[str, object] = {f"recurrent.{number}": states for number in range(layers.recurrent)}
+    found: dict[str, KVCacheSpec] = {
+        f"recurrent.{number}": states for number in range(layers.recurrent)
+    }
     return found | {f"attention.{number}": full for number in range(layers.attention)}
 
 
