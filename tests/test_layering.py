@@ -169,7 +169,7 @@ def test_one_class_stands_before_vllms_runner_on_a_cpu():
     assert [source.before(name) for name in adapters] == [adapters]
     known = imports(source.files[source.module_of(adapters[0])])
     ours = {name for name in known if name.startswith("kvtxn.integrations.")}
-    stock = "kvtxn.integrations.vllm_plugin.internals.runner_protocols.BeforeV1"
+    stock = "kvtxn.integrations.vllm_plugin.internals.protocols.runners.BeforeV1"
     assert ours == {"kvtxn.integrations.serving.parts.Parts", stock}
 
 

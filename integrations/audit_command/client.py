@@ -13,7 +13,7 @@ from .workloads import Tokens
 
 if TYPE_CHECKING:
     from ..vllm_plugin.internals.async_engine import EngineSizes
-    from ..vllm_plugin.internals.protocols import AsyncEngine
+    from ..vllm_plugin.internals.protocols.engine import AsyncEngine
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0

@@ -23,7 +23,7 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from .asked import RequiredError
 from .internals import Foreign
-from .internals.runner_protocols import Runner
+from .internals.protocols.runners import Runner
 from .settings import PluginSettings
 
 log = get_logger()

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from ....log import get_logger
 from ..attach import check_methods, is_swapped, restore_class, stay_out, swap_class
 from ..internals import audited, scheduling
-from ..internals.protocols import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
+from ..internals.protocols.engine import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
 
 log = get_logger()
 

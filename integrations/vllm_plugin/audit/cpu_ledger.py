@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...serving.parts import Part
 from ..internals import audited, audited_cpu, audited_states
-from ..internals.protocols import SchedulerOutput
-from ..internals.runner_protocols import Prepared, SamplerOutput
+from ..internals.protocols.engine import SchedulerOutput
+from ..internals.protocols.runners import Prepared, SamplerOutput
 from ..seam.runner_cpu_v1 import CpuRunnerV1
 from .runner import end_step, fail_step, join_stages, open_watch, take_back
 from .watch import Watch

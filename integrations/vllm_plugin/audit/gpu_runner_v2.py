@@ -28,7 +28,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..internals.runner_protocols import BeforeV2
+from ..internals.protocols.runners import BeforeV2
 from .gpu_telling import TellingConnector, tell_metadata
 from .graph_watch import GraphWatch
 from .left_states import leave, new_state_reader

@@ -23,7 +23,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..internals.runner_protocols import BeforeV1
+from ..internals.protocols.runners import BeforeV1
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..internals import audited_states
-from ..internals.runner_protocols import Runner
+from ..internals.protocols.runners import Runner
 from .device_watch import DeviceWatch
 
 

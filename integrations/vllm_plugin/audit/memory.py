@@ -9,7 +9,7 @@ from ....audit.books import Sizes
 from ....log import get_logger
 from ..internals import audited, cache_sizes
 from ..internals.cache_sizes import CachePlan
-from ..internals.runner_protocols import Runner
+from ..internals.protocols.runners import Runner
 from ..settings import PluginSettings
 
 log = get_logger()

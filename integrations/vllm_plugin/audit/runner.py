@@ -23,7 +23,7 @@ from ..internals import (
     workers,
 )
 from ..internals import layers as attention_layers
-from ..internals.runner_protocols import BeforeRunner
+from ..internals.protocols.runners import BeforeRunner
 from ..settings import PluginSettings
 from .found_violations import AuditError
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers

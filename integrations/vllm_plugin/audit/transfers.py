@@ -25,7 +25,7 @@ from ..internals import connectors
 from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
 from ..internals.connectors import Handed
-from ..internals.runner_protocols import ConnectorOutput, Runner
+from ..internals.protocols.runners import ConnectorOutput, Runner
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.
 _REMEMBERED: Final = 1 << 16

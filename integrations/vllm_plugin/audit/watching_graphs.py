@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 
 from ..internals import audited_v2
-from ..internals.protocols import SchedulerOutput
-from ..internals.runner_protocols import InputBatchV2
+from ..internals.protocols.engine import SchedulerOutput
+from ..internals.protocols.runners import InputBatchV2
 from .graph_watch import GraphWatch
 from .watch import Watch
 

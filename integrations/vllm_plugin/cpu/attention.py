@@ -22,8 +22,8 @@ from ...serving.eager_steps import EagerSteps
 from ..attach import check_methods, is_swapped, restore_class, swap_class
 from ..internals import batches
 from ..internals import layers as attention_layers
-from ..internals.layer_protocols import AttentionLayer, BatchMetadata
 from ..internals.layers import TargetLayer
+from ..internals.protocols.layers import AttentionLayer, BatchMetadata
 
 
 @attrs.frozen(eq=False)

@@ -18,8 +18,8 @@ from ....row_io import read, select, write
 from ...serving.state_steps import StateSteps
 from ..attach import check_methods, is_swapped, restore_class, swap_class
 from ..internals import layers as attention_layers
-from ..internals.layer_protocols import AttentionLayer
 from ..internals.layers import TargetLayer
+from ..internals.protocols.layers import AttentionLayer
 from .attention import LayerHook, WindowMixin
 
 

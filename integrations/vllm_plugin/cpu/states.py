@@ -19,10 +19,10 @@ from ...serving.parts import Part
 from ...serving.state_steps import StateSteps
 from ..internals import batches, state_layers
 from ..internals.config import runner_facts
-from ..internals.layer_protocols import KVCacheSpec
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
-from ..internals.runner_protocols import Prepared
+from ..internals.protocols.layers import KVCacheSpec
+from ..internals.protocols.runners import Prepared
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.runner_cpu_v1 import CpuRunnerV1

@@ -37,7 +37,7 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
-from ..internals.runner_protocols import BeforeRunner
+from ..internals.protocols.runners import BeforeRunner
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..settings import PluginSettings

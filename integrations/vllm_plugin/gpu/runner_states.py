@@ -24,7 +24,7 @@ from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.layers import TargetLayer, attention_of
-from ..internals.runner_protocols import BeforeRunner
+from ..internals.protocols.runners import BeforeRunner
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_choice import takes

@@ -15,7 +15,7 @@ from ...serving.packed_steps import PackedGraphSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
-from ..internals.runner_protocols import BeforeV1
+from ..internals.protocols.runners import BeforeV1
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 

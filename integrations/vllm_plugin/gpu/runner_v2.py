@@ -22,7 +22,7 @@ from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..begun_graphs import NotesMode
 from ..internals import Foreign, batches, whole_graphs
-from ..internals.runner_protocols import BeforeV2
+from ..internals.protocols.runners import BeforeV2
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 from .saving_graphs import let_graphs_save

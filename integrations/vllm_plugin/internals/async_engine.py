@@ -8,7 +8,13 @@ from typing import Any
 
 import attrs
 
-from .protocols import AsyncEngine, IterationStats, SchedulerStats, SpeculativeConfig, VllmConfig
+from .protocols.engine import (
+    AsyncEngine,
+    IterationStats,
+    SchedulerStats,
+    SpeculativeConfig,
+    VllmConfig,
+)
 
 
 @attrs.frozen

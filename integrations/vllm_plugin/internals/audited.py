@@ -12,8 +12,8 @@ from torch import Tensor
 from ....audit import RowGroup
 from ..audit.expected import cannot_watch
 from .adapters import Adapters, hash_of
-from .protocols import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
-from .runner_protocols import BlockTable, Runner, RunnerV1
+from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
+from .protocols.runners import BlockTable, Runner, RunnerV1
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {

@@ -14,8 +14,8 @@ from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from . import audited, audited_v1, given_forwards
 from .audited import Rows
-from .layer_protocols import BatchMetadata, ForwardContext
-from .runner_protocols import BlockTable, Prepared, RunnerV1, SamplerOutput
+from .protocols.layers import BatchMetadata, ForwardContext
+from .protocols.runners import BlockTable, Prepared, RunnerV1, SamplerOutput
 
 
 def rows_with_logits(prepared: Prepared) -> Tensor:

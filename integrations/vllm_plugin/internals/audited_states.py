@@ -18,8 +18,8 @@ from ....audit import StateGroup, Window
 from ....layers import LayerRef
 from . import aligned_states, audited, carried_states
 from .audited import Rows
-from .layer_protocols import GatedDeltaMetadata, SelectiveMetadata
-from .runner_protocols import Runner, RunnerV1
+from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
+from .protocols.runners import Runner, RunnerV1
 from .state_layers import kind_of, state_slots
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.

@@ -15,7 +15,7 @@ from ....audit.step_input import StepInput
 from . import audited
 from .audited import Rows
 from .gpu_step_reader import GpuStepReader
-from .runner_protocols import BlockTable, DraftCounts, Prepared, RunnerV1, SamplerOutput
+from .protocols.runners import BlockTable, DraftCounts, Prepared, RunnerV1, SamplerOutput
 
 
 def num_rows(runner: RunnerV1) -> int:

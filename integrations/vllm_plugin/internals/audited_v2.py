@@ -16,8 +16,8 @@ from ....audit.step_input import StepInput
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
 from .gpu_step_reader import GpuStepReader
-from .protocols import NewRequest, SchedulerOutput
-from .runner_protocols import InputBatchV2, Runner, RunnerV2
+from .protocols.engine import NewRequest, SchedulerOutput
+from .protocols.runners import InputBatchV2, Runner, RunnerV2
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {

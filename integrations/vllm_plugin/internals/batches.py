@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ....errors import LayerError
-from .layer_protocols import AttentionLayer, BatchMetadata, MetadataBuilder
-from .protocols import SchedulerOutput
-from .runner_protocols import (
+from .protocols.engine import SchedulerOutput
+from .protocols.layers import AttentionLayer, BatchMetadata, MetadataBuilder
+from .protocols.runners import (
     Array,
     InputBatchV2,
     Prepared,

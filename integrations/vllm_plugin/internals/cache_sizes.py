@@ -6,7 +6,7 @@ from collections import Counter
 
 import attrs
 
-from .runner_protocols import Runner
+from .protocols.runners import Runner
 
 
 @attrs.frozen

@@ -22,8 +22,8 @@ from ..policy.state_choice import TOKENS
 from ..settings import asked_states
 from . import flash, state_share, workers
 from .expected_states import expected_states
-from .protocols import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
-from .runner_protocols import Runner
+from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
+from .protocols.runners import Runner
 
 
 def config_from(engine_args: Mapping[str, Any]) -> VllmConfig:

@@ -13,7 +13,7 @@ import torch
 from ..policy import releases
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from . import state_share
-from .protocols import VllmConfig
+from .protocols.engine import VllmConfig
 
 #: The first release in which FlashInfer's kernel of prompts leaves states in their middle.
 _LEAVES: Final = (0, 33)

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from . import Foreign
-from .layer_protocols import AttentionLayer, FlashImpl, FlashMetadata
+from .protocols.layers import AttentionLayer, FlashImpl, FlashMetadata
 
 
 @cache

@@ -12,7 +12,7 @@ from ....errors import ConfigError, KVTxnError
 from .imports import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols import AsyncClient, Client, OfflineEngine, VllmConfig, VllmEngine
+    from .protocols.engine import AsyncClient, Client, OfflineEngine, VllmConfig, VllmEngine
 
 
 def hook_engines(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...serving.state_steps import StateRows
-from .layer_protocols import GatedDeltaLayer, GatedDeltaMetadata
+from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata
 from .replaced_names import not_called
 from .state_layers import StateLayer, Substitute
 

@@ -11,7 +11,7 @@ from functools import partial
 from types import MethodType
 from typing import Final
 
-from .layer_protocols import GatedDeltaLayer
+from .protocols.layers import GatedDeltaLayer
 from .replaced_names import method_of, with_globals
 
 #: The method that launches the Triton kernel.

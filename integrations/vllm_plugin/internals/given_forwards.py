@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .layer_protocols import BatchMetadata, ForwardContext
-from .runner_protocols import Runner
+from .protocols.layers import BatchMetadata, ForwardContext
+from .protocols.runners import Runner
 
 #: The lengths of requests of which none are known.
 NO_LENGTHS: Final = torch.zeros(0, dtype=torch.int32)

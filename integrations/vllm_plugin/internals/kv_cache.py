@@ -11,8 +11,8 @@ from torch import Tensor
 from ....errors import LayerError
 from . import batches, state_layers
 from .layers import draft_layers, lines_by_row
-from .protocols import KVCacheConfig
-from .runner_protocols import RunnerV1, RunnerV2
+from .protocols.engine import KVCacheConfig
+from .protocols.runners import RunnerV1, RunnerV2
 
 
 def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:

@@ -13,8 +13,8 @@ from ..policy.engine import EngineFacts
 from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
 from .config import runner_facts
-from .layer_protocols import AttentionLayer, ScaledImpl
-from .runner_protocols import Runner
+from .protocols.layers import AttentionLayer, ScaledImpl
+from .protocols.runners import Runner
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
 ATTENTION_METHODS: Final = {

@@ -7,7 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Final
 
-from .layer_protocols import Mamba2Layer
+from .protocols.layers import Mamba2Layer
 from .replaced_names import method_of, with_globals
 
 _FORWARD: Final = "conv_ssm_forward"

@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy
 import torch
 
-from .protocols import VllmEngine, Worker
+from .protocols.engine import VllmEngine, Worker
 
 
 def together(engine: VllmEngine, add: Callable[[], None]) -> float:

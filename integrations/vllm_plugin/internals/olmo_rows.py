@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .layer_protocols import GatedDeltaLayer
+from .protocols.layers import GatedDeltaLayer
 from .replaced_names import method_of, with_globals
 from .state_layers import StateLayer
 from .state_tables import StateTables, VerifyStep

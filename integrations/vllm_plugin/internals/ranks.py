@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, TypeVar
 
-from .protocols import RankGroup
-from .runner_protocols import Runner
+from .protocols.engine import RankGroup
+from .protocols.runners import Runner
 
 T = TypeVar("T")
 

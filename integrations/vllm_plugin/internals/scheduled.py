@@ -15,8 +15,8 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .layer_protocols import KVCacheSpec
-from .protocols import VllmConfig
+from .protocols.engine import VllmConfig
+from .protocols.layers import KVCacheSpec
 from .state_layers import one_block_each
 
 #: Attention's pages are whole multiples of so many tokens, on a GPU.

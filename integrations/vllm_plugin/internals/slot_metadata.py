@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .layer_protocols import (
+from .protocols.layers import (
     FlashBuilder,
     FlashLatentBuilder,
     FlashLatentMetadata,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
-from .layer_protocols import KVCacheSpec
-from .runner_protocols import Runner, RunnerV1
+from .protocols.layers import KVCacheSpec
+from .protocols.runners import Runner, RunnerV1
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
 METHODS: Final = {"get_kv_cache_spec": ()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from .protocols import VllmConfig
+from .protocols.engine import VllmConfig
 
 #: Bytes of a number, by the name of its dtype or cache format; formats of eight bits have one.
 _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -8,8 +8,8 @@ from typing import Any
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import config
 from .commit_graphs import BRANCHES, uses_graphs
+from .protocols.runners import Runner
 from .replayed_rows import REPLAYED, staged_bytes
-from .runner_protocols import Runner
 from .state_layers import kind_of, modules_of
 from .verified_rows import LAUNCHES, row_elements
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from .layer_protocols import GatedDeltaMetadata, SelectiveMetadata
+from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
 from .state_tables import VerifyStep
 
 #: The method of vLLM's ``model_state`` that makes a step's metadata, with its parameters.

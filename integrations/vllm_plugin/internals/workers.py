@@ -14,7 +14,7 @@ from . import Foreign
 from .imports import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols import VllmConfig, Worker, WorkerWrapper
+    from .protocols.engine import VllmConfig, Worker, WorkerWrapper
 
 
 def version() -> str:

@@ -22,7 +22,7 @@ from ..asked import is_asked
 from ..attach import is_swapped, restore_class, swap_class
 from ..internals import frontend as front
 from ..internals import workers
-from ..internals.protocols import AsyncClient, BeforeClient, Client, VllmEngine
+from ..internals.protocols.engine import AsyncClient, BeforeClient, Client, VllmEngine
 from ..rpc_names import SNAPSHOT
 from ..settings import asks_for_windows
 

@@ -12,7 +12,7 @@ from .. import unchecked
 from ..audit.expected import in_words, no_bytes
 from ..internals import audited, workers
 from ..internals import config as engine_config
-from ..internals.protocols import VllmConfig
+from ..internals.protocols.engine import VllmConfig
 from ..settings import PluginSettings, settings
 from . import supported
 from .engine import EngineFacts

@@ -12,7 +12,7 @@ import attrs
 from ....errors import ConfigError
 from ..internals import config as engine_config
 from ..internals import workers
-from ..internals.protocols import VllmConfig
+from ..internals.protocols.engine import VllmConfig
 from ..settings import PluginSettings, asked_rows
 from . import supported
 from .engine import EngineFacts

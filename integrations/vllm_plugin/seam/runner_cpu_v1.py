@@ -12,7 +12,7 @@ from typing import Any
 
 from ....config import TxnConfig
 from ...serving.parts import Parts
-from ..internals.runner_protocols import BeforeV1
+from ..internals.protocols.runners import BeforeV1
 
 
 class CpuRunnerV1(BeforeV1):

@@ -7,16 +7,12 @@ import inspect
 from importlib.util import find_spec
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import (
-    layer_protocols,
-    protocols,
-    runner_protocols,
-    workers,
-)
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.internals.protocols import engine, layers, runners
 
 PROTOCOLS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (layer_protocols, protocols, runner_protocols)
+    for module in (engine, layers, runners)
     for name, value in vars(module).items()
     if inspect.isclass(value) and value.__module__ == module.__name__
     if "``vllm." in value.__doc__

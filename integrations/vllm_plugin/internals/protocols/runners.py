@@ -1,4 +1,4 @@
-"""vLLM's model runners as kvtxn reads them, their batches and connectors; see ``protocols``."""
+"""vLLM's model runners as kvtxn reads them, their batches and connectors; see ``engine``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .layer_protocols import KVCacheSpec, MetadataBuilder
-from .protocols import (
+from .engine import (
     CacheConfig,
     CompilationConfig,
     KVCacheConfig,
@@ -19,6 +18,7 @@ from .protocols import (
     SpeculativeConfig,
     VllmConfig,
 )
+from .layers import KVCacheSpec, MetadataBuilder
 
 #: A numpy array; its dtype and shape are where it is made.
 Array: TypeAlias = NDArray[Any]

@@ -1,4 +1,4 @@
-"""vLLM's layers, their attention and its metadata as kvtxn reads them; see ``protocols``."""
+"""vLLM's layers, their attention and its metadata as kvtxn reads them; see ``engine``."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 They are named as vLLM names them, so a type checker sees a name that is misspelt or of another
 class. The docstring of each begins with vLLM's class; ``tests/vllm_plugin/unit/test_protocols.py``
 looks for its attributes there. Attributes that some releases lack are not here: code asks for them
-by ``getattr`` with a default. Model runners are in ``runner_protocols``, layers and their metadata
-in ``layer_protocols``.
+by ``getattr`` with a default. Model runners are in ``runners``, layers and their metadata
+in ``layers``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from .layer_protocols import KVCacheSpec, Layer
+from .layers import KVCacheSpec, Layer
 
 # -- configuration --------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Scheduler(Protocol):
         """Take a request's blocks away, to compute it again."""
 
 
-if TYPE_CHECKING:  # as for runners, see ``runner_protocols``
+if TYPE_CHECKING:  # as for runners, see ``runners``
     BeforeScheduler = Scheduler
 else:
     BeforeScheduler = object
