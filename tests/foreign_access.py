@@ -2,8 +2,8 @@
 
 An expression is *foreign* if it is
 
-- a parameter that is annotated as ``Foreign`` or ``Any``, or that has no annotation and a name that
-  objects of vLLM's have (``NAMES``);
+- a parameter that is annotated as ``Foreign`` or ``Any`` or as a protocol of a class of vLLM's, or
+  that has no annotation and a name that objects of vLLM's have (``NAMES``);
 - a name that was bound to a foreign expression, or to an element of a container of them;
 - the result of a function of ``internals`` that returns ``Foreign``, or of ``super().method()``;
 - an attribute that one of the plug-in's own classes annotates as ``Foreign``.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 NAMES = frozenset(
     (
@@ -33,18 +34,17 @@ _OPAQUE = ("Foreign", "Any")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def _is_opaque(annotation: ast.expr | None) -> bool:
-    """Tell whether it is ``Foreign`` or ``Any``, or one of these or None."""
-    if isinstance(annotation, ast.BinOp):
-        return _is_opaque(annotation.left) or _is_opaque(annotation.right)
-    return isinstance(annotation, ast.Name) and annotation.id in _OPAQUE
+def _is_protocol(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    """Tell whether it is a protocol that stands for a class of vLLM's, as its docstring says."""
+    return isinstance(node, ast.ClassDef) and (ast.get_docstring(node) or "").startswith("``vllm.")
 
 
-def _holds_foreign(annotation: ast.expr | None) -> bool:
-    """Tell whether it is a container of ``Foreign``."""
-    return annotation is not None and any(
-        isinstance(node, ast.Name) and node.id == "Foreign" for node in ast.walk(annotation)
-    )
+def _ours(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a file, without such protocols."""
+    for child in ast.iter_child_nodes(tree):
+        if not _is_protocol(child):
+            yield child
+            yield from _ours(child)
 
 
 class Sources:
@@ -57,22 +57,37 @@ class Sources:
 
     def __init__(self, internals: Iterable[str], ours: Iterable[str]) -> None:
         trees = [ast.parse(text) for text in internals]
-        functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-        self.returns_foreign = {f.name for f in functions if _is_opaque(f.returns)}
-        self.returns_many = {f.name for f in functions if _holds_foreign(f.returns)}
+        functions = [n for tree in trees for n in _ours(tree) if isinstance(n, ast.FunctionDef)]
+        self.protocols = {node.name for tree in trees for node in tree.body if _is_protocol(node)}
+        self.returns_foreign = {f.name for f in functions if self.is_opaque(f.returns)}
+        self.returns_many = {f.name for f in functions if self.holds_foreign(f.returns)}
         self.fields: set[str] = set()
         self.classes: dict[str, ast.ClassDef] = {}
         for tree in [*trees, *map(ast.parse, ours)]:
             for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef):
+                if isinstance(node, ast.ClassDef) and node.name not in self.protocols:
                     self.classes[node.name] = node
                     self.fields |= {
                         line.target.id
                         for line in node.body
                         if isinstance(line, ast.AnnAssign)
                         and isinstance(line.target, ast.Name)
-                        and "Foreign" in ast.dump(line.annotation)
+                        and self.holds_foreign(line.annotation)
                     }
+
+    def is_opaque(self, annotation: ast.expr | None) -> bool:
+        """Tell whether it is ``Foreign``, ``Any`` or a protocol, or one of these or None."""
+        if isinstance(annotation, ast.BinOp):
+            return self.is_opaque(annotation.left) or self.is_opaque(annotation.right)
+        names = {*_OPAQUE, *self.protocols}
+        return isinstance(annotation, ast.Name) and annotation.id in names
+
+    def holds_foreign(self, annotation: ast.expr | None) -> bool:
+        """Tell whether it is a container of ``Foreign``, or of a protocol."""
+        names = {"Foreign", *self.protocols}
+        return annotation is not None and any(
+            isinstance(node, ast.Name) and node.id in names for node in ast.walk(annotation)
+        )
 
     def defined(self, owner: ast.ClassDef) -> set[str]:
         """Names that a class defines, and its bases as far as they are in these files."""
@@ -117,16 +132,16 @@ class _Function:
         arguments = node.args  # type: ignore[attr-defined]
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         for argument in every:
-            known = _is_opaque(argument.annotation)
+            known = sources.is_opaque(argument.annotation)
             if public is not None and _is(argument.annotation, "Any"):
                 known = argument.arg in NAMES
             (self.foreign.discard if not known else self.foreign.add)(argument.arg)
             if argument.annotation is None and argument.arg in NAMES:
                 self.foreign.add(argument.arg)
-            if not known and _holds_foreign(argument.annotation):
+            if not known and sources.holds_foreign(argument.annotation):
                 self.many.add(argument.arg)
         for rest in (arguments.vararg, arguments.kwarg):
-            if rest is not None and _is_opaque(rest.annotation):
+            if rest is not None and sources.is_opaque(rest.annotation):
                 self.many.add(rest.arg)
 
     def is_foreign(self, node: ast.expr) -> bool:

@@ -39,7 +39,7 @@ def test_benchmarks_use_vllms_public_api(path):
 def test_the_rule_sees_the_plugin():
     """It would hold of nothing."""
     assert len(OURS) > 20
-    assert {"client_of", "runner_of", "engine_config", "metadata_of"} <= SOURCES.returns_foreign
+    assert {"client_of", "runner_of", "engine_config", "config_of"} <= SOURCES.returns_foreign
     assert {"metadata_builders"} <= SOURCES.returns_many
     assert {"impl", "module"} <= SOURCES.fields
 
@@ -49,6 +49,7 @@ PLANTED = {
     "a parameter": ("def f(runner: Foreign): return runner.device", "runner.device"),
     "a parameter by any type": ("def f(thing: Any): return thing.device", "thing.device"),
     "a parameter by name": ("def f(wrapper): return wrapper.worker", "wrapper.worker"),
+    "a parameter by its protocol": ("def f(thing: Scheduler): return thing.a", "thing.a"),
     "one that may be None": ("def f(x: Foreign | None): return x.a", "x.a"),
     "a lambda": ("g = lambda config: config.dtype", "config.dtype"),
     "an assignment": ("def f(x: Foreign):\n  x.size = 3", "x.size"),

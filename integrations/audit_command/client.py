@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from .jobs import Job
 from .prompts import Prompt
 from .workloads import Tokens
+
+if TYPE_CHECKING:
+    from ..vllm_plugin.internals.async_engine import EngineSizes
+    from ..vllm_plugin.internals.protocols.engine import AsyncEngine
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0
@@ -30,7 +34,9 @@ class EngineClient:
         failed: the reasons of requests that failed.
     """
 
-    def __init__(self, engine: Any, sizes: Any, job: Job, tell: Callable[[int], None]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, sizes: EngineSizes, job: Job, tell: Callable[[int], None]
+    ) -> None:
         self.chance = random.Random(job.seed)
         self.max_length = sizes.max_length
         self.block_size = sizes.block_size
@@ -105,7 +111,7 @@ class EngineClient:
         numbers = [self._number() for _ in turns]
         name, ended = f"session {numbers[0]}", asyncio.Event()
 
-        async def inputs() -> Any:
+        async def inputs() -> AsyncIterator[object]:
             for tokens, most in turns:
                 outputs.append([])
                 yield async_engine.session_input(tokens, _sampling(most, among, stop))
@@ -162,7 +168,9 @@ class EngineClient:
         await self.ask(self.phrase(4), 2)
         self.made -= failed == len(self.failed)
 
-    async def _listen(self, name: str, given: Any, sampling: Any, abort: int | None) -> Tokens:
+    async def _listen(
+        self, name: str, given: object, sampling: object, abort: int | None
+    ) -> Tokens:
         """Make a request and collect its output tokens; a failure is noted, not raised."""
         tokens: Tokens = []
         try:
@@ -196,7 +204,7 @@ class EngineClient:
         self._tell(self.done)
 
 
-def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> Any:
+def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> object:
     """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
     from vllm import SamplingParams
 

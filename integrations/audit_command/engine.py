@@ -9,9 +9,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -20,6 +20,9 @@ from .client import EngineClient, sentence
 from .jobs import STOP, Found, Job, Played, Refused
 from .progress import Progress
 from .workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from ..vllm_plugin.internals.async_engine import EngineSizes
 
 #: Settings of a small engine on a CPU, unless the user's own environment has them.
 _DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -129,13 +132,13 @@ def _has_few_blocks(job: Job) -> bool:
 # -- in the engine's process -----------------------------------------------------------------
 
 
-def serve(pipe: Connection[Any, Any]) -> None:
+def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
     """Play the workloads in the engine's process: report progress, then the result."""
-    job: Job = pipe.recv()
+    job = pipe.recv()
     pipe.send((False, asyncio.run(_serve(job, pipe))))
 
 
-async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
+async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found | Refused:
     from ..vllm_plugin.internals import async_engine, audited, workers
     from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
 
@@ -156,7 +159,7 @@ async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
     why = audited.unwatched(config)
     if why is not None:
         return Refused(f"the ledger cannot watch this engine: {why}")
-    engine: Any = async_engine.start(config)
+    engine = async_engine.start(config)
     try:
         if not all(c.get("kvtxn_audit_active") for c in await engine.collective_rpc(SNAPSHOT)):
             return Refused("the ledger does not watch this engine; --log-level debug shows why")
@@ -195,7 +198,7 @@ async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
         engine.shutdown()
 
 
-async def _until_stopped(work: Coroutine[Any, Any, None], pipe: Connection[Any, Any]) -> bool:
+async def _until_stopped(work: Awaitable[None], pipe: Connection[tuple[bool, object], Job]) -> bool:
     """Do work until it ends, or until ``STOP`` comes; return whether it ended by itself."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
 
@@ -215,7 +218,7 @@ async def _until_stopped(work: Coroutine[Any, Any, None], pipe: Connection[Any, 
 
 
 def _needs(
-    workload: str, given: Mapping[str, Any], sizes: Any, device: str, room: int = 1
+    workload: str, given: Mapping[str, Any], sizes: EngineSizes, device: str, room: int = 1
 ) -> dict[str, Any]:
     """Return the engine arguments that a workload needs and the user did not give."""
     needs = dict(WORKLOADS[workload].engine_args)

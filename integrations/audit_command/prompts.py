@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -30,7 +30,7 @@ class Prompt:
     tokens: list[int] | None
     max_tokens: int
 
-    def given(self) -> Any:
+    def given(self) -> object:
         """Return the prompt as vLLM takes it."""
         from vllm import TokensPrompt
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import attrs
 
@@ -98,7 +98,7 @@ class Workload:
 
     help: str
     play: Callable[[Client], Awaitable[None]]
-    engine_args: Mapping[str, Any] = attrs.field(factory=dict)
+    engine_args: Mapping[str, object] = attrs.field(factory=dict)
     few_blocks: bool = False
     offloads: bool = False
 

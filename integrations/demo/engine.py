@@ -101,9 +101,9 @@ def run(job: Job, progress: Callable[[int], None]) -> Result:
 _PATIENCE: Final = 1800.0
 
 
-def serve(pipe: Connection[Any, Any]) -> None:
+def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
     """Generate in the engine's process: report progress, then the result."""
-    job: Job = pipe.recv()
+    job = pipe.recv()
     from vllm import LLM, SamplingParams
 
     settings = {} if job.policy == "off" else {"kvtxn": {"policy": job.policy}}
@@ -143,13 +143,13 @@ def serve(pipe: Connection[Any, Any]) -> None:
     pipe.send((False, result))
 
 
-def _counters(llm: Any) -> dict[str, float]:
+def _counters(llm: object) -> dict[str, float]:
     from ..vllm_plugin import snapshots
 
     return snapshots(llm)[0]
 
 
-def _progress_class(pipe: Connection[Any, Any]) -> Any:
+def _progress_class(pipe: Connection[tuple[bool, object], Job]) -> type:
     """Make a tqdm that draws nothing and tells the parent how many prompts are done."""
     from tqdm import tqdm
 

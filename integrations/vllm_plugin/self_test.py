@@ -23,9 +23,9 @@ from ...layers import LayerRef
 from ...log import get_logger
 from ...manager import TransactionManager
 from ...row_io import LayerRows, read, read_layers, write_layers
-from .internals import Foreign, dummy_steps, ranks
+from .internals import dummy_steps, ranks
 from .internals.dummy_steps import Dummy, Sizes
-from .seam.hooked_runner import stay_out, unhook_runner
+from .seam.hooked_runner import HookedRunner, stay_out, unhook_runner
 
 log = get_logger()
 
@@ -60,7 +60,7 @@ class Bench:
         others: int64, by group: the slots of all blocks that belong to no request in any group.
     """
 
-    runner: Foreign
+    runner: HookedRunner
     manager: TransactionManager
     sizes: Sizes
     requests: tuple[Dummy, ...]
@@ -79,7 +79,7 @@ class Bench:
         return {block for each in self.requests for own in each.blocks for block in own}
 
 
-def run(runner: Foreign) -> str | None:
+def run(runner: HookedRunner) -> str | None:
     """Test a runner whose windows are attached; every rank of a group must call this.
 
     Returns:
@@ -98,7 +98,7 @@ def run(runner: Foreign) -> str | None:
     return why
 
 
-def _bench(runner: Foreign) -> Bench:
+def _bench(runner: HookedRunner) -> Bench:
     """Make the requests: prompts that end shortly before a block does, so drafts cross into one."""
     sizes = dummy_steps.sizes(runner)
     manager = runner.kvtxn.manager
@@ -234,7 +234,7 @@ def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> di
 
 
 @contextmanager
-def _directly(runner: Foreign) -> Iterator[None]:
+def _directly(runner: HookedRunner) -> Iterator[None]:
     """Let the steps of this block write every draft into its slot, without a commit."""
     steps = runner.kvtxn
     with ExitStack() as undo:
@@ -249,7 +249,7 @@ def _directly(runner: Foreign) -> Iterator[None]:
 
 
 @contextmanager
-def _unwatched(runner: Foreign) -> Iterator[None]:
+def _unwatched(runner: HookedRunner) -> Iterator[None]:
     """Hide the dummy steps from the audit, if there is one."""
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:
@@ -350,7 +350,7 @@ def _counts(bench: Bench) -> list[int]:
     return [int(counts[name]) for name in names]
 
 
-def decide_by_test(runner: Foreign, version: str) -> None:
+def decide_by_test(runner: HookedRunner, version: str) -> None:
     """Test a hooked runner after its warm-up; unhook it if the test fails.
 
     Raises:

@@ -12,24 +12,27 @@ from typing import Any
 from weakref import WeakSet
 
 from ....log import get_logger
-from ..internals import Foreign, audited, scheduling
+from ..internals import audited, scheduling
 from ..internals.class_swaps import (
     check_methods,
     is_swapped,
     restore_class,
     swap_class,
 )
+from ..internals.protocols.engine import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
 from ..seam.hooked_runner import stay_out
 
 log = get_logger()
 
-_hooked: WeakSet[Any] = WeakSet()
+_hooked: WeakSet[Scheduler] = WeakSet()
 
 
-class ContainingScheduler:
+class ContainingScheduler(BeforeScheduler):
     """A mixin of vLLM's scheduler."""
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: object
+    ) -> Any:
         """Contain what a step read wrongly, then take in its output."""
         wrong = scheduling.marks(model_runner_output)
         if wrong is not None:
@@ -39,7 +42,9 @@ class ContainingScheduler:
         )
 
 
-def _contain(scheduler: Foreign, wrong: scheduling.Wrong, scheduler_output: Foreign) -> None:
+def _contain(
+    scheduler: Scheduler, wrong: scheduling.Wrong, scheduler_output: SchedulerOutput
+) -> None:
     """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
     try:
         names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
@@ -49,7 +54,7 @@ def _contain(scheduler: Foreign, wrong: scheduling.Wrong, scheduler_output: Fore
     log.warning("kvtxn.audit_contained", requests=sorted(names), blocks=sorted(wrong.blocks))
 
 
-def attach(scheduler: Foreign, config: Foreign, *, required: bool) -> None:
+def attach(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> None:
     """Let a scheduler contain what the audit finds; if it cannot, log the reason.
 
     Args:

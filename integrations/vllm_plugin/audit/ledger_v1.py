@@ -22,11 +22,10 @@ from ..internals import (
     audited_states,
     audited_v1,
     carried_states,
-    single_states,
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..seam.hooked_runner import HookedRunner
+from ..seam.hooked_runner import HookedRunnerV1
 from .opening import join_stages, new_state_reader, open_device_watch, open_watch
 from .step_ends import end_step, fail_step, leave, take_back
 from .watch import Watch
@@ -58,7 +57,7 @@ class LedgerV1(Part):
         steps: its steps, on a CPU or a GPU.
     """
 
-    def __init__(self, runner: HookedRunner, steps: StepsV1) -> None:
+    def __init__(self, runner: HookedRunnerV1, steps: StepsV1) -> None:
         self._runner = runner
         self._steps = steps
         #: The watch was told of a forward that has not ended.
@@ -139,7 +138,7 @@ class CpuSteps:
         runner: the hooked runner.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
         self._reader: audited_cpu.StepReader
         self._samples: audited_cpu.SampledReader
@@ -164,7 +163,7 @@ class CpuSteps:
         rows = self._reader.rows(prepared, *audited_cpu.ids_and_positions(inputs))
         states, self._leaves = None, {}
         if watch.states and audited_states.has_single_states(runner):
-            states = single_states.states(runner, list(watch.states), rows)
+            states = audited_states.single_states(runner, list(watch.states), rows)
             self._leaves = {} if rows.drafts is None else states.leaves
         elif watch.states:
             assert rows.first is not None  # on a CPU the host knows it
@@ -185,7 +184,7 @@ class DeviceSteps:
         runner: the hooked runner.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
         self._reader: audited_v1.StepReader
         self._samples: audited_v1.SampledReader

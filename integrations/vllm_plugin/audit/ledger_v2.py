@@ -24,7 +24,7 @@ from ..internals import (
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..internals.class_swaps import follow, mix_in
-from ..seam.hooked_runner import HookedRunner
+from ..seam.hooked_runner import HookedRunnerV2
 from .opening import join_stages, new_state_reader, open_device_watch
 from .step_ends import end_step, fail_step, leave, take_back
 from .transfers import TransferWatch, WatchedConnectorV2
@@ -45,7 +45,7 @@ class LedgerV2(Part):
 
     reader: audited_v2.StepReader
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
         self._states: audited_states.DeviceStateReader | None = None
         #: The runner's requests, which a connector's metadata do not name; kept with a connector

@@ -10,6 +10,7 @@ from ....audit.books import Sizes
 from ....log import get_logger
 from ..internals import Foreign, audited, cache_sizes, workers
 from ..internals.cache_sizes import CachePlan
+from ..internals.protocols.runners import Runner
 from ..policy.settings import PluginSettings
 
 log = get_logger()
@@ -40,7 +41,7 @@ def num_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: 
     return total
 
 
-def rest(runner: Foreign, settings: PluginSettings, available: int) -> int:
+def rest(runner: Runner, settings: PluginSettings, available: int) -> int:
     """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
 
     Where the user gives the size of the KV cache, that stays as it is.

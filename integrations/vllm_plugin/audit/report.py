@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..internals import Foreign
 from ..internals import frontend as front
 from ..internals.workers import REPORT
 
 
-def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
+def audit_report(llm: object) -> list[list[dict[str, Any]]]:
     """Return what the audit of each worker found, by rank; the engine has to be up.
 
     The result has users' text: the last tokens of prompts and outputs. kvtxn's log has none, unless

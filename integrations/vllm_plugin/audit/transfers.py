@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
-from ..internals import Foreign, connectors
+from ..internals import connectors
 from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
 from ..internals.class_swaps import mix_in
 from ..internals.connectors import Handed
+from ..internals.protocols.runners import ConnectorOutput, Runner
+from ..seam.hooked_runner import HookedRunner
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.
 _REMEMBERED: Final = 1 << 16
@@ -52,7 +54,7 @@ class TransferWatch:
 
     def __init__(
         self,
-        runner: Foreign,
+        runner: Runner,
         ledger: Ledger,
         groups: Mapping[str, RowGroup],
         stop: Callable[[Exception], None],
@@ -97,11 +99,11 @@ class TransferWatch:
         except Exception as error:
             self._stop(error)
 
-    def flush(self, metadata: Foreign) -> None:
+    def flush(self, metadata: object) -> None:
         """Note the blocks that the connector stores before a step changes anything."""
         self._export(self._read(metadata).at_once)
 
-    def begin(self, metadata: Foreign) -> None:
+    def begin(self, metadata: object) -> None:
         """Note the blocks that the connector stores after the step, and those that it loads."""
         found = self._read(metadata)
         self._stores = found.stores
@@ -276,7 +278,7 @@ class WatchedConnector:
 
     kvtxn_transfers: TransferWatch
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: object) -> None:
         """Note the step's stores and loads."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.begin, connector_metadata))
@@ -287,7 +289,7 @@ class WatchedConnector:
         self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
         return super().wait_for_save()  # type: ignore[misc]
 
-    def get_finished(self, finished_req_ids: Any) -> Any:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Note the requests whose rows have come."""
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         watch = self.kvtxn_transfers
@@ -304,7 +306,7 @@ class WatchedConnector:
 class WatchedConnectorV1(WatchedConnector):
     """A mixin for the V1 runner, which hands blocks over before it changes anything."""
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> Any:
+    def handle_preemptions(self, kv_connector_metadata: object) -> Any:
         """Note the blocks that are stored before others get them."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.flush, kv_connector_metadata))
@@ -314,16 +316,18 @@ class WatchedConnectorV1(WatchedConnector):
 class WatchedConnectorV2(WatchedConnector):
     """A mixin for the V2 runner, whose ``update_requests`` tells of blocks that others get."""
 
-    def get_transfer_results(self, finished_req_ids: Any) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> ConnectorOutput:
         """Note the requests whose rows have come."""
-        results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
+        results: ConnectorOutput = super().get_transfer_results(  # type: ignore[misc]
+            finished_req_ids
+        )
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, connectors.came(results)))
         return results
 
 
 def watch_transfers(
-    runner: Any,
+    runner: HookedRunner,
     ledger: Ledger,
     groups: Mapping[str, RowGroup],
     stop: Callable[[Exception], None],
@@ -341,7 +345,7 @@ def watch_transfers(
     Returns:
         What follows them; None without a connector.
     """
-    connector: Any = connectors.connector()
+    connector = connectors.connector()
     if connector is None:
         return None
     watch = TransferWatch(runner, ledger, groups, stop)

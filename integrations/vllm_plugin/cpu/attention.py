@@ -19,7 +19,7 @@ from ....executor import AttentionArgs
 from ....formats import words
 from ....layers import LayerRef
 from ...serving.eager_steps import EagerSteps
-from ..internals import Foreign, batches
+from ..internals import batches
 from ..internals import layers as attention_layers
 from ..internals.class_swaps import (
     check_methods,
@@ -28,6 +28,7 @@ from ..internals.class_swaps import (
     swap_class,
 )
 from ..internals.layers import TargetLayer
+from ..internals.protocols.layers import AttentionLayer, BatchMetadata
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +56,12 @@ class WindowMixin:
     kvtxn: LayerHook | None = None
 
     def do_kv_cache_update(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Stage the draft rows and write all others."""
         write = super().do_kv_cache_update  # type: ignore[misc]
@@ -67,7 +73,7 @@ class WindowMixin:
         )
 
     def kvtxn_stored(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor
     ) -> tuple[Tensor, ...]:
         """Return a batch's keys and values in the cache's format.
 
@@ -86,12 +92,12 @@ class WindowMixin:
 
     def forward(
         self,
-        layer: Foreign,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Foreign,
+        attn_metadata: BatchMetadata,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,

@@ -16,7 +16,6 @@ from torch import Tensor
 from ....errors import LayerError
 from ....row_io import read, select, write
 from ...serving.state_steps import StateSteps
-from ..internals import Foreign
 from ..internals import layers as attention_layers
 from ..internals.class_swaps import (
     check_methods,
@@ -25,6 +24,7 @@ from ..internals.class_swaps import (
     swap_class,
 )
 from ..internals.layers import TargetLayer
+from ..internals.protocols.layers import AttentionLayer
 from .attention import LayerHook, WindowMixin
 
 
@@ -39,7 +39,12 @@ class LentRowsMixin(WindowMixin):
     kvtxn_before: tuple[Tensor, list[Tensor]] | None = None
 
     def do_kv_cache_update(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Write all rows, stage the draft rows, and remember the bytes below them."""
         hook = self.kvtxn

@@ -26,11 +26,13 @@ from ..internals.class_swaps import check_methods
 from ..internals.config import runner_facts
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
+from ..internals.protocols.layers import KVCacheSpec
+from ..internals.protocols.runners import Prepared
 from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
-from ..seam.hooked_runner import HookedRunner
+from ..seam.hooked_runner import HookedRunnerV1
 from . import cache_layout, lent_rows
 from .windows import row_slots
 
@@ -194,7 +196,7 @@ class States(Part):
         batch: the requests of the present step; None outside of its forward.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
         self._drafts: Sequence[int] = ()  # of each request of the present step
         self.batch: StateBatch | None = None
@@ -210,7 +212,7 @@ class States(Part):
             runner.kvtxn_unhook.callback(state_layers.hold_one_state(runner))
             runner.kvtxn_one_state = True
 
-    def caches_described(self, specs: Any) -> Any:
+    def caches_described(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
         """Ask for one block per request and state, if the windows will hold the states."""
         return state_layers.one_block_each(specs) if self._runner.kvtxn_one_state else specs
 
@@ -238,7 +240,7 @@ class States(Part):
                 steps.manager.note_fallback("begin", error)
                 self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
         """Let the layers know which requests the step has while they compute it."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -261,7 +263,7 @@ class RowAndStateCaches:
         states: knows the requests of the present step.
     """
 
-    def __init__(self, runner: HookedRunner, states: States) -> None:
+    def __init__(self, runner: HookedRunnerV1, states: States) -> None:
         self._runner = runner
         self._states = states
 
@@ -299,12 +301,12 @@ class RowAndStateCaches:
         return {**rows, **state_layers.state_slots(self._runner, state_groups(steps))}
 
 
-def with_state_dtype(runner: HookedRunner, facts: EngineFacts) -> EngineFacts:
+def with_state_dtype(runner: HookedRunnerV1, facts: EngineFacts) -> EngineFacts:
     """Add the dtype of a runner's states to the facts about its engine."""
     return attrs.evolve(facts, state_dtype=state_layers.state_dtype(runner))
 
 
-def unknown_operator(runner: HookedRunner) -> str | None:
+def unknown_operator(runner: HookedRunnerV1) -> str | None:
     """Say how vLLM's operators of the model's states differ from those known; None if not."""
     return operators_differ(list(state_layers.modules_of(runner).values()))
 

@@ -18,8 +18,9 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ..internals import batches
 from ..internals.layers import TargetLayer
+from ..internals.protocols.runners import Prepared, SamplerOutput
 from ..policy.engine import EngineFacts
-from ..seam.hooked_runner import HookedRunner
+from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps
 from . import attention, cache_layout
 
@@ -46,7 +47,7 @@ class RowCaches:
         runner: the hooked runner.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
@@ -89,7 +90,7 @@ class Windows(Part):
         caches: what the windows are over.
     """
 
-    def __init__(self, runner: HookedRunner, caches: Caches) -> None:
+    def __init__(self, runner: HookedRunnerV1, caches: Caches) -> None:
         self._runner = runner
         self._caches = caches
 
@@ -111,7 +112,7 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
         """Open the step's window."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -122,7 +123,7 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, output: SamplerOutput) -> None:
         """Commit the drafts that the sampled ids accept."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(lambda: batches.sampled_ids(output))

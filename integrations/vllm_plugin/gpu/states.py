@@ -47,7 +47,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
-from ..seam.hooked_runner import HookedRunner
+from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
 
 log = get_logger()
 
@@ -225,7 +225,7 @@ class StatesV1(Part):
         told: the states that are told of each step; those of a profiling run are never committed.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
         self._has_prompts = False  # a request has other rows than one and its drafts
         self.caches = StateCaches(runner, self)
@@ -301,7 +301,7 @@ class StatesV2(Part):
         caches: holds the states; a part that hears events before this one.
     """
 
-    def __init__(self, runner: HookedRunner) -> None:
+    def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
         self.caches = StateCaches(runner, self)
 

@@ -40,7 +40,7 @@ from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
-from ..seam.hooked_runner import HookedRunner, keep_for_graphs
+from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
 from ..seam.window_steps import end_unheard, open_steps
 from .begun_graphs import let_graphs_begin
 from .cache_layout import (
@@ -222,7 +222,7 @@ class WindowsV1(Part):
         keeps_order: vLLM's order of a batch must stay, since sums depend on it.
     """
 
-    def __init__(self, runner: HookedRunner, states: StatesBeside | None = None) -> None:
+    def __init__(self, runner: HookedRunnerV1, states: StatesBeside | None = None) -> None:
         self._runner = runner
         self.caches = WindowCaches(runner, self, states)
         self.keeps_order = False
@@ -287,7 +287,7 @@ class WindowsV2(Part):
         connected: the engine has a KV connector, which may read rows once a step is over.
     """
 
-    def __init__(self, runner: HookedRunner, states: StatesBeside | None = None) -> None:
+    def __init__(self, runner: HookedRunnerV2, states: StatesBeside | None = None) -> None:
         self._runner = runner
         self.caches = WindowCaches(runner, self, states)
         self.whole: object = None

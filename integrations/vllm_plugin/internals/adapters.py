@@ -12,9 +12,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
+
+from .protocols.engine import LoRARequest
+from .protocols.runners import Runner
 
 #: The file of weights that vLLM loads is the first of these that an adapter's folder has.
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -48,9 +51,9 @@ class _Known:
     name: tuple[str, str]
     stamps: Stamps
     content: bytes
-    loaded: Callable[[], Any] | None
+    loaded: Callable[[], object] | None
 
-    def is_still(self, name: tuple[str, str], loaded: Any) -> bool:
+    def is_still(self, name: tuple[str, str], loaded: object) -> bool:
         """Tell whether the files need not be read again for a request.
 
         Args:
@@ -79,7 +82,7 @@ class Adapters:
         self._known: dict[int, _Known] = {}
         self._read: dict[str, tuple[Stamps, bytes]] = {}
 
-    def identity(self, lora: Any, runner: Any) -> int:
+    def identity(self, lora: LoRARequest, runner: Runner) -> int:
         """Return a hash of an adapter's name, path and weights.
 
         Args:
@@ -110,7 +113,7 @@ class Adapters:
         return known
 
 
-def _loaded(runner: Any, number: int) -> Any:
+def _loaded(runner: Runner, number: int) -> object:
     """Return what vLLM has loaded under an adapter's number; None if it has to load the files."""
     return runner.lora_manager._adapter_manager.get_adapter(number)
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import attrs
 
-from . import Foreign
+from .protocols.engine import (
+    AsyncEngine,
+    IterationStats,
+    SchedulerStats,
+    SpeculativeConfig,
+    VllmConfig,
+)
 
 
 @attrs.frozen
@@ -26,21 +32,22 @@ class EngineSizes:
     block_size: int
 
 
-def config_of(engine_args: Mapping[str, Any]) -> Foreign:
+def config_of(engine_args: Mapping[str, object]) -> VllmConfig:
     """Build the ``VllmConfig`` of an asynchronous engine with these arguments; starts nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return AsyncEngineArgs(**engine_args).create_engine_config()
+    config: VllmConfig = AsyncEngineArgs(**engine_args).create_engine_config()
+    return config
 
 
-def says_nothing(config: Any) -> str | None:
+def says_nothing(config: VllmConfig) -> str | None:
     """Say why an engine with this ``VllmConfig`` generates no tokens; None if it does."""
     if config.model_config.runner_type == "pooling":
         return "it is a pooling engine, which gives one vector for a text"
     return None
 
 
-def sizes(config: Any) -> EngineSizes:
+def sizes(config: VllmConfig) -> EngineSizes:
     """Read an engine's sizes from its ``VllmConfig``."""
     model = config.model_config
     return EngineSizes(
@@ -48,7 +55,7 @@ def sizes(config: Any) -> EngineSizes:
     )
 
 
-def description(config: Any) -> dict[str, str]:
+def description(config: VllmConfig) -> dict[str, str]:
     """Describe an engine in words, for a report."""
     speculation, transfer = config.speculative_config, config.kv_transfer_config
     return {
@@ -61,7 +68,7 @@ def description(config: Any) -> dict[str, str]:
     }
 
 
-def _drafts(speculation: Any) -> str:
+def _drafts(speculation: SpeculativeConfig) -> str:
     return f"{speculation.num_speculative_tokens} by {speculation.method}"
 
 
@@ -91,7 +98,7 @@ class StepCounts:
     requests: int = 0
     used: float = 0.0
 
-    def add(self, scheduler: Any, iteration: Any) -> None:
+    def add(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """Count one step: vLLM's ``SchedulerStats`` and ``IterationStats``, None without any."""
         if scheduler is not None:
             self.steps += 1
@@ -108,7 +115,7 @@ class StepCounts:
             self.preempted += iteration.num_preempted_reqs
 
 
-def start(config: Any, counts: StepCounts | None = None) -> Foreign:
+def start(config: VllmConfig, counts: StepCounts | None = None) -> AsyncEngine:
     """Start an ``AsyncLLM``; its engine core has a process of its own.
 
     Args:
@@ -117,12 +124,15 @@ def start(config: Any, counts: StepCounts | None = None) -> Foreign:
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    engine: AsyncEngine
     if counts is None:
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    return AsyncLLM.from_vllm_config(config, stat_loggers=[partial(_Listener, counts)])
+        engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    else:
+        engine = AsyncLLM.from_vllm_config(config, stat_loggers=[partial(_Listener, counts)])
+    return engine
 
 
-def stop(engine: Any) -> None:
+def stop(engine: AsyncEngine) -> None:
     """End an ``AsyncLLM`` and its processes."""
     engine.shutdown()
 
@@ -136,10 +146,16 @@ class _Listener:
         number: the engine's number.
     """
 
-    def __init__(self, counts: StepCounts, config: Foreign, number: int = 0) -> None:
+    def __init__(self, counts: StepCounts, config: VllmConfig, number: int = 0) -> None:
         self._counts = counts
 
-    def record(self, scheduler: Foreign, iteration: Foreign, *others: Any, **more: Any) -> None:
+    def record(
+        self,
+        scheduler: SchedulerStats | None,
+        iteration: IterationStats | None,
+        *others: Any,
+        **more: Any,
+    ) -> None:
         """Count a step."""
         self._counts.add(scheduler, iteration)
 
@@ -153,12 +169,12 @@ class _Listener:
         """Count nothing."""
 
 
-def blocks(engine: Any) -> int:
+def blocks(engine: AsyncEngine) -> int:
     """Return the number of an ``AsyncLLM``'s blocks that requests can have."""
-    return int(engine.vllm_config.cache_config.num_gpu_blocks) - 1  # one belongs to nobody
+    return int(engine.vllm_config.cache_config.num_gpu_blocks or 0) - 1  # one belongs to nobody
 
 
-def session_input(tokens: Sequence[int], sampling: Foreign) -> Foreign:
+def session_input(tokens: Sequence[int], sampling: object) -> object:
     """Make the input of one turn of a streaming session."""
     from vllm import TokensPrompt
     from vllm.engine.protocol import StreamingInput
@@ -168,7 +184,7 @@ def session_input(tokens: Sequence[int], sampling: Foreign) -> Foreign:
     )
 
 
-def deltas() -> Foreign:
+def deltas() -> object:
     """Return the setting of ``SamplingParams.output_kind`` that gives each token once."""
     from vllm.sampling_params import RequestOutputKind
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from ....audit import RowGroup
 from ..policy.audit_rules import cannot_watch
 from .adapters import Adapters, hash_of
+from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
+from .protocols.runners import BlockTable, Runner, RunnerV1
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -112,12 +114,12 @@ class Room:
     caches_prefixes: bool
 
 
-def samples(runner: Any) -> bool:
+def samples(runner: Runner) -> bool:
     """Tell whether an engine samples tokens; a pooling engine does not."""
     return bool(runner.model_config.runner_type != "pooling")
 
 
-def unwatched(config: Any) -> str | None:
+def unwatched(config: VllmConfig) -> str | None:
     """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can."""
     parallel = config.parallel_config
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
@@ -125,7 +127,7 @@ def unwatched(config: Any) -> str | None:
     return cannot_watch(config.device_config.device_type, runner, context)
 
 
-def uncontained(config: Any) -> str | None:
+def uncontained(config: VllmConfig) -> str | None:
     """Say why a scheduler cannot contain what the audit finds; None if it can."""
     if config.parallel_config.pipeline_parallel_size > 1:
         return (
@@ -137,7 +139,7 @@ def uncontained(config: Any) -> str | None:
     return foreign_scheduler(config)
 
 
-def foreign_scheduler(config: Any) -> str | None:
+def foreign_scheduler(config: VllmConfig) -> str | None:
     """Say that the engine's scheduler is none of vLLM's, which nobody can tell; None if it is."""
     if config.scheduler_config.scheduler_cls is None:
         return None
@@ -149,19 +151,19 @@ def foreign_scheduler(config: Any) -> str | None:
     return f"the scheduler {own.__name__} does not derive from vLLM's Scheduler"
 
 
-def groups_left_out(runner: Any, groups: Iterable[str]) -> list[str]:
+def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
     """Name the KV-cache groups that are not among those that are watched."""
     numbers = range(len(runner.kv_cache_config.kv_cache_groups))
     return [f"group.{number}" for number in numbers if f"group.{number}" not in {*groups}]
 
 
-def most_drafts(runner: Any) -> int:
+def most_drafts(runner: Runner) -> int:
     """Return the most drafts of a request in one step."""
     speculation = runner.speculative_config
     return 0 if speculation is None else int(speculation.num_speculative_tokens)
 
 
-def row_groups(runner: Any) -> dict[str, RowGroup]:
+def row_groups(runner: Runner) -> dict[str, RowGroup]:
     """Return, by name, the KV-cache groups whose caches have one row per token.
 
     Rows of other kinds, such as those that stand for several tokens each, are left out.
@@ -195,7 +197,7 @@ def row_groups(runner: Any) -> dict[str, RowGroup]:
     return found
 
 
-def room(runner: Any) -> Room:
+def room(runner: Runner) -> Room:
     """Return the sizes of a runner's batch and requests."""
     return Room(
         int(runner.max_num_reqs),
@@ -204,7 +206,7 @@ def room(runner: Any) -> Room:
     )
 
 
-def changes(runner: Any, scheduler_output: Any) -> Changes:
+def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step; call this after the runner has updated its states."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
@@ -221,7 +223,7 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
         if name in cached.resumed_req_ids:
             tokens = cached.all_token_ids.get(name) or own_tokens(runner, name)
             computed = cached.num_computed_tokens[index]
-            arrivals.append(_arrival(runner, name, tokens, computed, blocks))
+            arrivals.append(_arrival(runner, name, tokens, computed, blocks or ()))
         elif blocks is not None:
             for known, more in zip(grown, blocks, strict=True):
                 known += more
@@ -233,18 +235,24 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     )
 
 
-def pair(copy: Any) -> tuple[int, int]:
+def pair(copy: BlockCopy) -> tuple[int, int]:
     """Return the source and the target of a copied block."""
     return int(copy.src_block_id), int(copy.dst_block_id)
 
 
-def tokens_of(new: Any) -> list[int]:
+def tokens_of(new: RequestContent) -> list[int]:
     """Return a new request's token ids, with zeros for positions that have vectors instead."""
     tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
-    return [0] * len(new.prompt_embeds) if tokens is None else list(tokens)
+    return _placeholders(new) if tokens is None else list(tokens)
 
 
-def known_tokens(state: Any) -> list[int]:
+def _placeholders(state: RequestContent) -> list[int]:
+    """Return a zero for each vector of a prompt that has no tokens."""
+    assert state.prompt_embeds is not None  # a prompt has one of both
+    return [0] * len(state.prompt_embeds)
+
+
+def known_tokens(state: RequestContent) -> list[int]:
     """Return the token ids that vLLM has of a request, placeholders included.
 
     Args:
@@ -255,11 +263,11 @@ def known_tokens(state: Any) -> list[int]:
     return tokens_of(state)
 
 
-def own_tokens(runner: Any, name: str) -> list[int]:
+def own_tokens(runner: RunnerV1, name: str) -> list[int]:
     """Return a request's token ids up to the first position whose token the runner lacks."""
     state = runner.requests[name]
     prompt = state.prompt_token_ids
-    tokens = [0] * len(state.prompt_embeds) if prompt is None else list(prompt)
+    tokens = _placeholders(state) if prompt is None else list(prompt)
     for token in state.output_token_ids:
         if token < 0:
             break
@@ -267,7 +275,7 @@ def own_tokens(runner: Any, name: str) -> list[int]:
     return tokens
 
 
-def returning(runner: Any, name: str) -> Arrival:
+def returning(runner: RunnerV1, name: str) -> Arrival:
     """Describe a request that the ledger has forgotten."""
     state = runner.requests[name]
     return _arrival(
@@ -276,14 +284,18 @@ def returning(runner: Any, name: str) -> Arrival:
 
 
 def _arrival(
-    runner: Any, name: str, tokens: Iterable[int], computed: int, tables: Sequence[Sequence[int]]
+    runner: RunnerV1,
+    name: str,
+    tokens: Iterable[int],
+    computed: int,
+    tables: Sequence[Sequence[int]],
 ) -> Arrival:
     return arrival_of(runner, runner.requests[name], name, tokens, computed, tables)
 
 
 def arrival_of(
-    runner: Any,
-    state: Any,
+    runner: Runner,
+    state: RequestContent,
     name: str,
     tokens: Iterable[int],
     computed: int,
@@ -308,18 +320,18 @@ def arrival_of(
     return Arrival(name, list(tokens), extras, embedded, int(computed), tables)
 
 
-def _adapters(runner: Any) -> Adapters:
+def _adapters(runner: Runner) -> Adapters:
     """Return what is known of a runner's adapters."""
     known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
     return known
 
 
-def _embedded(state: Any) -> dict[int, int]:
+def _embedded(state: RequestContent) -> dict[int, int]:
     """Hash the vectors that replace tokens in a request, by position."""
     found: dict[int, int] = {}
     if state.prompt_embeds is not None and len(state.prompt_embeds):
         vectors = state.prompt_embeds.contiguous().view(torch.uint8).numpy()
-        raw, size = memoryview(vectors.reshape(-1)), vectors[0].size
+        raw, size = vectors.reshape(-1).data, vectors[0].size
         is_token = state.prompt_is_token_ids
         for position in range(len(vectors)):
             if is_token is None or not is_token[position]:
@@ -330,7 +342,9 @@ def _embedded(state: Any) -> dict[int, int]:
     return found
 
 
-def own_blocks(table: Any, count: int, block_size: int, blocks: Tensor | None = None) -> Tensor:
+def own_blocks(
+    table: BlockTable, count: int, block_size: int, blocks: Tensor | None = None
+) -> Tensor:
     """Return the block tables of a batch in blocks of the scheduler's size.
 
     Kernels may have smaller blocks than the scheduler hands out; these follow each other.
@@ -342,5 +356,5 @@ def own_blocks(table: Any, count: int, block_size: int, blocks: Tensor | None = 
         blocks: a table in its place, with blocks of the same size; None: the runner's own.
     """
     parts = block_size // int(table.block_size)
-    found: Tensor = (table.block_table.gpu if blocks is None else blocks)[:count]
+    found = (table.block_table.gpu if blocks is None else blocks)[:count]
     return found if parts == 1 else found[:, ::parts] // parts

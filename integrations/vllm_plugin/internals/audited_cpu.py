@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -14,19 +14,20 @@ from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from . import audited, audited_v1, given_forwards
 from .audited import Rows
+from .protocols.layers import BatchMetadata, ForwardContext
+from .protocols.runners import BlockTable, Prepared, RunnerV1, SamplerOutput
 
 
-def rows_with_logits(prepared: Any) -> Tensor:
+def rows_with_logits(prepared: Prepared) -> Tensor:
     """Return the rows of a forward whose outputs are sampled, int ``[num_outputs]``.
 
     Args:
         prepared: the result of a V1 runner's ``_prepare_inputs``.
     """
-    rows: Tensor = prepared[0]
-    return rows
+    return prepared[0]
 
 
-def ids_and_positions(inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+def ids_and_positions(inputs: Mapping[str, object]) -> tuple[object, object]:
     """Return the ids and the positions that a model is called with, given its arguments."""
     return inputs.get("input_ids"), inputs.get("positions")
 
@@ -43,7 +44,9 @@ class StepReader:
         step_input: copies what the runner says.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
+    def __init__(
+        self, runner: RunnerV1, groups: Mapping[str, RowGroup], step_input: StepInput
+    ) -> None:
         self._runner: Final = runner
         self._input: Final = step_input
         self._sizes: Final = {name: group.block_size for name, group in groups.items()}
@@ -97,10 +100,10 @@ class StepReader:
         )
         self._input.copy_step(source, self._own, self._first, self._drafts, 0)
 
-    def _table(self, name: str) -> Any:
+    def _table(self, name: str) -> BlockTable:
         return self._runner.input_batch.block_table[self._numbers[name]]
 
-    def rows(self, prepared: Any, tokens: Any = None, positions: Any = None) -> Rows:
+    def rows(self, prepared: Prepared, tokens: object = None, positions: object = None) -> Rows:
         """Read the rows of the forward that comes next, in its context.
 
         Args:
@@ -110,9 +113,11 @@ class StepReader:
         """
         names, metadata = self._runner.input_batch.req_ids, prepared[1]
         number = len(names)
-        drafts = metadata is not None and any(metadata.num_draft_tokens)
-        if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
+        drafts = False
+        if metadata is not None and any(metadata.num_draft_tokens):
+            # A scheduler at fault may count drafts whose rows the step does not have.
             self._drafted[:number] = metadata.num_draft_tokens
+            drafts = True
         source, odd = self._read_groups(number, tokens, positions)
         right = self._input.copy_step(source, self._own, self._first, self._drafts, number)
         known = self._known.get((number, drafts))
@@ -127,7 +132,7 @@ class StepReader:
         return attrs.evolve(known, lengths=lengths or None)
 
     def _read_groups(
-        self, number: int, tokens: Any, positions: Any
+        self, number: int, tokens: object, positions: object
     ) -> tuple[StepBuffers, Sequence[str]]:
         """Find the buffers that the model and its layers are given; as a rule, the runner's own.
 
@@ -173,14 +178,16 @@ class StepReader:
             )
         return self._source, odd
 
-    def _metadata(self, context: Any, name: str) -> Sequence[Any]:
+    def _metadata(self, context: ForwardContext, name: str) -> Sequence[BatchMetadata]:
         """Return the metadata of a group's layers that say what its requests read."""
         if name in self._chunked:
             return ()
         starts = self._runner.query_start_loc.gpu
         return given_forwards.metadata(context, self._layers[name], starts)
 
-    def _wrong_lengths(self, names: Sequence[str] | Mapping[str, int], rows: Rows) -> Any:
+    def _wrong_lengths(
+        self, names: Sequence[str] | Mapping[str, int], rows: Rows
+    ) -> dict[str, Tensor]:
         """Return, by group, the lengths that its layers are given, if some are wrong."""
         context, found = given_forwards.context(), {}
         ends = (self._first[: len(rows.names)] + rows.starts.diff()).numpy()
@@ -215,7 +222,7 @@ class SampledReader(audited_v1.SampledReader):
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
     """
 
-    def of_step(self, output: Any, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    def of_step(self, output: SamplerOutput, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids, as ``sampled`` does.
 
         Args:

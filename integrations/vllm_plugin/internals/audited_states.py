@@ -7,7 +7,7 @@ other step continues column 0, and leaves the state after its last row there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -18,7 +18,9 @@ from ....audit import StateGroup, Window
 from ....layers import LayerRef
 from . import aligned_states, audited, carried_states
 from .audited import Rows
-from .state_layers import kind_of
+from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
+from .protocols.runners import Runner, RunnerV1
+from .state_layers import kind_of, state_slots
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
@@ -54,7 +56,7 @@ class States:
     end_at: Tensor | None = None
 
 
-def state_groups(runner: Any) -> dict[str, StateGroup]:
+def state_groups(runner: Runner) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
     Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
@@ -77,18 +79,18 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
     }
 
 
-def holds_states(runner: Any) -> bool:
+def holds_states(runner: Runner) -> bool:
     """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a GPU."""
     held = getattr(runner, "kvtxn_states", None) is not None
     return held and torch.device(runner.device).type == "cuda"
 
 
-def has_single_states(runner: Any) -> bool:
+def has_single_states(runner: Runner) -> bool:
     """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a CPU."""
     return bool(getattr(runner, "kvtxn_one_state", False))
 
 
-def copies_are_told(runner: Any) -> bool:
+def copies_are_told(runner: Runner) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
     if torch.device(runner.device).type != "cuda":
         return False
@@ -97,7 +99,7 @@ def copies_are_told(runner: Any) -> bool:
     return aligned_states.copies_differ() is None
 
 
-def block_sizes(runner: Any, groups: Iterable[str]) -> dict[str, int]:
+def block_sizes(runner: Runner, groups: Iterable[str]) -> dict[str, int]:
     """Return the tokens of a block by group, where the prefix cache keeps states at their ends."""
     if not groups or not aligned_states.is_aligned(runner):
         return {}
@@ -106,7 +108,7 @@ def block_sizes(runner: Any, groups: Iterable[str]) -> dict[str, int]:
     return {name: int(every[n].kv_cache_spec.block_size) for name, n in numbers.items()}
 
 
-def state_refs(runner: Any, groups: Iterable[str]) -> list[LayerRef]:
+def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
     """Describe the recurrent layers of some groups, and their caches, for the library."""
     layers = runner.compilation_config.static_forward_context
     refs = []
@@ -118,7 +120,7 @@ def state_refs(runner: Any, groups: Iterable[str]) -> list[LayerRef]:
     return refs
 
 
-def past_windows(runner: Any, refs: Iterable[LayerRef]) -> dict[str, Window]:
+def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
     """Describe the pasts of convolutions, of which a step with drafts reads a part, by layer.
 
     Args:
@@ -136,7 +138,7 @@ def past_windows(runner: Any, refs: Iterable[LayerRef]) -> dict[str, Window]:
     return found
 
 
-def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:
+def states(runner: RunnerV1, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:
     """Read the states of the forward that is about to run.
 
     Args:
@@ -148,11 +150,39 @@ def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) ->
     return _read(runner, groups, forward_metadata(), starts, first, int(starts[-1]))
 
 
-def forward_metadata() -> Any:
+def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States:
+    """Read the states of a forward whose windows hold one state per request, on a CPU.
+
+    Each request has one block. A request without drafts continues its state there and leaves the
+    state after its last row; with drafts, the state is written once it is known which of them stay.
+
+    Args:
+        runner: a V1 runner on a CPU, for which ``has_single_states`` is true.
+        groups: names of the groups to read.
+        rows: the rows of the forward.
+    """
+    count = len(rows.names)
+    assert rows.first is not None  # on a CPU the host knows it
+    starts, first = rows.starts[: count + 1].long(), rows.first[:count]
+    speculates = torch.zeros(count, dtype=torch.bool)
+    if rows.drafts is not None:
+        speculates = rows.drafts[:count] > 0
+    found = States({}, {}, None)
+    for name, block in state_slots(runner, groups).items():
+        found.sources[name] = torch.where(first > 0, block, -1)
+        found.leaves[name] = torch.where(speculates, block, -1)
+        slots = torch.full((int(starts[-1]),), -1)
+        slots[starts[1:] - 1] = torch.where(speculates, -1, block)
+        found.slots[name] = slots
+    return found
+
+
+def forward_metadata() -> object:
     """Return the attention metadata of the forward that is about to run, by layer."""
     from vllm.forward_context import get_forward_context
 
-    return get_forward_context().attn_metadata
+    found: object = get_forward_context().attn_metadata
+    return found
 
 
 class DeviceStateReader:
@@ -164,7 +194,7 @@ class DeviceStateReader:
         device: of the runner's tensors.
     """
 
-    def __init__(self, runner: Any, groups: Iterable[str], device: torch.device) -> None:
+    def __init__(self, runner: Runner, groups: Iterable[str], device: torch.device) -> None:
         self._runner: Final = runner
         self._groups: Final = tuple(groups)
         requests, rows = int(runner.max_num_reqs), int(runner.max_num_tokens)
@@ -183,7 +213,7 @@ class DeviceStateReader:
         self._known: dict[tuple[object, ...], States] = {}
         self._last: States | None = None
 
-    def read(self, metadata: Any, rows: Rows, total: int) -> States:
+    def read(self, metadata: object, rows: Rows, total: int) -> States:
         """Read the states of a forward.
 
         Args:
@@ -241,9 +271,9 @@ class DeviceStateReader:
 
 
 def _read(
-    runner: Any,
+    runner: Runner,
     groups: Iterable[str],
-    metadata_of: Any,
+    metadata_of: object,
     starts: Tensor,
     first: Tensor,
     total: int,
@@ -256,7 +286,7 @@ def _read(
         layers = runner.kv_cache_config.kv_cache_groups[int(name.partition(".")[2])].layer_names
         metadata = metadata_of.get(layers[0]) if isinstance(metadata_of, Mapping) else None
         found = _columns(metadata, len(first))
-        if found is None:
+        if found is None or metadata is None:
             continue
         columns, accepted = found
         if held:  # one block, whose state is written once drafts are decided
@@ -288,7 +318,7 @@ def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Te
     return torch.where(kept, block, -1)
 
 
-def _add_checkpoints(slots: Tensor, metadata: Any, starts: Tensor) -> None:
+def _add_checkpoints(slots: Tensor, metadata: SelectiveMetadata, starts: Tensor) -> None:
     """Note the blocks that get states in the middle of prompts, for the prefix cache."""
     found = getattr(metadata, "checkpoint_meta", None)
     if found is None:
@@ -318,10 +348,11 @@ def _columns(metadata: Any, count: int) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _gated_delta(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
+def _gated_delta(metadata: GatedDeltaMetadata, count: int) -> tuple[Tensor, Tensor]:
     """Read the metadata of a gated delta net, whose requests with drafts are masked."""
     mask, others = metadata.spec_sequence_masks, metadata.non_spec_state_indices_tensor
     if mask is None:
+        assert others is not None  # the requests are all there
         table = others[:count, None].long()
         return table, table.new_zeros(count)
     mask = mask[:count].bool()
@@ -340,7 +371,7 @@ def _spread(mask: Tensor, values: Tensor) -> Tensor:
     return values.index_select(0, number)
 
 
-def _selective(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
+def _selective(metadata: SelectiveMetadata, count: int) -> tuple[Tensor, Tensor]:
     """Read the metadata of Mamba or a short convolution: decodes come first, then prompts.
 
     Behind the requests may stand padding, which vLLM counts among either of them.
@@ -350,7 +381,7 @@ def _selective(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
     some = metadata.state_indices_tensor_p if table is None else table
     columns = torch.full((count, width), _NULL_BLOCK, dtype=torch.int64, device=some.device)
     accepted = torch.zeros(count, dtype=torch.int64, device=some.device)
-    if decodes:
+    if decodes and table is not None:
         columns[:decodes] = table[:decodes].long()
         if metadata.num_accepted_tokens is not None:
             accepted[:decodes] = metadata.num_accepted_tokens[:decodes].long()

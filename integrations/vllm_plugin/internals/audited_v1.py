@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy
@@ -15,9 +15,10 @@ from ....audit.step_input import StepInput
 from . import audited
 from .audited import Rows
 from .gpu_step_reader import GpuStepReader
+from .protocols.runners import BlockTable, DraftCounts, Prepared, RunnerV1, SamplerOutput
 
 
-def num_rows(runner: Any) -> int:
+def num_rows(runner: RunnerV1) -> int:
     """Return the rows of the step that a V1 runner has prepared."""
     return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
 
@@ -34,7 +35,9 @@ class StepReader(GpuStepReader[Rows]):
         step_input: puts numbers of the host into buffers.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
+    def __init__(
+        self, runner: RunnerV1, groups: Mapping[str, RowGroup], step_input: StepInput
+    ) -> None:
         super().__init__(runner, step_input)
         self._groups: Final = dict(groups)
         number = int(runner.max_num_reqs)
@@ -46,12 +49,12 @@ class StepReader(GpuStepReader[Rows]):
                 if table.block_size != groups[name].block_size
             }
 
-    def _own_tables(self) -> list[tuple[str, Any]]:
+    def _own_tables(self) -> list[tuple[str, BlockTable]]:
         """Return the runner's table of each group, by name."""
         tables = self._runner.input_batch.block_table
         return [(name, tables[int(name.partition(".")[2])]) for name in self._groups]
 
-    def rows(self, prepared: Any) -> Rows:
+    def rows(self, prepared: Prepared) -> Rows:
         """Read the rows of the forward that comes next.
 
         Args:
@@ -93,7 +96,7 @@ class StepReader(GpuStepReader[Rows]):
         self._known[key] = rows
         return rows
 
-    def _drafts_of(self, metadata: Any, number: int) -> Tensor | None:
+    def _drafts_of(self, metadata: DraftCounts | None, number: int) -> Tensor | None:
         """Return the drafts of each request, int32 ``[num_requests]``; None without drafts."""
         if metadata is None or not any(metadata.num_draft_tokens):
             return None
@@ -113,13 +116,13 @@ class SampledReader:
         step_input: counts on the device.
     """
 
-    def __init__(self, runner: Any, step_input: StepInput) -> None:
+    def __init__(self, runner: RunnerV1, step_input: StepInput) -> None:
         self._runner: Final = runner
         self._input: Final = step_input
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def sampled(self, output: Any, drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def sampled(self, output: SamplerOutput, drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids.
 
         Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.

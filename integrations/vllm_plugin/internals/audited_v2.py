@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from ....audit.step_input import StepInput
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
 from .gpu_step_reader import GpuStepReader
+from .protocols.engine import NewRequest, SchedulerOutput
+from .protocols.runners import InputBatchV2, Runner, RunnerV2
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -28,14 +30,14 @@ AUDITED_METHODS: Final = {
 }
 
 
-def lacking(runner: Any) -> str | None:
+def lacking(runner: RunnerV2) -> str | None:
     """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
     if int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1)) != 1:
         return "a diffusion model writes the rows of one position again and again"
     return None
 
 
-def changes(runner: Any, scheduler_output: Any) -> Changes:
+def changes(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step. A request that was preempted comes again as a new one."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
@@ -58,7 +60,7 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     )
 
 
-def _arrival(runner: Any, new: Any) -> Arrival:
+def _arrival(runner: RunnerV2, new: NewRequest) -> Arrival:
     return audited.arrival_of(
         *(runner, new, new.req_id, audited.tokens_of(new), new.num_computed_tokens, new.block_ids)
     )
@@ -69,15 +71,15 @@ class Told:
     """A request as the scheduler told the V2 runner of it.
 
     Attributes:
-        state: what it said when the request came.
+        came: what it said when the request came.
         tables: the request's blocks by KV-cache group.
     """
 
-    state: Any
+    came: NewRequest
     tables: list[list[int]]
 
 
-def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
+def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
     """Bring up to date which requests a runner has, and their blocks; it keeps no such list.
 
     Args:
@@ -100,13 +102,13 @@ def num_rows(batch: Any) -> int:
     return int(batch.num_tokens)
 
 
-def sampled_outputs(hidden_states: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+def sampled_outputs(hidden_states: Tensor, batch: InputBatchV2) -> tuple[Tensor, Tensor]:
     """Return the outputs that a step samples from, float ``[n, hidden]``, and their rows."""
-    rows: Tensor = batch.logits_indices
+    rows = batch.logits_indices
     return hidden_states[rows], rows
 
 
-def samples(runner: Any) -> bool:
+def samples(runner: RunnerV2) -> bool:
     """Tell whether the runner samples: the stage is the last one, or the only one."""
     return bool(runner.is_last_pp_rank)
 
@@ -127,7 +129,9 @@ class StepReader(GpuStepReader[Rows]):
         super().__init__(runner, step_input)
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
 
-    def rows(self, batch: Any, prepared: Any) -> Rows:
+    def rows(
+        self, batch: InputBatchV2, prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
+    ) -> Rows:
         """Read the rows of the forward that comes next.
 
         Args:
@@ -169,7 +173,7 @@ class StepReader(GpuStepReader[Rows]):
             return None
         if getattr(self._runner, "adaptive_verification", None) is not None:
             self._forget_drafts()  # how they are shared out is known there
-            ends: Tensor = batch.cu_num_logits[: number + 1]
+            ends = batch.cu_num_logits[: number + 1]
             return there.copy_(ends[1:] - ends[:-1] - 1)
         drafts = batch.num_draft_tokens_per_req
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
@@ -179,7 +183,7 @@ class StepReader(GpuStepReader[Rows]):
         return there
 
 
-def runner_device(runner: Any) -> torch.device:
+def runner_device(runner: Runner) -> torch.device:
     """Return the device of a runner's tensors."""
     return torch.device(runner.device)
 

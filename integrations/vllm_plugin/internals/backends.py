@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ....errors import KVTxnError
 
 
-def triton_attention() -> tuple[Any, Any, Any]:
+def triton_attention() -> tuple[type, type, type]:
     """Return TRITON_ATTN's classes of metadata builders, of layers' attention, of the backend."""
     from vllm.v1.attention.backends import triton_attn as own
 
     return own.TritonAttentionMetadataBuilder, own.TritonAttentionImpl, own.TritonAttentionBackend
 
 
-def triton_latent() -> tuple[Any, Any, Any]:
+def triton_latent() -> tuple[type, type, type]:
     """Return TRITON_MLA's classes of metadata builders, of layers' attention, of the backend."""
     from vllm.v1.attention.backends.mla import triton_mla as own
 
     return own.TritonMLAMetadataBuilder, own.TritonMLAImpl, own.TritonMLABackend
 
 
-def flash_latent() -> tuple[Any, Any, Any]:
+def flash_latent() -> tuple[type, type, type]:
     """Return FLASH_ATTN_MLA's classes of builders, of layers' attention, of the backend."""
     from vllm.v1.attention.backends.mla import flashattn_mla as own
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from ....errors import LayerError
-from . import Foreign
+from .protocols.engine import SchedulerOutput
+from .protocols.layers import AttentionLayer, BatchMetadata, MetadataBuilder
+from .protocols.runners import (
+    Array,
+    InputBatchV2,
+    Prepared,
+    Runner,
+    RunnerV1,
+    RunnerV2,
+    SamplerOutput,
+    StageHandler,
+)
 
 #: Methods that the runners' mixins override, with the parameters they must have; "?" marks one that
 #: not every release has. Of the V1 runner on a CPU:
@@ -63,24 +74,24 @@ V2_METHODS: Final = {
 }
 
 
-def vocab_size(runner: Any) -> int:
+def vocab_size(runner: RunnerV1) -> int:
     """Return the vocabulary's size; sampled ids at or above it do not count as tokens."""
     return int(runner.input_batch.vocab_size)
 
 
-def query_len(runner: Any) -> int:
+def query_len(runner: RunnerV1 | RunnerV2) -> int:
     """Return the most rows of a request with drafts: the last sampled token and all drafts."""
-    v1 = getattr(runner, "uniform_decode_query_len", None)
-    return int(runner.decode_query_len if v1 is None else v1)
+    if hasattr(runner, "uniform_decode_query_len"):
+        return runner.uniform_decode_query_len
+    return runner.decode_query_len
 
 
-def sampled_ids(output: Any) -> Tensor:
+def sampled_ids(output: SamplerOutput) -> Tensor:
     """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
-    ids: Tensor = output.sampled_token_ids
-    return ids
+    return output.sampled_token_ids
 
 
-def kept_counts(output: Any) -> Tensor:
+def kept_counts(output: SamplerOutput) -> Tensor:
     """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
 
     By this count vLLM finds the past of a convolution in the next step.
@@ -91,7 +102,7 @@ def kept_counts(output: Any) -> Tensor:
 # -- on a CPU -------------------------------------------------------------------------
 
 
-def drafts_and_ends(runner: Any, prepared: Any) -> tuple[list[int], list[int]]:
+def drafts_and_ends(runner: RunnerV1, prepared: Prepared) -> tuple[list[int], list[int]]:
     """Count the drafts of each request, and find the end of its rows.
 
     Args:
@@ -156,7 +167,7 @@ class Batch:
     num_rows: int
 
 
-def batch_of(metadata: Any) -> Batch:
+def batch_of(metadata: BatchMetadata) -> Batch:
     """Read the batch from a backend's attention metadata."""
     return Batch(
         metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
@@ -171,44 +182,43 @@ def batch_of(metadata: Any) -> Batch:
 #: None if the batch has none; rows per request; and True for requests whose rows are still the
 #: prompt's. A tuple, not a class: constructing an object here costs measurable microseconds per
 #: step.
-BatchRows = tuple[Any, Any, Any]
+BatchRows: TypeAlias = tuple[Array | None, Array, Array]
 
 
-def batch_rows(batch: Any) -> BatchRows:
+def batch_rows(batch: InputBatchV2) -> BatchRows:
     """Read the V2 runner's batch, the argument of ``prepare_attn``."""
     drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
     return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
 
 
-def alike(batch: Any, rows: int) -> int:
+def alike(batch: InputBatchV2, rows: int) -> int:
     """Count the requests of the V2 runner's batch, if they are alike; else return 0.
 
     Alike: each has ``rows`` rows, its last sampled token and drafts, and none is at its prompt. As
     no request can have more drafts than that, the batch's sums tell it.
     """
-    count: int = batch.num_reqs
-    drafts = batch.num_draft_tokens
+    count, drafts = batch.num_reqs, batch.num_draft_tokens
     full = drafts and drafts == count * (rows - 1) and batch.num_tokens == count * rows
     return count if full and not batch.has_prefill else 0
 
 
-def batch_name(batch: Any) -> object:
+def batch_name(batch: InputBatchV2) -> object:
     """Return the object by which the V2 runner's queue of pipeline stages knows a batch."""
     return batch.idx_mapping_np
 
 
-def steps_until_known(runner: Any) -> int | None:
+def steps_until_known(runner: Runner) -> int | None:
     """Return after how many steps a pipeline stage learns what was accepted.
 
     None if the runner samples, or has no stages.
     """
-    handler = getattr(runner, "pp_handler", None)
+    handler: StageHandler | None = getattr(runner, "pp_handler", None)
     if handler is None or handler.is_last_rank:
         return None
     return len(handler.queue)
 
 
-def arriving(runner: Any) -> tuple[object, Any]:
+def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
     """Return the batch whose acceptance a pipeline stage takes from its queue next.
 
     Returns:
@@ -216,6 +226,7 @@ def arriving(runner: Any) -> tuple[object, Any]:
         index was freed meanwhile; None twice if nothing comes.
     """
     handler = runner.pp_handler
+    assert handler is not None  # the runner is a pipeline stage's
     entry = handler.queue[0]
     if entry is None:
         return None, None
@@ -223,13 +234,12 @@ def arriving(runner: Any) -> tuple[object, Any]:
     return entry.idx_mapping_np, now != entry.gen_at_receive_np
 
 
-def num_sampled(output: Any) -> Tensor:
+def num_sampled(output: tuple[object, Tensor, *tuple[object, ...]]) -> Tensor:
     """Return how many tokens the V2 runner's ``sample`` got for each request, int32."""
-    count: Tensor = output[1]
-    return count
+    return output[1]
 
 
-def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
+def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
     """Read the V1 runner's batch after ``_prepare_inputs``.
 
     Args:
@@ -267,17 +277,19 @@ class StepRows:
     query_start_loc: Tensor
 
     @classmethod
-    def of(cls, runner: Any) -> StepRows:
+    def of(cls, runner: RunnerV1) -> StepRows:
         """Read a runner's."""
         return cls(runner.seq_lens, runner.query_start_loc.gpu)
 
 
-def metadata_by_layer(built: Any) -> Any:
+def metadata_by_layer(
+    built: tuple[Mapping[str, object], *tuple[object, ...]],
+) -> Mapping[str, object]:
     """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made."""
     return built[0]
 
 
-def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:
+def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> None:
     """Move the requests with drafts to the front of the V1 runner's batch."""
     batch, drafts = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
     leading = 0
@@ -288,13 +300,13 @@ def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:
             leading += 1
 
 
-def slots_of_groups(runner: Any, groups: Sequence[str]) -> list[Tensor]:
+def slots_of_groups(runner: RunnerV1, groups: Sequence[str]) -> list[Tensor]:
     """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each."""
     tables = runner.input_batch.block_table
     return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
 
 
-def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
+def slot_mappings(runner: RunnerV2, groups: Sequence[str]) -> Tensor:
     """Return the V2 runner's slots of these groups, int64 ``[num_groups, max_tokens]``.
 
     The runner fills this one buffer anew for each step.
@@ -302,7 +314,7 @@ def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
     Raises:
         LayerError: the groups are not neighbours in the runner's buffer.
     """
-    slots: Tensor = runner.block_tables.slot_mappings
+    slots = runner.block_tables.slot_mappings
     numbers = [int(group.partition(".")[2]) for group in groups]
     first = numbers[0]
     if numbers != list(range(first, first + len(numbers))):
@@ -316,7 +328,7 @@ def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
     return slots[first : first + len(numbers)]
 
 
-def metadata_builders(runner: Any, names: set[str]) -> list[Foreign]:
+def metadata_builders(runner: Runner, names: set[str]) -> list[MetadataBuilder]:
     """Return the builders that make the attention metadata of the layers with these names."""
     return [
         builder
@@ -327,7 +339,7 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Foreign]:
     ]
 
 
-def metadata_of(module: Any) -> Foreign | None:
+def metadata_of(module: AttentionLayer) -> object | None:
     """Return a layer's attention metadata in the forward that is under way; None without any."""
     from vllm.forward_context import get_forward_context
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import attrs
+
+from .protocols.runners import Runner
 
 
 @attrs.frozen
@@ -25,12 +26,12 @@ class CachePlan:
     layers: int
 
 
-def is_given(runner: Any) -> bool:
+def is_given(runner: Runner) -> bool:
     """Tell whether the user gives the bytes of the KV cache."""
     return bool(runner.cache_config.kv_cache_memory_bytes)
 
 
-def planned(runner: Any) -> CachePlan | None:
+def planned(runner: Runner) -> CachePlan | None:
     """Describe the cache of a runner whose model is loaded; None if no layer has rows.
 
     The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has,

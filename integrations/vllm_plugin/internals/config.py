@@ -20,32 +20,35 @@ from ..policy.engine import (
 )
 from ..policy.settings import asked_states
 from ..policy.state_choice import TOKENS
-from . import Foreign, flash, state_share, workers
+from . import flash, state_share, workers
 from .expected_states import expected_states
+from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
+from .protocols.runners import Runner
 
 
-def config_from(engine_args: Mapping[str, Any]) -> Foreign:
+def config_from(engine_args: Mapping[str, Any]) -> VllmConfig:
     """Build the ``VllmConfig`` of an engine with these arguments; reads the model's files."""
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(**engine_args).create_engine_config()
+    config: VllmConfig = EngineArgs(**engine_args).create_engine_config()
+    return config
 
 
 # -- sizes --------------------------------------------------------------------------
 
 
-def drafts(config: Any) -> int:
+def drafts(config: VllmConfig) -> int:
     """Return the most drafts that a request has in one step; 0 if the engine does not speculate."""
     speculation = config.speculative_config
     return int(speculation.num_speculative_tokens) if speculation is not None else 0
 
 
-def most_window_rows(config: Any) -> int:
+def most_window_rows(config: VllmConfig) -> int:
     """Return the most rows that requests with drafts can have in one step."""
     return (drafts(config) + 1) * int(config.scheduler_config.max_num_seqs)
 
 
-def window_rows(config: Any) -> int:
+def window_rows(config: VllmConfig) -> int:
     """Return the default of ``max_rows`` on a GPU, by which buffers are sized.
 
     That is the most rows that requests with drafts can have in one step. Where it is far more than
@@ -61,7 +64,7 @@ def window_rows(config: Any) -> int:
 # -- facts --------------------------------------------------------------------------
 
 
-def config_facts(config: Any) -> EngineFacts:
+def config_facts(config: VllmConfig) -> EngineFacts:
     """Read a ``VllmConfig``; ``layers.target_layers`` adds facts of the loaded model.
 
     Of a release that was not checked, nothing but its number and the device is read, unless the
@@ -101,7 +104,7 @@ def config_facts(config: Any) -> EngineFacts:
     return attrs.evolve(facts, **_room(config)) if on_gpu and facts.states == "auto" else facts
 
 
-def _room(config: Any) -> dict[str, Any]:
+def _room(config: VllmConfig) -> dict[str, Any]:
     """Read the facts by which ``recurrent="auto"`` chooses on a GPU."""
     model = config.model_config
     found: dict[str, Any] = {
@@ -116,7 +119,7 @@ def _room(config: Any) -> dict[str, Any]:
     return {**found, "state_dtype": dtype, "gain": round(gain, 2), "gain_tokens": tokens}
 
 
-def _writes_elsewhere(config: Any, *, mla: bool) -> bool:
+def _writes_elsewhere(config: VllmConfig, *, mla: bool) -> bool:
     """Tell whether rows are written where kvtxn cannot give them other slots."""
     from vllm import envs
 
@@ -128,7 +131,7 @@ def _writes_elsewhere(config: Any, *, mla: bool) -> bool:
     )
 
 
-def runner_facts(runner: Any) -> EngineFacts:
+def runner_facts(runner: Runner) -> EngineFacts:
     """Read the facts that a runner knows before it has caches."""
     last = bool(getattr(runner, "is_last_pp_rank", True))
     return attrs.evolve(config_facts(runner.vllm_config), last_stage=last)
@@ -143,14 +146,14 @@ _STATES: Final[Mapping[str, str]] = {
 }
 
 
-def _states(model: Any) -> str | None:
+def _states(model: ModelConfig) -> str | None:
     """Name the kind of a model's recurrent layers; None without any."""
     if not (model.is_hybrid or getattr(model, "has_inner_state", False)):
         return None
     return _STATES.get(model.hf_text_config.model_type, OTHER_STATES)
 
 
-def connector_names(transfer: Any) -> Iterator[str]:
+def connector_names(transfer: TransferConfig | None) -> Iterator[str]:
     """Name the KV connectors of a ``KVTransferConfig``, those that a MultiConnector has for it.
 
     A connector that is known by its name has another one if a module outside of vLLM has it, or if
@@ -175,7 +178,7 @@ def connector_names(transfer: Any) -> Iterator[str]:
         yield name
 
 
-def _adapts(speculation: Any) -> bool:
+def _adapts(speculation: SpeculativeConfig | None) -> bool:
     """Tell whether the number of drafts changes from step to step."""
     return speculation is not None and bool(
         speculation.enable_adaptive_verification
@@ -191,7 +194,7 @@ _SINKS: Final = (
 )
 
 #: Facts of a loaded model that its configuration gives away in most cases.
-FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
+FROM_MODEL: Final[Mapping[str, Callable[[TextConfig], bool]]] = {
     "kv_sharing": lambda model: bool(getattr(model, "num_kv_shared_layers", 0)),
     "sinks": lambda model: (
         model.model_type == "gpt_oss" or any(bool(getattr(model, name, False)) for name in _SINKS)
@@ -200,7 +203,7 @@ FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
-def expected_facts(config: Any) -> EngineFacts:
+def expected_facts(config: VllmConfig) -> EngineFacts:
     """Read a ``VllmConfig``; guess facts of its model, which is not loaded, by ``FROM_MODEL``."""
     facts = config_facts(config)
     if not supported.is_listed(facts.version) and not facts.unchecked:
@@ -218,7 +221,7 @@ def expected_facts(config: Any) -> EngineFacts:
     return attrs.evolve(facts, **changes)
 
 
-def _rows_in_line(config: Any) -> bool:
+def _rows_in_line(config: VllmConfig) -> bool:
     """Tell whether row will follow row in the caches; ``kv_cache.has_rows_in_line`` reads them.
 
     They do in the layout that vLLM chooses by itself, but the user's environment or a KV

@@ -7,7 +7,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final, TypeGuard
 
 import attrs
 import torch
@@ -16,8 +16,19 @@ from torch import Tensor
 from ....audit import Key
 from ....audit.checksum import checksum
 from ....host_values import to_device
-from . import Foreign
 from .audited import Arrival, arrival_of, known_tokens
+from .protocols.engine import KVCacheConfig, RequestContent, SchedulerOutput
+from .protocols.runners import (
+    BlockList,
+    ConnectorOutput,
+    LooseBlocks,
+    OffloadingJob,
+    OffloadingJobs,
+    Runner,
+    RunnerV2,
+    SlotTransfer,
+    SlotTransfers,
+)
 
 #: Modules of the objects that the worker's half of a connector consists of.
 _HOLDERS: Final = (
@@ -70,14 +81,14 @@ class Transfers:
     opaque: bool
 
 
-def connector() -> Foreign | None:
+def connector() -> object | None:
     """Return the worker's half of the engine's KV connector; None without any."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
-def adopt(before: Foreign, after: Foreign) -> int:
+def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
     """Tell the worker's half of the engine's KV connectors that the caches have spare blocks.
 
     A connector gets the caches' configuration before kvtxn adds blocks to it, and some compute
@@ -108,18 +119,18 @@ def adopt(before: Foreign, after: Foreign) -> int:
     return told
 
 
-def transfers(runner: Any, metadata: Any) -> Transfers:
+def transfers(runner: Runner, metadata: object) -> Transfers:
     """Return the blocks that a connector stores and loads in a step, read from its metadata."""
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):
-        if hasattr(part, "store_jobs") and hasattr(part, "load_jobs"):
+        if _has_jobs(part):
             flushed = getattr(part, "jobs_to_flush", None) or ()
             for job_id, job in part.store_jobs.items():
                 into = found.at_once if job_id in flushed else found.stores
                 into.extend(_job(runner, number, job, job.src_spec, job.dst_spec))
             for job in part.load_jobs.values():
                 found.loads.extend(_job(runner, number, job, job.dst_spec, job.src_spec))
-        elif hasattr(part, "store_gpu_blocks"):
+        elif _has_blocks(part):
             found.stores.extend(_loose(runner, part.store_gpu_blocks))
             found.loads.extend(_loose(runner, part.load_gpu_blocks))
         elif _names_slots(part):
@@ -131,7 +142,7 @@ def transfers(runner: Any, metadata: Any) -> Transfers:
     return found
 
 
-def _parts(metadata: Any) -> Iterator[Any]:
+def _parts(metadata: object) -> Iterator[object]:
     """Take metadata of several connectors apart."""
     several = getattr(metadata, "metadata", None)
     if isinstance(several, Sequence):
@@ -141,7 +152,15 @@ def _parts(metadata: Any) -> Iterator[Any]:
         yield metadata
 
 
-def _names_slots(part: Any) -> bool:
+def _has_jobs(part: object) -> TypeGuard[OffloadingJobs]:
+    return hasattr(part, "store_jobs") and hasattr(part, "load_jobs")
+
+
+def _has_blocks(part: object) -> TypeGuard[LooseBlocks]:
+    return hasattr(part, "store_gpu_blocks")
+
+
+def _names_slots(part: object) -> TypeGuard[SlotTransfers]:
     requests = getattr(part, "requests", None)
     fields = ("token_ids", "slot_mapping", "is_store")
     return isinstance(requests, list) and all(
@@ -149,7 +168,9 @@ def _names_slots(part: Any) -> bool:
     )
 
 
-def _job(runner: Any, part: int, job: Any, spec: Any, store: Any) -> Iterator[Handed]:
+def _job(
+    runner: Runner, part: int, job: OffloadingJob, spec: BlockList, store: object
+) -> Iterator[Handed]:
     """Read the blocks of an offloading job, which has them group by group.
 
     Args:
@@ -176,7 +197,7 @@ def _job(runner: Any, part: int, job: Any, spec: Any, store: Any) -> Iterator[Ha
         at += size
 
 
-def _loose(runner: Any, blocks: Sequence[int]) -> Iterator[Handed]:
+def _loose(runner: Runner, blocks: Sequence[int]) -> Iterator[Handed]:
     """Find the requests whose blocks these are; blocks of requests that ended are left out."""
     wanted = {int(block) for block in blocks}
     for name, tables, _ in _running(runner):
@@ -186,7 +207,7 @@ def _loose(runner: Any, blocks: Sequence[int]) -> Iterator[Handed]:
                     yield Handed(f"group.{number}", [block], begin, name)
 
 
-def _slots(runner: Any, each: Any) -> Iterator[Handed]:
+def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
     """Find the request behind a list of slots of the first group, which begin at its first row.
 
     They are stored in a folder that engines may share.
@@ -202,36 +223,37 @@ def _slots(runner: Any, each: Any) -> Iterator[Handed]:
             return
 
 
-def _running(runner: Any) -> Iterator[tuple[str, Sequence[Sequence[int]], Any]]:
+def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent]]:
     """Yield each request that a runner knows, its blocks by group, and what vLLM says of it.
 
     The V1 runner keeps this; what the V2 runner was told is in ``kvtxn_requests``.
     """
     told = getattr(runner, "kvtxn_requests", None)
     if told is None:
+        assert hasattr(runner, "requests")  # it is a V1 runner
         for name, state in runner.requests.items():
             yield name, state.block_ids, state
     else:
         for name, each in told.items():
-            yield name, each.tables, each.state
+            yield name, each.tables, each.came
 
 
-def metadata_of(scheduler_output: Any) -> Foreign:
+def metadata_of(scheduler_output: SchedulerOutput) -> object:
     """Return what the scheduler's half of the connector tells the worker's half in a step."""
     return scheduler_output.kv_connector_metadata
 
 
-def came(results: Any) -> set[str]:
+def came(results: ConnectorOutput) -> set[str]:
     """Return the requests whose rows have come, from what a connector says at the end of a step."""
-    return set(results.finished_recving)
+    return set(results.finished_recving or ())
 
 
-def of_runner(runner: Any) -> Foreign:
+def of_runner(runner: RunnerV2) -> object:
     """Return the object through which the V2 runner calls its connector."""
     return runner.kv_connector
 
 
-def block_hashes(runner: Any, key: Key, group: str, blocks: Sequence[int]) -> list[bytes]:
+def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) -> list[bytes]:
     """Return a hash of the bytes of each block, in all layers of a group; waits for the device.
 
     Args:

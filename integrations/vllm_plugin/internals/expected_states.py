@@ -12,7 +12,8 @@ import torch
 
 from ..policy import releases
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
-from . import Foreign, state_share
+from . import state_share
+from .protocols.engine import VllmConfig
 
 #: The first release in which FlashInfer's kernel of prompts leaves states in their middle.
 _LEAVES: Final = (0, 33)
@@ -34,7 +35,7 @@ def too_many(kind: str | None) -> str:
     return f"kvtxn's kernels of {kind} take at most {MOST_REPLAYED - 1} drafts"
 
 
-def expected_states(config: Foreign, facts: EngineFacts) -> dict[str, Any]:
+def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
     """Read the facts of a model's recurrent layers.
 
     Args:
@@ -57,7 +58,7 @@ def expected_states(config: Foreign, facts: EngineFacts) -> dict[str, Any]:
     return found
 
 
-def _leaves_inner_states(config: Any, facts: EngineFacts) -> bool:
+def _leaves_inner_states(config: VllmConfig, facts: EngineFacts) -> bool:
     """Tell whether prompts will leave states in their middle for the prefix cache.
 
     vLLM takes FlashInfer's kernel by the setting and by the GPU.
@@ -70,7 +71,7 @@ def _leaves_inner_states(config: Any, facts: EngineFacts) -> bool:
     return str(asked).strip().lower() in _MAY_BE_FLASHINFER and _takes_flashinfer(config)
 
 
-def _takes_flashinfer(config: Any) -> bool:
+def _takes_flashinfer(config: VllmConfig) -> bool:
     """Tell whether vLLM takes FlashInfer's kernel of prompts on this GPU, if the setting lets it.
 
     It does on compute capability 9.0, and on 10.x and 12.x with CUDA 13 for keys of 128 numbers.
@@ -86,7 +87,7 @@ def _takes_flashinfer(config: Any) -> bool:
     return major in (10, 12) and cuda >= 13 and keys == 128
 
 
-def _odd(config: Any, facts: EngineFacts) -> str | None:
+def _odd(config: VllmConfig, facts: EngineFacts) -> str | None:
     """Say in a sentence what rules these layers out; None if nothing does."""
     if not config.model_config.is_hybrid:
         return NO_ATTENTION

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import attrs
 from torch import Tensor
 
+from . import Foreign
+from .protocols.layers import AttentionLayer, FlashImpl, FlashMetadata
+
 
 @cache
-def module() -> Any:
+def module() -> Foreign:
     """Return the module of the FlashAttention backend."""
     from vllm.v1.attention.backends import flash_attn
 
     return flash_attn
 
 
-def classes() -> tuple[Any, Any, Any]:
+def classes() -> tuple[type, type, type]:
     """Return the classes of metadata builders, of layers' attention, and of the backend."""
     own = module()
     return own.FlashAttentionMetadataBuilder, own.FlashAttentionImpl, own.FlashAttentionBackend
@@ -41,12 +43,12 @@ def version_of(impl: object) -> int | None:
 # -- metadata -------------------------------------------------------------------------
 
 
-def has_schedule(metadata: Any) -> bool:
+def has_schedule(metadata: FlashMetadata) -> bool:
     """Tell whether vLLM made FlashAttention's schedule of this batch."""
     return metadata.scheduler_metadata is not None
 
 
-def drop_schedule(metadata: Any) -> None:
+def drop_schedule(metadata: FlashMetadata) -> None:
     """Remove vLLM's schedule from the metadata, so that FlashAttention makes one itself."""
     metadata.scheduler_metadata = None
 
@@ -55,8 +57,8 @@ def drop_schedule(metadata: Any) -> None:
 
 
 def write(
-    impl: Any,
-    layer: Any,
+    impl: FlashImpl,
+    layer: AttentionLayer,
     rows: tuple[Tensor, Tensor],
     caches: tuple[Tensor, Tensor],
     slots: Tensor,
@@ -75,7 +77,7 @@ def write(
     )
 
 
-def fixed_arguments(impl: Any, key: Tensor, value: Tensor) -> dict[str, Any] | None:
+def fixed_arguments(impl: FlashImpl, key: Tensor, value: Tensor) -> dict[str, object] | None:
     """Prepare the arguments that all of a layer's calls of FlashAttention share.
 
     Outside of graphs the host has to keep up with all layers; making these arguments anew in each
@@ -114,10 +116,10 @@ class BatchArguments:
     """
 
     rows: slice
-    named: dict[str, Any]
+    named: dict[str, object]
 
 
-def batch_arguments(metadata: Any) -> BatchArguments | None:
+def batch_arguments(metadata: FlashMetadata) -> BatchArguments | None:
     """Prepare the arguments that all layers share; None if vLLM passes each layer its own."""
     if metadata.causal is not True:
         return None
@@ -134,7 +136,7 @@ def batch_arguments(metadata: Any) -> BatchArguments | None:
     return BatchArguments(slice(metadata.num_actual_tokens), named)
 
 
-def attend(query: Tensor, output: Tensor, fixed: dict[str, Any], batch: BatchArguments) -> None:
+def attend(query: Tensor, output: Tensor, fixed: dict[str, object], batch: BatchArguments) -> None:
     """Attend with FlashAttention, called as vLLM calls it, and write the result to ``output``.
 
     Args:

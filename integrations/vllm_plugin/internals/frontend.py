@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ....errors import ConfigError, KVTxnError
-from . import Foreign
 from .imports import when_imported
+
+if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
+    from .protocols.engine import AsyncClient, Client, OfflineEngine, VllmConfig, VllmEngine
 
 
 def hook_engines(
-    before_init: Callable[[Foreign], None], after_init: Callable[[Foreign], None]
+    before_init: Callable[[VllmConfig | None], None], after_init: Callable[[VllmEngine], None]
 ) -> Callable[[], None]:
     """Call functions around the start of every ``LLMEngine`` and ``AsyncLLM`` of this process.
 
@@ -31,7 +33,7 @@ def hook_engines(
     """
 
     def hook(owner: Any) -> Callable[[], None]:
-        original = owner.__init__
+        original = vars(owner)["__init__"]
         if hasattr(original, "kvtxn_hook"):
             raise KVTxnError(
                 "hook_engines", "vLLM's engines are hooked already", hint="unhook first"
@@ -54,10 +56,12 @@ def hook_engines(
 
 
 def _between(
-    before: Callable[[Foreign], None], original: Any, after: Callable[[Foreign], None]
-) -> Any:
+    before: Callable[[VllmConfig | None], None],
+    original: Callable[..., None],
+    after: Callable[[VllmEngine], None],
+) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: VllmEngine, *args: Any, **kwargs: Any) -> None:
         before(args[0] if args else kwargs.get("vllm_config"))
         original(self, *args, **kwargs)
         after(self)
@@ -66,22 +70,24 @@ def _between(
     return __init__
 
 
-def config_of(engine: Any) -> Foreign:
+def config_of(engine: VllmEngine) -> VllmConfig:
     """Return the ``VllmConfig`` of an ``LLMEngine`` or ``AsyncLLM``."""
     return engine.vllm_config
 
 
-def client_of(engine: Any) -> Foreign:
+def client_of(engine: VllmEngine | OfflineEngine) -> Client:
     """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; it outlives the core."""
-    return getattr(engine, "llm_engine", engine).engine_core
+    inner = engine.llm_engine if hasattr(engine, "llm_engine") else engine
+    client: Client = inner.engine_core
+    return client
 
 
-def find_client(engine: Any) -> Foreign | None:
+def find_client(engine: object) -> Client | None:
     """Return the client of an engine; None if the object is no engine."""
     return getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
 
 
-def ask_engine(engine: Any, operation: str, method: str) -> Any:
+def ask_engine(engine: object, operation: str, method: str) -> Any:
     """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank.
 
     Args:
@@ -109,44 +115,42 @@ def ask_engine(engine: Any, operation: str, method: str) -> Any:
     )
 
 
-def shut_down(llm: Any) -> None:
+def shut_down(llm: OfflineEngine) -> None:
     """End the engine of an ``LLM``; its object stays."""
     llm.llm_engine.engine_core.shutdown()
 
 
-def is_async(client: Foreign) -> bool:
+def is_async(client: Client) -> TypeGuard[AsyncClient]:
     """Tell whether the client belongs to an ``AsyncLLM``."""
     from vllm.v1.engine.core_client import AsyncMPClient
 
     return isinstance(client, AsyncMPClient)
 
 
-def speaks_for_all(client: Any) -> bool:
-    """Tell whether this process is the first of the server processes that share the engines."""
-    return int(client.client_index) == 0
+def publishes(client: AsyncClient, engine: VllmEngine) -> bool:
+    """Tell whether this process shows the engines' statistics.
+
+    The first of the server processes that share the engines does, if the user wants any.
+    """
+    return int(client.client_index) == 0 and engine.log_stats
 
 
-def counts_nothing(engine: Any) -> bool:
-    """Tell whether the user wants no statistics."""
-    return not engine.log_stats
-
-
-def model_name(engine: Any) -> str:
+def model_name(engine: VllmEngine) -> str:
     """Return the model's name in vLLM's own metrics."""
     return str(engine.vllm_config.model_config.served_model_name)
 
 
-def is_dead(client: Any) -> bool:
+def is_dead(client: AsyncClient) -> bool:
     """Tell whether the engines of an ``AsyncLLM`` are gone."""
     return bool(client.resources.engine_dead)
 
 
-def ask_workers(client: Any, method: str) -> list[Any]:
+def ask_workers(client: Client, method: str) -> list[Any]:
     """Call a worker's method in every rank of an ``LLM``'s engine; returns the answers by rank."""
     return list(client.collective_rpc(method))
 
 
-async def ask_all_workers(client: Any, method: str) -> dict[int, list[Any]]:
+async def ask_all_workers(client: AsyncClient, method: str) -> dict[int, list[Any]]:
     """Call a worker's method in every rank of every engine that an ``AsyncLLM``'s client reaches.
 
     Returns:

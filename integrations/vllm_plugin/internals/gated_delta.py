@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...serving.state_steps import StateRows
+from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata
 from .replaced_names import not_called
 from .state_layers import StateLayer, Substitute
 
@@ -27,7 +28,9 @@ CORE_MODULE: Final = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _PARAMETERS: Final = ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out")
 
 
-def take_in(module: Any, state: Tensor, convolved: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def take_in(
+    module: GatedDeltaLayer, state: Tensor, convolved: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
     """Compute the states after one more row each, by vLLM's operator.
 
     Args:
@@ -62,8 +65,8 @@ class _Call:
     """One call of vLLM's function: its arguments, and the function itself."""
 
     own: Callable[..., None]
-    layer: Any
-    metadata: Any
+    layer: GatedDeltaLayer
+    metadata: GatedDeltaMetadata
     mixed_qkv: Tensor
     b: Tensor
     a: Tensor
@@ -132,7 +135,7 @@ class _Call:
         taken: list[Tensor] = []
         outputs: list[Tensor] = []
 
-        def remembered(convolved: Tensor) -> Any:
+        def remembered(convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             outputs.append(convolved)
             return self.layer.rearrange_mixed_qkv(convolved)
 
@@ -196,9 +199,13 @@ def _with_hook(own: Callable[..., None]) -> Any:
     """Return a function that runs vLLM's ``own``, or, for drafts of hooked layers, its parts."""
 
     def core(
-        layer: Any, attn_metadata_i: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor,
+        layer: GatedDeltaLayer,
+        attn_metadata_i: GatedDeltaMetadata,
+        mixed_qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
         core_attn_out: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         hook = getattr(layer, "kvtxn", None)
         if hook is None or attn_metadata_i.spec_sequence_masks is None:
             own(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)
@@ -216,8 +223,7 @@ def _with_hook(own: Callable[..., None]) -> Any:
 
 def hook_layer(layer: StateLayer, verify: Callable[[StateRows], None]) -> None:
     """Let a layer hand the draft rows of each step to ``verify``."""
-    module: Any = layer.module
-    module.kvtxn = verify
+    layer.module.kvtxn = verify
 
 
 def unhook_layers(layers: Sequence[StateLayer]) -> None:

@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Final
+from typing import Final
 
-from .replaced_names import with_globals
+from .protocols.layers import GatedDeltaLayer
+from .replaced_names import method_of, with_globals
+
+#: The method that launches the Triton kernel.
+_FORWARD: Final = "_forward_core"
 
 #: The method that launches the fused kernel.
 FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
 
 #: The methods that contain the launches, with their parameters.
 METHODS: Final = {
-    "_forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
+    _FORWARD: ("mixed_qkv", "b", "a", "core_attn_out"),
     FUSED: ("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
     "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
 }
 
 #: By method, the global name under which it finds the Triton kernel.
-KERNEL: Final = {"_forward_core": "fused_sigmoid_gating_delta_rule_update"}
+KERNEL: Final = {_FORWARD: "fused_sigmoid_gating_delta_rule_update"}
 
 #: The method that splits rows for the Triton kernel, into copies; with its parameters.
 SPLIT: Final = {"rearrange_mixed_qkv": ("mixed_qkv",)}
@@ -34,10 +38,10 @@ NORM: Final = {"_rms_norm_gated_cuda": ("x", "output_gate", "out")}
 
 
 def hook_kernels(
-    module: Any,
-    triton: Callable[..., Any],
+    module: GatedDeltaLayer,
+    triton: Callable[..., object],
     fused: Callable[..., None] | None,
-    split: Callable[..., Any] | None = None,
+    split: Callable[..., object] | None = None,
 ) -> None:
     """Let other functions run in place of a layer's kernels.
 
@@ -52,17 +56,17 @@ def hook_kernels(
 
     kernel = own.fused_sigmoid_gating_delta_rule_update
     forward = with_globals(
-        type(module)._forward_core,
+        method_of(module, _FORWARD),
         fused_sigmoid_gating_delta_rule_update=partial(triton, kernel),
     )
-    module._forward_core = MethodType(forward, module)
+    setattr(module, _FORWARD, MethodType(forward, module))
     if fused is not None:
         setattr(module, FUSED, fused)
     for name in SPLIT if split is not None else ():
         setattr(module, name, split)
 
 
-def unhook_kernels(module: Any) -> None:
+def unhook_kernels(module: GatedDeltaLayer) -> None:
     """Give a layer its own methods back."""
-    for name in ("_forward_core", FUSED, *SPLIT):
+    for name in (_FORWARD, FUSED, *SPLIT):
         vars(module).pop(name, None)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .protocols.layers import BatchMetadata, ForwardContext
+from .protocols.runners import Runner
+
 #: The lengths of requests of which none are known.
 NO_LENGTHS: Final = torch.zeros(0, dtype=torch.int32)
 
 
-def layers_of(runner: Any, group: str) -> tuple[str, ...]:
+def layers_of(runner: Runner, group: str) -> tuple[str, ...]:
     """Return the names of the layers of a KV-cache group."""
     number = int(group.partition(".")[2])
     return tuple(runner.kv_cache_config.kv_cache_groups[number].layer_names)
 
 
-def context() -> Any:
+def context() -> ForwardContext:
     """Return the context of the forward that is about to run."""
     from vllm.forward_context import get_forward_context
 
-    return get_forward_context()
+    found: ForwardContext = get_forward_context()
+    return found
 
 
-def argument(given: Any, own: Tensor, total: int) -> Tensor:
+def argument(given: object, own: Tensor, total: int) -> Tensor:
     """Return the tokens or positions that the model is called with, int ``[num_rows]`` at least.
 
     Args:
@@ -41,7 +45,7 @@ def argument(given: Any, own: Tensor, total: int) -> Tensor:
     return given if plain and not torch.equal(given[:total], own[:total]) else own
 
 
-def slots(context: Any, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
+def slots(context: ForwardContext, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
     """Return the slots that layers write a forward's rows to, int ``[num_rows]`` at least.
 
     Those of the first layer that has other ones than the runner. Rows that a layer is given no slot
@@ -69,7 +73,7 @@ def slots(context: Any, layers: Sequence[str], own: Tensor, total: int) -> Tenso
     return own
 
 
-def metadata(context: Any, layers: Sequence[str], starts: Tensor) -> list[Any]:
+def metadata(context: ForwardContext, layers: Sequence[str], starts: Tensor) -> list[BatchMetadata]:
     """Return the metadata of layers that say plainly what the requests of the batch read.
 
     Some backends' metadata have no tables and lengths of requests, and some are of other requests:
@@ -80,7 +84,7 @@ def metadata(context: Any, layers: Sequence[str], starts: Tensor) -> list[Any]:
         layers: those of one group.
         starts: the runner's first rows of all requests, to which plain metadata refer.
     """
-    found: list[Any] = []
+    found: list[BatchMetadata] = []
     by_layer, last = context.attn_metadata, None
     if isinstance(by_layer, dict):
         for layer in layers:
@@ -106,7 +110,7 @@ def _is_whole(given: Tensor, starts: Tensor) -> bool:
     return 0 < number <= len(starts) and int(given[-1]) == int(starts[number - 1])
 
 
-def blocks(metadata: Sequence[Any], own: Tensor, number: int) -> Tensor:
+def blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) -> Tensor:
     """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
 
     That of the first layer which has another one than the runner.
@@ -126,7 +130,7 @@ def blocks(metadata: Sequence[Any], own: Tensor, number: int) -> Tensor:
     return own
 
 
-def lengths(metadata: Sequence[Any], own: Tensor, starts: Tensor) -> Tensor | None:
+def lengths(metadata: Sequence[BatchMetadata], own: Tensor, starts: Tensor) -> Tensor | None:
     """Return the runner's lengths, if all metadata have them; None if some may have others.
 
     Args:
@@ -141,7 +145,7 @@ def lengths(metadata: Sequence[Any], own: Tensor, starts: Tensor) -> Tensor | No
 
 
 def wrong_lengths(
-    metadata: Sequence[Any], ends: NDArray[numpy.int64], starts: Tensor
+    metadata: Sequence[BatchMetadata], ends: NDArray[numpy.int64], starts: Tensor
 ) -> Tensor | None:
     """Return the rows that each request's attention reads, if not all of them are right.
 

@@ -24,13 +24,12 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
-from .made_rows import make_rows
 from .replaced_names import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
 from .state_tables import StateTables, VerifyStep
-from .verified_rows import KERNELS, LAUNCHES
+from .verified_rows import KERNELS, LAUNCHES, make_rows
 from .verify_steps import STEPS, kept
 
 log = get_logger()

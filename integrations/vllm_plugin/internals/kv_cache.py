@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....errors import LayerError
-from . import Foreign, batches, state_layers
+from . import batches, state_layers
 from .layers import draft_layers, lines_by_row
+from .protocols.engine import KVCacheConfig
+from .protocols.runners import Runner
 
 
-def bytes_of_rows(runner: Any, rows: int) -> int:
+def bytes_of_rows(runner: Runner, rows: int) -> int:
     """Return how many bytes ``rows`` rows take in all layers of the target together."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     return rows * sum(
@@ -24,7 +25,7 @@ def bytes_of_rows(runner: Any, rows: int) -> int:
     )
 
 
-def bytes_of_tables(runner: Any) -> int:
+def bytes_of_tables(runner: Runner) -> int:
     """Return the bytes of the block tables by slot in the largest captured graph, one per group.
 
     The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has.
@@ -40,12 +41,12 @@ def bytes_of_tables(runner: Any) -> int:
     return 4 * groups * lines * int(runner.max_model_len)
 
 
-def room(runner: Any, size: int) -> Tensor:
+def room(runner: Runner, size: int) -> Tensor:
     """Allocate ``size`` bytes on the runner's device."""
     return torch.empty(size, dtype=torch.uint8, device=runner.device)
 
 
-def block_sizes(config: Any, without: set[str]) -> dict[str, int]:
+def block_sizes(config: KVCacheConfig, without: set[str]) -> dict[str, int]:
     """Return the rows per block of each KV-cache group.
 
     Args:
@@ -59,12 +60,12 @@ def block_sizes(config: Any, without: set[str]) -> dict[str, int]:
     }
 
 
-def num_blocks(config: Any) -> int:
+def num_blocks(config: KVCacheConfig) -> int:
     """Return the number of blocks that vLLM's ``KVCacheConfig`` has."""
     return int(config.num_blocks)
 
 
-def with_blocks(config: Any, total: int) -> Foreign:
+def with_blocks(config: KVCacheConfig, total: int) -> KVCacheConfig:
     """Copy a ``KVCacheConfig`` and give every cache of the copy ``total`` blocks.
 
     Raises:
@@ -90,7 +91,7 @@ def with_blocks(config: Any, total: int) -> Foreign:
     return more
 
 
-def has_rows_in_line(config: Any) -> bool:
+def has_rows_in_line(config: KVCacheConfig) -> bool:
     """Tell whether row follows row in each layer's cache, block after block.
 
     Args:

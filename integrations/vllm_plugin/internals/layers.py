@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import attrs
 import torch
@@ -13,6 +13,8 @@ from ..policy.engine import EngineFacts
 from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
 from .config import runner_facts
+from .protocols.layers import AttentionLayer, ScaledImpl
+from .protocols.runners import Runner
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
 ATTENTION_METHODS: Final = {
@@ -47,7 +49,7 @@ class TargetLayer:
 
     name: str
     group: str
-    module: Foreign
+    module: AttentionLayer
     impl: Foreign
     cache: Tensor
     row_shape: tuple[int, ...]
@@ -59,13 +61,13 @@ class TargetLayer:
         return len(self.row_shape) == 1
 
 
-def draft_layers(runner: Any) -> set[str]:
+def draft_layers(runner: Runner) -> set[str]:
     """Return the names of the drafter's attention layers; V1 and V2 runners keep them apart."""
     v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
     return set(v1 or getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ()))
 
 
-def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
+def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
     """Find the layers whose rows belong into windows; layers with states are not among them.
 
     Args:
@@ -91,9 +93,8 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
             else:
                 layers.append(layer)
     known = runner_facts(runner)
-    modules = [by_name[layer.name] for layer in layers]
-    impls = [module.impl for module in modules]
-    backends = [module.get_attn_backend().get_name() for module in modules]
+    impls = [layer.impl for layer in layers]
+    backends = [layer.module.get_attn_backend().get_name() for layer in layers]
     backends.sort(key=lambda name: name in ATTENTION.get(known.device, ()))
     versions = (getattr(impl, "vllm_flash_attn_version", None) for impl in impls)
     facts = attrs.evolve(
@@ -109,7 +110,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
     return layers, facts
 
 
-def attention_of(runner: Any, device: str) -> str | None:
+def attention_of(runner: Runner, device: str) -> str | None:
     """Name the attention backend of a loaded model's layers, before caches exist.
 
     Args:
@@ -119,23 +120,29 @@ def attention_of(runner: Any, device: str) -> str | None:
     Returns:
         If the layers differ, a backend that is not supported comes first; None without any layer.
     """
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-
     by_name, others = runner.compilation_config.static_forward_context, draft_layers(runner)
     found = [
         module.get_attn_backend().get_name()
         for name, module in by_name.items()
-        if name not in others and type(module) in (Attention, MLAAttention)
+        if name not in others and _is_attention(module)
     ]
     known = ATTENTION.get(device, ())
     return next(iter(sorted(found, key=lambda name: name in known)), None)
 
 
-def rows_of_drafters(runner: Any) -> list[TargetLayer]:
+def _is_attention(module: object) -> TypeGuard[AttentionLayer]:
+    """Tell whether a layer is vLLM's own attention, and no subclass of it."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return type(module) in (Attention, MLAAttention)
+
+
+def rows_of_drafters(runner: Runner) -> list[TargetLayer]:
     """Find the drafter's layers whose rows can be addressed, in the order of their groups."""
     names, by_name = draft_layers(runner), runner.compilation_config.static_forward_context
     if not names:
         return []
+    assert runner.speculative_config is not None  # there is a drafter
     dtype = runner.speculative_config.draft_model_config.dtype
     found = [
         _layer(name, gid, by_name.get(name), dtype)
@@ -164,7 +171,7 @@ def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLaye
     )
 
 
-def all_take_slots(runner: Any) -> bool:
+def all_take_slots(runner: Runner) -> bool:
     """Tell whether ``backends.takes_slots`` holds for every target layer of a loaded model."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
@@ -172,7 +179,7 @@ def all_take_slots(runner: Any) -> bool:
     return all(backends.takes_slots(impl) for impl in impls)
 
 
-def lines_by_row(runner: Any) -> bool:
+def lines_by_row(runner: Runner) -> bool:
     """Tell whether some target layers' attention wants a line of the table for each row."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
@@ -197,13 +204,13 @@ class Scores:
     soft_cap: float | None
 
 
-def scores_of(impl: Any) -> Scores:
+def scores_of(impl: ScaledImpl) -> Scores:
     """Read a layer's settings; vLLM says -1 for "no window" and 0 for "no cap"."""
     window, cap = int(impl.sliding_window), float(impl.logits_soft_cap)
     return Scores(float(impl.scale), window if window > 0 else None, cap if cap > 0 else None)
 
 
-def stored_scales(module: Any) -> tuple[float, float]:
+def stored_scales(module: AttentionLayer) -> tuple[float, float]:
     """Return the scales of a layer's 8-bit keys and values."""
     return float(module._k_scale_float), float(module._v_scale_float)
 
@@ -225,8 +232,7 @@ def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots
         cache: a cache shaped like the layer's, with any number of blocks.
         slots: int64 ``[num_rows]``, the slot of each row.
     """
-    module: Any = layer.module
-    impl: Any = layer.impl
+    module, impl = layer.module, layer.impl
     if layer.latent:
         first, second = parts[0].split(
             [impl.kv_lora_rank, parts[0].shape[1] - impl.kv_lora_rank], 1

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Final
+from typing import Final
 
-from .replaced_names import with_globals
+from .protocols.layers import Mamba2Layer
+from .replaced_names import method_of, with_globals
 
+_FORWARD: Final = "conv_ssm_forward"
 #: The method that contains the launch, with its parameters.
-METHODS: Final = {"conv_ssm_forward": ("projected_states", "output")}
+METHODS: Final = {_FORWARD: ("projected_states", "output")}
 
 #: By method, the global name under which it finds the kernel.
-KERNEL: Final = {"conv_ssm_forward": "selective_state_update"}
+KERNEL: Final = {_FORWARD: "selective_state_update"}
 
 
-def hook_kernel(module: Any, update: Callable[..., Any]) -> None:
+def hook_kernel(module: Mamba2Layer, update: Callable[..., object]) -> None:
     """Let ``update`` run in place of a layer's kernel.
 
     Args:
@@ -27,12 +29,12 @@ def hook_kernel(module: Any, update: Callable[..., Any]) -> None:
     from vllm.model_executor.layers.mamba import mamba_mixer2 as own
 
     forward = with_globals(
-        type(module).conv_ssm_forward,
+        method_of(module, _FORWARD),
         selective_state_update=partial(update, own.selective_state_update),
     )
-    module.conv_ssm_forward = MethodType(forward, module)
+    setattr(module, _FORWARD, MethodType(forward, module))
 
 
-def unhook_kernel(module: Any) -> None:
+def unhook_kernel(module: Mamba2Layer) -> None:
     """Give a layer its own method back."""
-    vars(module).pop("conv_ssm_forward", None)
+    vars(module).pop(_FORWARD, None)

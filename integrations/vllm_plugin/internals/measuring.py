@@ -11,13 +11,14 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy
 import torch
 
+from .protocols.engine import VllmEngine, Worker
 
-def together(engine: Any, add: Callable[[], None]) -> float:
+
+def together(engine: VllmEngine, add: Callable[[], None]) -> float:
     """Let requests begin in one step, however long it takes to add them.
 
     A core in a process of its own begins with the first request that reaches it. How many of the
@@ -45,7 +46,7 @@ def together(engine: Any, add: Callable[[], None]) -> float:
     return released
 
 
-def set_acceptance(worker: Any, rates: tuple[float, ...]) -> None:
+def set_acceptance(worker: Worker, rates: tuple[float, ...]) -> None:
     """Change the synthetic acceptance of a running engine.
 
     Args:
@@ -60,7 +61,7 @@ def set_acceptance(worker: Any, rates: tuple[float, ...]) -> None:
         sampler.synthetic_conditional_rates[number].fill_(rate)
 
 
-def reported_requests(engine: Any) -> float:
+def reported_requests(engine: VllmEngine) -> float:
     """Return how many requests of the longest length fit into the cache, as vLLM reports it.
 
     Args:
@@ -72,7 +73,7 @@ def reported_requests(engine: Any) -> float:
     return float(most(engine.vllm_config, config))
 
 
-def running_requests(engine: Any) -> int:
+def running_requests(engine: VllmEngine) -> int:
     """Return how many requests have their blocks now, and take part in steps.
 
     Args:
@@ -81,7 +82,7 @@ def running_requests(engine: Any) -> int:
     return len(engine.engine_core.engine_core.scheduler.running)
 
 
-def switch_windows(worker: Any, on: bool) -> None:
+def switch_windows(worker: Worker, on: bool) -> None:
     """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
 
     Either way the random numbers drawn from now on are the same, and with them the drafts that
@@ -96,7 +97,7 @@ def switch_windows(worker: Any, on: bool) -> None:
     runner.kvtxn = steps if on else None
 
 
-def occupied(worker: Any) -> dict[str, int]:
+def occupied(worker: Worker) -> dict[str, int]:
     """Read what a worker that rests has, after a collection of garbage.
 
     Returns:

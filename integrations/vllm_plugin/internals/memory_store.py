@@ -7,12 +7,13 @@ imports this module by the ``spec_module_path`` of a connector's settings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from .protocols.runners import BlockList, CacheTensors
 
 
 class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
@@ -23,22 +24,22 @@ class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
         chunks: the number of blocks that the store holds.
     """
 
-    def __init__(self, kv_caches: Any, chunks: int) -> None:
+    def __init__(self, kv_caches: CacheTensors, chunks: int) -> None:
         self._caches: list[Tensor] = [cache.tensor for cache in kv_caches.tensors]
         self._tensors = [
             sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs
         ]
         self._store = [cache.new_zeros(chunks, *cache.shape[1:]) for cache in self._caches]
-        self._ended: list[Any] = []
+        self._ended: list[object] = []
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_store(self, job_id: int, src_spec: BlockList, dst_spec: BlockList) -> bool:
         """Copy blocks out of the caches."""
         pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
         self._copy(self._caches, self._store, src_spec.group_sizes, list(pairs))
         self._ended.append(TransferResult(job_id, True))
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: BlockList, dst_spec: BlockList) -> bool:
         """Copy blocks into the caches."""
         pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
         self._copy(self._store, self._caches, dst_spec.group_sizes, list(pairs))
@@ -61,7 +62,7 @@ class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
                         target[index][here] = source[index][there]
                 begin += size
 
-    def get_finished(self) -> list[Any]:
+    def get_finished(self) -> list[object]:
         """Return the results of the copies since the last call."""
         ended, self._ended = self._ended, []
         return ended
@@ -75,7 +76,7 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
 
     _worker: MemoryStoreWorker | None
 
-    def get_worker(self, kv_caches: Any) -> Any:
+    def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
         """Return the worker.
 
         Raises:

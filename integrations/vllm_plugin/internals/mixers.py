@@ -19,6 +19,9 @@ from torch import Tensor
 
 from ...serving.state_steps import StateRows
 from ..policy.engine import MAMBA2, SHORT_CONV
+from .protocols.layers import Mamba2Layer, RecurrentLayer, SelectiveMetadata, ShortConvLayer
+from .protocols.runners import RunnerV1
+from .replaced_names import method_of
 from .state_layers import StateLayer, Substitute, state_slots
 
 #: The method of each kind of layer that computes a batch, with the parameters it must have.
@@ -62,7 +65,7 @@ class StateBatch:
         return torch.cat([torch.arange(start, start + count) for start, count in pairs])
 
 
-def step_batch(runner: Any, drafts: Sequence[int], groups: Sequence[str]) -> StateBatch:
+def step_batch(runner: RunnerV1, drafts: Sequence[int], groups: Sequence[str]) -> StateBatch:
     """Describe the step that a V1 runner is about to compute.
 
     Args:
@@ -88,10 +91,10 @@ class _Rows:
     """Rows that one call of vLLM's method computes, and its metadata."""
 
     rows: Tensor
-    metadata: Any
+    metadata: SelectiveMetadata
 
     @classmethod
-    def decode(cls, found: Any, rows: Tensor, slots: Tensor) -> _Rows:
+    def decode(cls, found: SelectiveMetadata, rows: Tensor, slots: Tensor) -> _Rows:
         """Make a call for one row of each request."""
         count = rows.numel()
         changes = _NOTHING | {
@@ -101,7 +104,9 @@ class _Rows:
         return cls(rows, replace(found, **changes))
 
     @classmethod
-    def prompts(cls, found: Any, batch: StateBatch, requests: Tensor, slots: Tensor) -> _Rows:
+    def prompts(
+        cls, found: SelectiveMetadata, batch: StateBatch, requests: Tensor, slots: Tensor
+    ) -> _Rows:
         """Make a call for the settled rows of requests whose prompt is not done."""
         rows, begun = batch.settled_rows(requests), batch.begun[requests]
         ends = batch.settled[requests].cumsum(0)
@@ -149,23 +154,23 @@ class _Mamba2:
     The parts of a draft row are the input and the output of the convolution, and dt.
     """
 
-    def __init__(self, module: Any, projected: Tensor, output: Tensor) -> None:
+    def __init__(self, module: Mamba2Layer, projected: Tensor, output: Tensor) -> None:
         self.module, self.projected, self.output = module, projected, output
         self.convolved: list[Tensor] = []
 
     def run(self, given: _Rows, states: tuple[Tensor, ...] | None = None) -> None:
         """Compute rows over the layer's own states, or over ``states``."""
-        target: Any = self.module
+        target: object = self.module
         if states is not None:
             target = Substitute(
                 self.module, kv_cache=states, split_hidden_states_B_C_fn=self._remembered
             )
         out = self.output.new_empty(given.rows.numel(), *self.output.shape[1:])
         with _given(self.module.prefix, given.metadata):
-            type(self.module).conv_ssm_forward(target, self.projected[given.rows], out)
+            method_of(self.module, "conv_ssm_forward")(target, self.projected[given.rows], out)
         self.output[given.rows] = out
 
-    def _remembered(self, convolved: Tensor) -> Any:
+    def _remembered(self, convolved: Tensor) -> tuple[Tensor, ...]:
         self.convolved.append(convolved)
         return self.module.split_hidden_states_B_C_fn(convolved)
 
@@ -187,7 +192,7 @@ class _ShortConv:
     Both projections are computed for the whole batch at once.
     """
 
-    def __init__(self, module: Any, hidden: Tensor, output: Tensor) -> None:
+    def __init__(self, module: ShortConvLayer, hidden: Tensor, output: Tensor) -> None:
         self.module, self.hidden, self.output = module, hidden, output
         self.projected: Tensor = module.in_proj(hidden)[0]
         self.gated = self.projected.new_zeros(hidden.shape[0], self.projected.shape[1] // 3)
@@ -203,7 +208,7 @@ class _ShortConv:
         )
         out = self.gated.new_empty(given.rows.numel(), self.gated.shape[1])
         with _given(self.module.prefix, given.metadata):
-            type(self.module).forward_native(target, self.hidden[given.rows], out)
+            method_of(self.module, "forward_native")(target, self.hidden[given.rows], out)
         self.gated[given.rows] = out
 
     def parts(self, rows: Tensor, order: Tensor) -> tuple[Tensor, ...]:
@@ -219,7 +224,9 @@ class _ShortConv:
 _COMPUTING: Final = {MAMBA2: _Mamba2, SHORT_CONV: _ShortConv}
 
 
-def _verify(layer: StateLayer, found: Any, batch: StateBatch, one: Any) -> StateRows | None:
+def _verify(
+    layer: StateLayer, found: SelectiveMetadata, batch: StateBatch, one: _Mamba2 | _ShortConv
+) -> StateRows | None:
     """Compute a step of one layer; return its draft rows, None without any."""
     slots = batch.slots[layer.group]
     if (prompting := batch.prompting).numel():
@@ -230,7 +237,7 @@ def _verify(layer: StateLayer, found: Any, batch: StateBatch, one: Any) -> State
     if not drafting.numel():
         one.finish()
         return None
-    module: Any = layer.module
+    module: RecurrentLayer = layer.module
     # Block 0 stands for "no state" in vLLM's operators.
     copies = [cache.new_zeros(drafting.numel() + 1, *cache.shape[1:]) for cache in module.kv_cache]
     for copy, cache in zip(copies, module.kv_cache, strict=True):
@@ -269,7 +276,7 @@ def hook_mixer(
     name, (first, second) = FORWARDS[layer.kind]
     own, computing = getattr(module, name), _COMPUTING[layer.kind]
 
-    def forward(*args: Tensor, **named: Tensor) -> Any:
+    def forward(*args: Tensor, **named: Tensor) -> object:
         step, metadata = batch(), get_forward_context().attn_metadata
         found = metadata.get(module.prefix) if isinstance(metadata, dict) else None
         if step is None or found is None:
@@ -290,7 +297,7 @@ def unhook_mixers(layers: Sequence[StateLayer]) -> None:
             delattr(layer.module, FORWARDS[layer.kind][0])
 
 
-def take_in(module: Any, state: Tensor, convolved: Tensor, dt: Tensor) -> Tensor:
+def take_in(module: Mamba2Layer, state: Tensor, convolved: Tensor, dt: Tensor) -> Tensor:
     """Compute the states of a Mamba-2 layer after one more row each, by vLLM's operator.
 
     Args:

@@ -15,21 +15,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .replaced_names import with_globals
+from .protocols.layers import GatedDeltaLayer
+from .replaced_names import method_of, with_globals
 from .state_layers import StateLayer
 from .state_tables import StateTables, VerifyStep
 
+_FORWARD: Final = "_forward_core"
 #: The method that contains the launch, with its parameters.
-METHODS: Final = {"_forward_core": ("mixed_qkv", "b", "a", "core_attn_out")}
+METHODS: Final = {_FORWARD: ("mixed_qkv", "b", "a", "core_attn_out")}
 
 #: By method, the global name under which it finds the kernel.
-KERNEL: Final = {"_forward_core": "fused_recurrent_gated_delta_rule"}
+KERNEL: Final = {_FORWARD: "fused_recurrent_gated_delta_rule"}
 
 #: Most programs along the third axis of a grid, where the kernel has requests and heads.
 _MOST_PROGRAMS: Final = 65535
 
 
-def row_elements(module: Any) -> int:
+def row_elements(module: GatedDeltaLayer) -> int:
     """Return how many numbers of two bytes a layer keeps per row.
 
     Those are a key and a value of each head, and its decay and step size in float32. A query is not
@@ -54,7 +56,7 @@ class OlmoDeltaRows:
     def __init__(
         self, layer: StateLayer, tables: StateTables, group: int, rows: int, dtype: torch.dtype
     ) -> None:
-        module: Any = layer.module
+        module: GatedDeltaLayer = layer.module
         self._module, self._tables, self._group = module, tables, group
         device, heads = layer.past.device, module.num_v_heads // module.tp_size
         self._heads = heads
@@ -76,13 +78,13 @@ class OlmoDeltaRows:
 
         kernel = partial(self._verify, own.fused_recurrent_gated_delta_rule)
         forward = with_globals(
-            type(self._module)._forward_core, fused_recurrent_gated_delta_rule=kernel
+            method_of(self._module, _FORWARD), fused_recurrent_gated_delta_rule=kernel
         )
-        self._module._forward_core = MethodType(forward, self._module)
+        setattr(self._module, _FORWARD, MethodType(forward, self._module))
 
     def unhook(self) -> None:
         """Give the layer its own method back."""
-        vars(self._module).pop("_forward_core", None)
+        vars(self._module).pop(_FORWARD, None)
 
     def keep(self, parts: Sequence[Tensor]) -> None:
         """Copy the rows of a verify step in one launch; rows beyond ``rows`` are left out.
@@ -97,7 +99,7 @@ class OlmoDeltaRows:
         room = [self._key, self._value, self._decay, self._beta]
         stage_rows([part[:rows] for part in parts], room)
 
-    def _verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
+    def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)

@@ -6,19 +6,24 @@ import os
 import sys
 from typing import Any, TypeVar
 
+from .protocols.engine import RankGroup
+from .protocols.runners import Runner
+
 T = TypeVar("T")
 
 
-def _group() -> Any:
+def _group() -> RankGroup:
     from vllm.distributed import get_tp_group
 
-    return get_tp_group()
+    group: RankGroup = get_tp_group()
+    return group
 
 
-def _stages() -> Any:
+def _stages() -> RankGroup:
     from vllm.distributed import get_pp_group
 
-    return get_pp_group()
+    group: RankGroup = get_pp_group()
+    return group
 
 
 def number_of_ranks() -> int:
@@ -73,7 +78,7 @@ def own_number() -> int:
     return int(_group().rank_in_group)
 
 
-def are_asked_together(runner: Any) -> bool:
+def are_asked_together(runner: Runner) -> bool:
     """Tell whether a call of the engine's workers reaches every rank.
 
     Where ranks are launched from outside, each rank is an engine's only worker in its own process.
@@ -82,7 +87,7 @@ def are_asked_together(runner: Any) -> bool:
     return bool(backend != "external_launcher")
 
 
-def is_heard(runner: Any) -> bool:
+def is_heard(runner: Runner) -> bool:
     """Tell whether vLLM hears of an error of this rank's step.
 
     Its executor of several processes awaits the first rank of the last pipeline stage alone.

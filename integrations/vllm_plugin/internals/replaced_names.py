@@ -10,7 +10,7 @@ import ast
 import dis
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,7 +18,13 @@ from typing import Any
 from ....errors import LayerError
 
 
-def with_globals(function: Any, **own: object) -> Any:
+def method_of(layer: object, name: str) -> Callable[..., object]:
+    """Return a method as a layer's class has it, without the layer."""
+    method: Callable[..., object] = getattr(type(layer), name)
+    return method
+
+
+def with_globals(function: Any, **own: object) -> FunctionType:
     """Copy a function; in the copy some global names stand for other objects.
 
     Raises:
@@ -41,7 +47,7 @@ def with_globals(function: Any, **own: object) -> Any:
     return made
 
 
-def not_used(function: Any, name: str) -> str | None:
+def not_used(function: object, name: str) -> str | None:
     """Say in a sentence that a function's code does not use a global name; None if it does."""
     code = getattr(function, "__code__", None)
     if code is not None and name in _globals_of(code):

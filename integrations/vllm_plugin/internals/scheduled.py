@@ -15,7 +15,8 @@ from typing import Any, Final
 import attrs
 import torch
 
-from . import Foreign
+from .protocols.engine import VllmConfig
+from .protocols.layers import KVCacheSpec
 from .state_layers import one_block_each
 
 #: Attention's pages are whole multiples of so many tokens, on a GPU.
@@ -76,12 +77,12 @@ class Scheduled:
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], layers: Layers, nbytes: int, *, one_state: bool
+        self, arguments: Mapping[str, object], layers: Layers, nbytes: int, *, one_state: bool
     ) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.core import kv_cache_utils as planning
 
-        config: Any = EngineArgs(**arguments).create_engine_config()
+        config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         cache = config.cache_config
         aligned = bool(arguments["enable_prefix_caching"])
         cache.mamba_cache_mode = "align" if aligned else "none"
@@ -93,6 +94,7 @@ class Scheduled:
         self._plan = planning.get_kv_cache_config_from_groups(config, groups, nbytes)
         cache.num_gpu_blocks = self._plan.num_blocks
         self._config, self._aligned = config, aligned
+        assert config.speculative_config is not None  # by the arguments
         self._drafts = int(config.speculative_config.num_speculative_tokens)
 
     def reported(self) -> float:
@@ -149,7 +151,7 @@ class Scheduled:
             self._config, self._plan, manager, block_size=sizes[0], hash_block_size=sizes[1]
         )
 
-    def _request(self, number: int, prompt: int, tokens: int, draw: random.Random) -> Foreign:
+    def _request(self, number: int, prompt: int, tokens: int, draw: random.Random) -> object:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -159,7 +161,7 @@ class Scheduled:
         return Request(str(number), ids, sampling, None, block_hasher=self._hasher)
 
 
-def _specs(layers: Layers, config: Any) -> dict[str, Any]:
+def _specs(layers: Layers, config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Make the specifications of a hybrid's caches as stock has them."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -175,13 +177,15 @@ def _specs(layers: Layers, config: Any) -> dict[str, Any]:
         dtypes=(torch.bfloat16, torch.float32),
         page_size_padded=full.page_size_bytes,
         mamba_cache_mode=config.cache_config.mamba_cache_mode,
-        num_speculative_blocks=config.speculative_config.num_speculative_tokens,
+        num_speculative_blocks=config.num_speculative_tokens,
     )
-    found: dict[str, Any] = {f"recurrent.{number}": states for number in range(layers.recurrent)}
+    found: dict[str, KVCacheSpec] = {
+        f"recurrent.{number}": states for number in range(layers.recurrent)
+    }
     return found | {f"attention.{number}": full for number in range(layers.attention)}
 
 
-def _output(names: list[str], sampled: list[list[int]]) -> Foreign:
+def _output(names: list[str], sampled: list[list[int]]) -> object:
     from vllm.v1.outputs import ModelRunnerOutput
 
     places = {name: number for number, name in enumerate(names)}

@@ -5,19 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from ....errors import KVTxnError
-from . import Foreign
 from .imports import when_imported
+
+if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
+    from .protocols.engine import Request, Scheduler, SchedulerOutput, VllmConfig
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {
     "update_from_output": ("scheduler_output", "model_runner_output"),
     "_preempt_request": ("request", "timestamp", "drop_stale_output"),
 }
+
+#: The attributes by which an output has the wrong reads of its step, and a request the number of
+#: its own.
+_MARK: Final = "kvtxn_wrong"
+_CONTAINED: Final = "kvtxn_contained"
 
 #: vLLM's block that belongs to nobody.
 _NOBODYS: Final = 0
@@ -30,7 +38,9 @@ _WHY_ENDED: Final = (
 )
 
 
-def hook_schedulers(after_init: Callable[[Foreign, Foreign], None]) -> Callable[[], None]:
+def hook_schedulers(
+    after_init: Callable[[Scheduler, VllmConfig | None], None],
+) -> Callable[[], None]:
     """Call a function with every new scheduler of this process and its ``VllmConfig``.
 
     Args:
@@ -43,24 +53,24 @@ def hook_schedulers(after_init: Callable[[Foreign, Foreign], None]) -> Callable[
         KVTxnError: schedulers are hooked already.
     """
 
-    def hook(module: Any) -> Callable[[], None]:
-        Scheduler = module.Scheduler
-        original = Scheduler.__init__
+    def hook(module: ModuleType) -> Callable[[], None]:
+        Theirs = module.Scheduler
+        original = Theirs.__init__
         if hasattr(original, "kvtxn_hook"):
             raise KVTxnError(
                 "hook_schedulers", "vLLM's schedulers are hooked already", hint="unhook first"
             )
 
         @wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             after_init(self, getattr(self, "vllm_config", None))
 
         __init__.kvtxn_hook = True  # type: ignore[attr-defined]
-        Scheduler.__init__ = __init__
+        Theirs.__init__ = __init__
 
         def undo() -> None:
-            Scheduler.__init__ = original
+            Theirs.__init__ = original
 
         return undo
 
@@ -90,28 +100,27 @@ class Wrong:
         )
 
 
-def mark(output: Any, wrong: Wrong) -> None:
+def mark(output: object, wrong: Wrong) -> None:
     """Add wrong reads to the output of their step."""
     inner = output
     for name in ("_model_runner_output", "model_runner_output"):  # V1's, V2's asynchronous output
         inner = getattr(output, name, inner)
     if hasattr(inner, "sampled_token_ids"):
-        inner.kvtxn_wrong = wrong
+        setattr(inner, _MARK, wrong)
 
 
-def marks(output: Any) -> Wrong | None:
+def marks(output: object) -> Wrong | None:
     """Return what ``mark`` added to an output; None if nothing was added."""
-    found: Wrong | None = getattr(output, "kvtxn_wrong", None)
+    found: Wrong | None = getattr(output, _MARK, None)
     return found
 
 
-def scheduled(scheduler_output: Any) -> Mapping[str, int]:
+def scheduled(scheduler_output: SchedulerOutput) -> Mapping[str, int]:
     """Return how many tokens of each request a step has."""
-    found: Mapping[str, int] = scheduler_output.num_scheduled_tokens
-    return found
+    return scheduler_output.num_scheduled_tokens
 
 
-def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[str]:
+def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) -> set[str]:
     """Take wrong blocks out of the prefix cache; preempt every request whose step they spoil.
 
     A request is spoilt if it read a wrong row, or if its table has a wrong block, or a block with a
@@ -148,32 +157,33 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     ended, _ = _readers(running, frozenset(), wrong.changed, whole=True)
     spoilt, spoils = _readers(running, wrong.requests | set(ended), wrong.blocks, whole=False)
     away = _away(scheduler, {*scheduled, *wrong.requests})
-    again = {each.request.request_id: each.request for each in running} if away else spoilt
+    again = {one.request.request_id: one.request for one in running} if away else spoilt
     everything = range(1, int(scheduler.kv_cache_config.num_blocks))
     manager.evict_blocks(everything if wrong.changed or away else spoils)
     for request in reversed(again.values()):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.running.remove(request)  # after: one that cannot be preempted runs on
         request.is_prefill_chunk = True  # or else it would get the drafts of this step
-    for request in away.values():
-        request.drop_stale_output = True
-    spoilt |= {name: away[name] for name in wrong.requests & away.keys()}
-    for name, request in (again | away).items():
-        request.skip_reading_prefix_cache = True
+    for left in away.values():
+        left.drop_stale_output = True
+    every: dict[str, Request | _Left] = {**again, **away}
+    for name, each in every.items():
+        each.skip_reading_prefix_cache = True
         read = int(name in wrong.requests)  # one that only shares a block has done nothing wrong
-        request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + read
-        if request.kvtxn_contained > _ONCE or name in ended:
+        times = getattr(each, _CONTAINED, 0) + read
+        setattr(each, _CONTAINED, times)
+        if times > _ONCE or name in ended:
             _end_with_error(scheduler, name)
-    return {*again, *away} & {*scheduler.requests}
+    return {*every} & {*scheduler.requests}
 
 
-def _away(scheduler: Any, names: Collection[str]) -> dict[str, Any]:
+def _away(scheduler: Scheduler, names: Collection[str]) -> dict[str, Request | _Left]:
     """Return the requests, by name, of a step that do not run any more as they did in it.
 
     A request that has left for good has a placeholder as its object.
     """
     running = {each.request_id for each in scheduler.running}
-    found = {}
+    found: dict[str, Request | _Left] = {}
     for name in names:
         request = scheduler.requests.get(name)
         if request is None or request.is_finished():
@@ -186,8 +196,11 @@ def _away(scheduler: Any, names: Collection[str]) -> dict[str, Any]:
 class _Left:
     """Stands for a request that has left."""
 
+    drop_stale_output: bool
+    skip_reading_prefix_cache: bool | None
 
-def _end_with_error(scheduler: Any, name: str) -> None:
+
+def _end_with_error(scheduler: Scheduler, name: str) -> None:
     """Let a request end with an error when the scheduler has taken in the step's output."""
     ending = scheduler.grammar_compile_error_reqs
     if isinstance(ending, set):  # up to 0.32
@@ -202,7 +215,7 @@ def _end_with_error(scheduler: Any, name: str) -> None:
 class _Reader:
     """A running request, its table and block size in each group, and its tokens in the step."""
 
-    request: Any
+    request: Request
     tables: Sequence[tuple[Sequence[int], int]]
     scheduled: int
 
@@ -225,7 +238,7 @@ class _Reader:
 
 def _readers(
     running: Sequence[_Reader], names: Collection[str], blocks: Collection[int], *, whole: bool
-) -> tuple[dict[str, Any], set[int]]:
+) -> tuple[dict[str, Request], set[int]]:
     """Find the requests that read some blocks, and those that read what these computed.
 
     Args:
@@ -237,7 +250,7 @@ def _readers(
     Returns:
         The requests by name, and all blocks that may be wrong.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Request] = {}
     wrong, grown = set(blocks) - {_NOBODYS}, True
     while grown:
         grown = False

@@ -7,13 +7,23 @@ block table by slot is made, and puts that table into a copy.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from . import Foreign
+from .protocols.layers import (
+    FlashBuilder,
+    FlashLatentBuilder,
+    FlashLatentMetadata,
+    FlashMetadata,
+    LatentMetadata,
+    TritonMetadata,
+)
+
+BatchLike = TypeVar("BatchLike", bound=TritonMetadata)
+LatentLike = TypeVar("LatentLike", bound=LatentMetadata)
 
 
 @attrs.frozen(eq=False)
@@ -35,13 +45,19 @@ class TableArguments:
     lines: int = 1
 
 
+class SchedulingBuilder(FlashBuilder, Protocol):
+    """FLASH_ATTN's builder of metadata, as kvtxn hooks it; ``schedules``: it makes schedules."""
+
+    schedules: bool | None
+
+
 class Tables(Protocol):
-    """A way in which metadata names blocks."""
+    """A way in which metadata names blocks; each backend has its own metadata and builder."""
 
     def arguments(self, metadata: Any) -> TableArguments:
         """Return what the table by slot is made of."""
 
-    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> Foreign:
+    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> object:
         """Copy a batch's metadata for blocks of one row.
 
         Args:
@@ -54,11 +70,11 @@ class Tables(Protocol):
 class BatchTables:
     """Metadata of a whole batch: TRITON_ATTN's."""
 
-    def arguments(self, metadata: Any) -> TableArguments:
+    def arguments(self, metadata: TritonMetadata) -> TableArguments:
         """Return what the table by slot is made of."""
         return _of_batch(metadata)
 
-    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> Foreign:
+    def by_slot(self, metadata: TritonMetadata, table: Tensor, builder: object) -> TritonMetadata:
         """Copy a batch's metadata for blocks of one row."""
         return _batch_by_slot(metadata, table)
 
@@ -66,18 +82,20 @@ class BatchTables:
 class FlashTables:
     """FLASH_ATTN's metadata, with the schedule of FlashAttention 3."""
 
-    def arguments(self, metadata: Any) -> TableArguments:
+    def arguments(self, metadata: FlashMetadata) -> TableArguments:
         """Return what the table by slot is made of."""
         return _of_batch(metadata)
 
-    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> Foreign:
+    def by_slot(
+        self, metadata: FlashMetadata, table: Tensor, builder: SchedulingBuilder
+    ) -> FlashMetadata:
         """Copy a batch's metadata; the copy has a schedule if vLLM makes one for such a batch."""
         found = _batch_by_slot(metadata, table)
         if builder.schedules:
             found.scheduler_metadata = self._schedule(builder, metadata)
         return found
 
-    def _schedule(self, builder: Any, metadata: Any) -> Any:
+    def _schedule(self, builder: SchedulingBuilder, metadata: FlashMetadata) -> Tensor | None:
         """Make FlashAttention's schedule of a batch over blocks of one row, in one launch.
 
         vLLM's metadata builder makes schedules for blocks of its own size only; of large blocks
@@ -106,21 +124,21 @@ class TritonLatentTables:
     table and a length of its own, anew in each layer. Here all layers share them.
     """
 
-    def arguments(self, metadata: Any) -> TableArguments:
+    def arguments(self, metadata: LatentMetadata) -> TableArguments:
         """Return what the table by slot is made of, with a line for each decoding row."""
         return attrs.evolve(_of_decoding(metadata), lines=self._lines(metadata))
 
-    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> Foreign:
+    def by_slot(self, metadata: LatentMetadata, table: Tensor, builder: object) -> LatentMetadata:
         """Copy a batch's metadata as if each decoding row were a request."""
         found, lines = _decoding_by_slot(metadata, table), self._lines(metadata)
-        if lines > 1:
-            lengths = metadata.decode.seq_lens
+        if lines > 1 and found.decode is not None:
+            lengths = found.decode.seq_lens
             back = torch.arange(1 - lines, 1, device=lengths.device, dtype=lengths.dtype)
             found.decode.seq_lens = (lengths.unsqueeze(1) + back).flatten().clamp(min=0)
         return found
 
     @staticmethod
-    def _lines(metadata: Any) -> int:
+    def _lines(metadata: LatentMetadata) -> int:
         """Return the decoding rows of each request; 1 leaves the lines to vLLM's own code."""
         if metadata.decode is None or not metadata.causal:
             return 1
@@ -131,17 +149,20 @@ class TritonLatentTables:
 class FlashLatentTables:
     """FLASH_ATTN_MLA's metadata, with the schedule of FlashAttention 3."""
 
-    def arguments(self, metadata: Any) -> TableArguments:
+    def arguments(self, metadata: FlashLatentMetadata) -> TableArguments:
         """Return what the table by slot is made of."""
         return _of_decoding(metadata)
 
-    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> Foreign:
+    def by_slot(
+        self, metadata: FlashLatentMetadata, table: Tensor, builder: FlashLatentBuilder
+    ) -> FlashLatentMetadata:
         """Copy a batch's metadata; the copy has a schedule if vLLM makes one."""
-        found, decode = _decoding_by_slot(metadata, table), metadata.decode
+        found = _decoding_by_slot(metadata, table)
+        decode = found.decode
         if decode is not None and decode.scheduler_metadata is not None:
             size, builder.page_size = builder.page_size, 1
             try:
-                found.decode.scheduler_metadata = builder._schedule_decode(
+                decode.scheduler_metadata = builder._schedule_decode(
                     num_reqs=decode.seq_lens.shape[0],
                     cu_query_lens=decode.query_start_loc,
                     max_query_len=decode.max_query_len,
@@ -155,7 +176,7 @@ class FlashLatentTables:
         return found
 
 
-def _of_batch(metadata: Any) -> TableArguments:
+def _of_batch(metadata: TritonMetadata) -> TableArguments:
     """Return what the table by slot of a whole batch is made of."""
     return TableArguments(
         *(metadata.query_start_loc, metadata.seq_lens),
@@ -163,13 +184,13 @@ def _of_batch(metadata: Any) -> TableArguments:
     )
 
 
-def _batch_by_slot(metadata: Any, table: Tensor) -> Any:
+def _batch_by_slot(metadata: BatchLike, table: Tensor) -> BatchLike:
     found = copy(metadata)
     found.block_table = table
     return found
 
 
-def _of_decoding(metadata: Any) -> TableArguments:
+def _of_decoding(metadata: LatentMetadata) -> TableArguments:
     """Return what the table by slot of a latent batch is made of.
 
     Of latent attention's metadata the part for decoding alone reads the step's rows from the cache.
@@ -183,7 +204,7 @@ def _of_decoding(metadata: Any) -> TableArguments:
     return TableArguments(starts, decode.seq_lens, decode.block_table, metadata.max_seq_len)
 
 
-def _decoding_by_slot(metadata: Any, table: Tensor) -> Any:
+def _decoding_by_slot(metadata: LatentLike, table: Tensor) -> LatentLike:
     found = copy(metadata)
     if metadata.decode is not None:
         found.decode = copy(metadata.decode)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
+from .protocols.layers import KVCacheSpec
+from .protocols.runners import Runner, RunnerV1
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
 METHODS: Final = {"get_kv_cache_spec": ()}
@@ -63,30 +65,30 @@ def kind_of(module: object) -> str | None:
     return next((KINDS[name] for name in names if name in KINDS), None)
 
 
-def modules_of(runner: Any) -> dict[str, Foreign]:
+def modules_of(runner: Runner) -> dict[str, Foreign]:
     """Return the recurrent layers of a loaded model by name."""
     found = runner.compilation_config.static_forward_context
     return {name: module for name, module in found.items() if kind_of(module) is not None}
 
 
-def state_dtype(runner: Any) -> str:
+def state_dtype(runner: Runner) -> str:
     """Name the dtype of the states, or, if they differ, one that is not float32."""
-    modules: Any = modules_of(runner).values()
+    modules = modules_of(runner).values()
     names = [str(module.get_state_dtype()[-1]).removeprefix("torch.") for module in modules]
     return max(names, key=lambda name: name != "float32", default="float32")
 
 
-def leaves_inner_states(runner: Any) -> bool:
+def leaves_inner_states(runner: Runner) -> bool:
     """Tell whether prompts leave states of gated delta nets in their middle, for the prefix cache.
 
     FlashInfer's kernel does that since vLLM 0.33. (Mamba-2 layers did before, and are checked.)
     """
     delta = (module for module in modules_of(runner).values() if kind_of(module) == GATED_DELTA)
-    specs: Any = [module.get_kv_cache_spec(runner.vllm_config) for module in delta]
+    specs = [module.get_kv_cache_spec(runner.vllm_config) for module in delta]
     return any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
 
 
-def state_layers(runner: Any) -> list[StateLayer]:
+def state_layers(runner: Runner) -> list[StateLayer]:
     """Find the recurrent layers of a runner that has caches, in the order of their groups."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -94,7 +96,7 @@ def state_layers(runner: Any) -> list[StateLayer]:
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
             if name in modules:
-                module: Any = modules[name]
+                module = modules[name]
                 past, *state = module.kv_cache
                 past = past.transpose(1, 2) if is_conv_state_dim_first() else past
                 kind = kind_of(module)
@@ -108,13 +110,13 @@ def state_layers(runner: Any) -> list[StateLayer]:
     return layers
 
 
-def hold_one_state(runner: Any) -> Callable[[], None]:
+def hold_one_state(runner: Runner) -> Callable[[], None]:
     """Let the caches of recurrent layers be those of an engine without speculation.
 
     Returns:
         A function that undoes it, for caches that are made later.
     """
-    modules: Any = list(modules_of(runner).values())
+    modules = list(modules_of(runner).values())
     before = [module.num_spec for module in modules]
     for module in modules:
         module.num_spec = 0  # the length of the convolution's past depends on it, and nothing else
@@ -126,7 +128,7 @@ def hold_one_state(runner: Any) -> Callable[[], None]:
     return undo
 
 
-def one_block_each(specs: Mapping[str, Any]) -> dict[str, Foreign]:
+def one_block_each(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Change the result of ``get_kv_cache_spec``: one block per request for layers with states."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -136,7 +138,7 @@ def one_block_each(specs: Mapping[str, Any]) -> dict[str, Foreign]:
     }
 
 
-def state_slots(runner: Any, groups: Sequence[str]) -> dict[str, Tensor]:
+def state_slots(runner: RunnerV1, groups: Sequence[str]) -> dict[str, Tensor]:
     """Return the block of each request's state, int64 ``[num_requests]``, by group."""
     tables, count = runner.input_batch.block_table, runner.input_batch.num_reqs
     return {

@@ -8,12 +8,13 @@ from typing import Any
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import config
 from .commit_graphs import BRANCHES, uses_graphs
+from .protocols.runners import Runner
 from .replayed_rows import REPLAYED, staged_bytes
 from .state_layers import kind_of, modules_of
 from .verified_rows import LAUNCHES, row_elements
 
 
-def bytes_of_buffers(runner: Any, *, fast: bool = False) -> int:
+def bytes_of_buffers(runner: Runner, *, fast: bool = False) -> int:
     """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
     kinds = list(found_kinds(modules_of(runner)).values())
     sizes = most_rows(runner), most_requests(runner), width(runner)
@@ -22,7 +23,7 @@ def bytes_of_buffers(runner: Any, *, fast: bool = False) -> int:
     return found + (bytes_of_graphs(runner, own) if uses_graphs(runner) else 0)
 
 
-def bytes_of_graphs(runner: Any, kinds: Sequence[tuple[Any, str]]) -> int:
+def bytes_of_graphs(runner: Runner, kinds: Sequence[tuple[Any, str]]) -> int:
     """Return the bytes of outputs that captured commits write and nobody reads.
 
     vLLM's Triton kernels of gated delta nets make them anew for each layer; those of the layers in
@@ -77,17 +78,17 @@ def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     return {name: (module, kind) for name, (module, kind) in found.items() if kind in LAUNCHES}
 
 
-def width(runner: Any) -> int:
+def width(runner: Runner) -> int:
     """Return the most rows of a request: the last sampled token, and the drafts."""
     return int(runner.vllm_config.num_speculative_tokens) + 1
 
 
-def most_rows(runner: Any) -> int:
+def most_rows(runner: Runner) -> int:
     """Return the most rows that requests with drafts can have in one step."""
     return config.most_window_rows(runner.vllm_config)
 
 
-def most_requests(runner: Any) -> int:
+def most_requests(runner: Runner) -> int:
     """Return the most requests in one table of vLLM's, padding included.
 
     It is a multiple of 64, so that the table of each group is as well aligned as an own tensor.

@@ -19,6 +19,8 @@ from torch import Tensor
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import gated_delta_hooks, mamba2_hooks, olmo_rows
 from .gated_delta_hooks import FUSED
+from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
+from .replaced_names import method_of
 from .state_layers import StateLayer
 from .state_tables import StateCommits, StateTables, VerifyStep
 
@@ -85,7 +87,7 @@ class GatedDeltaRows:
         dtype: torch.dtype,
         scratch: tuple[Tensor, Tensor],
     ) -> None:
-        module: Any = layer.module
+        module: GatedDeltaLayer = layer.module
         self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
         self._most = rows
         ranks = module.tp_size
@@ -142,7 +144,7 @@ class GatedDeltaRows:
         """Give the layer its own methods back."""
         gated_delta_hooks.unhook_kernels(self._module)
 
-    def _verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
+    def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
         """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
@@ -161,7 +163,7 @@ class GatedDeltaRows:
         a: Tensor,
         output_gate: Tensor,
         core_attn_out: Tensor,
-        attn_metadata: Any,
+        attn_metadata: GatedDeltaMetadata,
     ) -> None:
         """Launch vLLM's fused kernel without a block to write to."""
         self.keep([mixed_qkv, a, b])
@@ -176,7 +178,7 @@ class GatedDeltaRows:
         a: Tensor,
         output_gate: Tensor,
         out: Tensor,
-        metadata: Any,
+        metadata: GatedDeltaMetadata,
         table: Tensor,
         **other: object,
     ) -> None:
@@ -187,7 +189,7 @@ class GatedDeltaRows:
             num_accepted_tokens=self._tables.whole,
             **other,
         )
-        getattr(type(self._module), FUSED)(
+        method_of(self._module, FUSED)(
             self._module,
             mixed_qkv=mixed_qkv,
             b=b,
@@ -206,7 +208,9 @@ class GatedDeltaRows:
         given = step.metadata[self._module.prefix]
         return given.num_prefills == 0 and bool(self._module._can_use_fused_gdn_mtp_decode(given))
 
-    def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
+    def metadata(
+        self, requests: int, rows: int, starts: Tensor
+    ) -> tuple[str, GatedDeltaMetadata] | None:
         """Make metadata of a step that the fused kernel verifies, and the layer's name."""
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
@@ -214,7 +218,7 @@ class GatedDeltaRows:
             return None
         none = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens")
         masks = torch.ones(requests, dtype=torch.bool)
-        made = GDNAttentionMetadata(
+        made: GatedDeltaMetadata = GDNAttentionMetadata(
             **dict.fromkeys(none, 0),
             num_spec_decodes=requests,
             num_spec_decode_tokens=rows,
@@ -281,7 +285,7 @@ class Mamba2Rows:
         dtype: torch.dtype,
         scratch: Tensor,
     ) -> None:
-        module: Any = layer.module
+        module: Mamba2Layer = layer.module
         self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
         ranks, device = module.tp_size, layer.past.device
         heads, groups = module.num_heads // ranks, module.n_groups // ranks
@@ -310,7 +314,7 @@ class Mamba2Rows:
         """Give the layer its own method back."""
         mamba2_hooks.unhook_kernel(self._module)
 
-    def _verify(self, kernel: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
@@ -352,3 +356,42 @@ class Mamba2Rows:
             # Without a block this kernel does not end sooner: it takes each request's own line.
             **self._table(self._tables.commits[self._group, : 2 * step.requests : 2]),
         )
+
+
+def make_rows(
+    layers: Sequence[StateLayer],
+    groups: Sequence[str],
+    tables: StateTables,
+    rows: int,
+    dtype: torch.dtype,
+) -> list[StateCommits]:
+    """Make the buffers of each layer that has a state.
+
+    Args:
+        layers: the layers; of those without a state nothing is made.
+        groups: the names of all groups, in the order of the tables.
+        tables: the tables of all layers.
+        rows: most rows of a step.
+        dtype: the model's.
+    """
+    made: list[StateCommits] = []
+    gates: tuple[Tensor, Tensor] | None = None
+    outputs: Tensor | None = None
+    for layer in layers:
+        module = layer.module
+        group, device = groups.index(layer.group), tables.whole.device
+        if layer.kind == GATED_DELTA:
+            if gates is None:
+                heads = module.num_v_heads // module.tp_size
+                shape = 2, rows, heads, module.head_v_dim
+                gate, output = torch.zeros(shape, dtype=dtype, device=device).unbind()
+                gates = gate, output
+            made.append(GatedDeltaRows(layer, tables, group, rows, dtype, gates))
+        elif layer.kind == OLMO_DELTA:
+            made.append(olmo_rows.OlmoDeltaRows(layer, tables, group, rows, dtype))
+        elif layer.kind == MAMBA2:
+            if outputs is None:
+                heads = module.num_heads // module.tp_size
+                outputs = torch.zeros(rows, heads, module.head_dim, dtype=dtype, device=device)
+            made.append(Mamba2Rows(layer, tables, group, rows, dtype, outputs))
+    return made

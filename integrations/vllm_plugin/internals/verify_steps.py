@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
 from .state_tables import VerifyStep
 
 #: The method of vLLM's ``model_state`` that makes a step's metadata, with its parameters.
@@ -27,7 +28,7 @@ def kept(step: VerifyStep, sampled: Tensor) -> Tensor:
     return sampled if sampled.shape[0] <= step.requests else sampled[: step.requests]
 
 
-def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:
+def _gated_delta_step(given: GatedDeltaMetadata, metadata: object) -> VerifyStep | None:
     """Describe the step of gated delta nets, by the metadata of one of them."""
     count = int(given.num_spec_decodes)
     if given.spec_sequence_masks is None or not count:
@@ -41,7 +42,7 @@ def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:
     return VerifyStep(count, int(given.num_spec_decode_tokens), starts, places, metadata)
 
 
-def _mamba2_step(given: Any, metadata: Any) -> VerifyStep | None:
+def _mamba2_step(given: SelectiveMetadata, metadata: object) -> VerifyStep | None:
     """Describe the step of Mamba-2 layers, by the metadata of one of them."""
     count = int(given.num_decodes)
     if not count or given.num_accepted_tokens is None:
@@ -62,7 +63,7 @@ STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
 _FOR_CAPTURE: Final = METHODS["prepare_attn"].index("for_capture") - 2
 
 
-def is_capture(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+def is_capture(args: tuple[object, ...], named: Mapping[str, object]) -> bool:
     """Tell whether metadata is made for a forward that will be captured.
 
     Args:
@@ -73,6 +74,6 @@ def is_capture(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     return bool(given)
 
 
-def is_replay(mode: Any) -> bool:
+def is_replay(mode: object) -> bool:
     """Tell whether a step of a mode of graphs is the replay of a graph of a whole forward."""
     return getattr(mode, "name", "") == "FULL"

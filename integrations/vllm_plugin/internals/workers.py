@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
 from .imports import when_imported
+
+if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
+    from .protocols.engine import VllmConfig, Worker, WorkerWrapper
 
 # Names of the methods that kvtxn gives to vLLM's workers, called by ``collective_rpc``.
 #: Returns a worker's counters.
@@ -48,8 +52,8 @@ def device_type() -> str:
 
 
 def hook_workers(
-    after_init_device: Callable[[Foreign], None],
-    methods: Mapping[str, Callable[[Foreign], object]],
+    after_init_device: Callable[[WorkerWrapper], None],
+    methods: Mapping[str, Callable[[WorkerWrapper], object]],
 ) -> Callable[[], None]:
     """Call a function in every worker once it has a model runner, and add methods for RPC.
 
@@ -64,7 +68,7 @@ def hook_workers(
         KVTxnError: workers are hooked already.
     """
 
-    def hook(module: Any) -> Callable[[], None]:
+    def hook(module: ModuleType) -> Callable[[], None]:
         Wrapper = module.WorkerWrapperBase
         original = Wrapper.init_device
         if hasattr(original, "kvtxn_hook"):
@@ -72,7 +76,7 @@ def hook_workers(
                 "hook_workers", "vLLM's workers are hooked already", hint="unhook first"
             )
 
-        def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> object:
             result = original(self, *args, **kwargs)
             after_init_device(self)
             return result
@@ -92,7 +96,7 @@ def hook_workers(
     return when_imported("vllm.v1.worker.worker_base", hook)
 
 
-def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
+def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[[], None]:
     """Call a function whenever a worker has warmed up.
 
     Under the V2 runner vLLM warms up with whole steps, drafts included, of requests that no user
@@ -113,7 +117,7 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
     if hasattr(own, "kvtxn_hook"):
         raise KVTxnError("after_warm_up", "this worker is hooked already", hint="unhook it first")
 
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> object:
         result = own(*args, **kwargs)
         then()
         return result
@@ -123,7 +127,7 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
 
 
 def around_sleep(
-    wrapper: Any,
+    wrapper: WorkerWrapper,
     *,
     asleep: Callable[[], None],
     lost: Callable[[], None],
@@ -143,12 +147,17 @@ def around_sleep(
     """
     worker = wrapper.worker
 
-    def hook(name: str, before: Any = None, after: Any = None, failed: Any = None) -> None:
+    def hook(
+        name: str,
+        before: Callable[..., None] | None = None,
+        after: Callable[[], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
         own = getattr(worker, name, None)
         if own is None:  # not every release has all of them
             return
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> object:
             if before is not None:
                 before(*args, **kwargs)
             try:
@@ -178,7 +187,7 @@ def around_sleep(
     return undo.close
 
 
-def _shadow(worker: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+def _shadow(worker: Worker, name: str, method: Callable[..., object]) -> Callable[[], None]:
     """Give a worker a method of its own; returns a function that takes it away again."""
     before = vars(worker).get(name)
     setattr(worker, name, method)
@@ -192,7 +201,7 @@ def _shadow(worker: Any, name: str, method: Callable[..., Any]) -> Callable[[], 
     return undo
 
 
-def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], None]:
+def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Callable[[], None]:
     """Make a worker size its KV cache by less than all the memory that it finds free.
 
     Args:
@@ -211,26 +220,26 @@ def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], 
     return _shadow(worker, "determine_available_memory", determine_available_memory)
 
 
-def engine_config(wrapper: Any) -> Foreign:
+def engine_config(wrapper: WorkerWrapper) -> VllmConfig:
     """Return a worker's ``VllmConfig``."""
     return wrapper.vllm_config
 
 
-def additional_config(config: Any) -> object:
+def additional_config(config: VllmConfig) -> object:
     """Return the user's ``additional_config`` of a ``VllmConfig``."""
     return config.additional_config
 
 
-def runner_of(wrapper: Any) -> Foreign:
+def runner_of(wrapper: WorkerWrapper) -> Foreign:
     """Return a worker's model runner."""
     return wrapper.worker.model_runner
 
 
-def runner_of_worker(worker: Any) -> Foreign:
+def runner_of_worker(worker: Worker) -> Foreign:
     """Return the model runner of a worker itself, as functions called by RPC get it."""
     return worker.model_runner
 
 
-def rank_of(wrapper: Any) -> int:
+def rank_of(wrapper: WorkerWrapper) -> int:
     """Return a worker's rank among the engine's."""
     return int(wrapper.rpc_rank)

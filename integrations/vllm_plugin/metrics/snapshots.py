@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
 
 from ....log import get_logger
-from ..internals import Foreign, workers
 from ..internals import frontend as front
+from ..internals import workers
 from ..internals.class_swaps import is_swapped, restore_class, swap_class
+from ..internals.protocols.engine import AsyncClient, BeforeClient, Client, VllmEngine
 from ..internals.workers import SNAPSHOT
 from ..policy.asked import is_asked
 from ..policy.settings import asks_for_windows
@@ -41,10 +42,10 @@ _PATIENCE: Final = 5.0
 Snapshots = list[dict[str, float]]
 
 _ended: deque[Snapshots] = deque(maxlen=64)
-_hooked: WeakSet[Any] = WeakSet()
+_hooked: WeakSet[Client] = WeakSet()
 
 
-def on_engine(engine: Foreign) -> None:
+def on_engine(engine: VllmEngine) -> None:
     """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
     try:
         given = workers.additional_config(front.config_of(engine))
@@ -57,7 +58,7 @@ def on_engine(engine: Foreign) -> None:
             swap_class(client, RememberingClient)
             client.kvtxn_pid = os.getpid()
             _hooked.add(client)
-        elif front.speaks_for_all(client) and not front.counts_nothing(engine):
+        elif front.publishes(client, engine):
             from .prometheus import Page
 
             if getattr(client, "kvtxn_task", None) is not None:
@@ -86,7 +87,7 @@ def unhook_clients() -> None:
 # -- the page -----------------------------------------------------------------------
 
 
-async def _publish(reference: Callable[[], Foreign | None], page: Page) -> None:
+async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> None:
     """Update the metrics page every few seconds, as long as the engines live."""
     said = False
     while (client := reference()) is not None and not front.is_dead(client):
@@ -104,7 +105,7 @@ async def _publish(reference: Callable[[], Foreign | None], page: Page) -> None:
 # -- the end of an engine -------------------------------------------------------------
 
 
-class RememberingClient:
+class RememberingClient(BeforeClient):
     """Takes a last snapshot of its engine; a mixin before the class of an ``LLM``'s client.
 
     Attributes:
@@ -124,7 +125,7 @@ class RememberingClient:
         """Take the last snapshot, then shut the engine down."""
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
-        return super().shutdown(*args, **kwargs)  # type: ignore[misc]
+        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
 
     def __del__(self) -> None:
         if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
@@ -153,7 +154,7 @@ def _take_last(client: RememberingClient) -> bool:
     return not thread.is_alive()
 
 
-def snapshots(llm: Foreign) -> Snapshots:
+def snapshots(llm: object) -> Snapshots:
     """Return the counters of each worker by rank, of in-process and multi-process engines alike.
 
     For an engine that was shut down these are the last ones, taken right before the end. When the

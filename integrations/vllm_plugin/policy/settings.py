@@ -179,7 +179,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     )
 
 
-def _check_policy(given: Mapping[str, Any]) -> None:
+def _check_policy(given: Mapping[str, object]) -> None:
     """Raise ConfigError for a policy that does not exist.
 
     ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is of no use here.
@@ -202,7 +202,7 @@ def _check_policy(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_no_window(given: Mapping[str, Any]) -> None:
+def _check_no_window(given: Mapping[str, object]) -> None:
     """Raise ConfigError for a setting of windows beside an audit that opens none."""
     for field in attrs.fields(TxnConfig):
         if field.name != "policy" and field.name in given:
@@ -214,7 +214,7 @@ def _check_no_window(given: Mapping[str, Any]) -> None:
             )
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Mapping[str, object], name: str) -> bool:
     """Return a setting that is true or false; false if it is not there."""
     value = given.get(name, False)
     if not isinstance(value, bool):
@@ -228,7 +228,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _audit_every(given: Mapping[str, Any], audit: str) -> int:
+def _audit_every(given: Mapping[str, object], audit: str) -> int:
     """Return the number of slots of which an audit of bytes compares one in each step."""
     if "audit_every" not in given:
         return EVERY
@@ -251,7 +251,7 @@ def _audit_every(given: Mapping[str, Any], audit: str) -> int:
     return value
 
 
-def _poison(given: Mapping[str, Any], audit: str, device: str) -> bool:
+def _poison(given: Mapping[str, object], audit: str, device: str) -> bool:
     """Return whether dead rows and states are filled with NaN."""
     value = _flag(given, "poison")
     if "poison" not in given or (audit == "bytes" and (device != "cpu" or not value)):
@@ -286,7 +286,7 @@ def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
     )
 
 
-def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
+def _one_of(given: Mapping[str, object], name: str, values: Sequence[str]) -> str:
     """Return a setting's value, checked against ``values``; without a setting the first value."""
     value = given.get(name, values[0])
     if value not in values:
@@ -300,7 +300,7 @@ def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
     return str(value)
 
 
-def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
+def _check_names(given: Mapping[str, object], known: list[str]) -> None:
     """Raise ConfigError for a setting that does not exist; name the setting spelled most alike."""
     unknown = sorted(str(name) for name in given if name not in known)
     if not unknown:

@@ -21,6 +21,7 @@ from ....log import get_logger
 from ...serving.parts import Parts
 from ..internals import Foreign
 from ..internals.class_swaps import check_methods, restore_class, swap_class
+from ..internals.protocols.runners import Runner, RunnerV1, RunnerV2
 from ..policy.asked import RequiredError
 from ..policy.settings import PluginSettings
 
@@ -50,7 +51,7 @@ def show_log() -> Callable[[], None]:
     return undo
 
 
-class HookedRunner(Protocol):
+class HookedRunner(Runner, Protocol):
     """The attributes that kvtxn keeps on each model runner that it has hooked.
 
     Attributes:
@@ -85,6 +86,14 @@ class HookedRunner(Protocol):
 
     def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
         """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+
+
+class HookedRunnerV1(HookedRunner, RunnerV1, Protocol):
+    """A hooked runner of vLLM's V1 kind, on a CPU or a GPU."""
+
+
+class HookedRunnerV2(HookedRunner, RunnerV2, Protocol):
+    """A hooked runner of vLLM's V2 kind."""
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:

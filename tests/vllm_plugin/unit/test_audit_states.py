@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.new_in_step import fresh_blocks
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, single_states
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
 
 
 def test_columns_of_a_gated_delta_net():
@@ -80,11 +80,11 @@ def test_single_states_of_windows():
         torch.tensor([2, 0, 0]), {}, {},
     )  # fmt: skip
     runner = SimpleNamespace(input_batch=batch)
-    found = single_states.states(runner, ["group.1"], rows)
+    found = audited_states.single_states(runner, ["group.1"], rows)
     assert found.sources["group.1"].tolist() == [5, 6, -1]
     assert found.slots["group.1"].tolist() == [-1, -1, -1, 6, -1, -1, 7]
     assert found.leaves["group.1"].tolist() == [5, -1, -1]
-    plain = single_states.states(runner, ["group.1"], attrs.evolve(rows, drafts=None))
+    plain = audited_states.single_states(runner, ["group.1"], attrs.evolve(rows, drafts=None))
     assert plain.slots["group.1"].tolist() == [-1, -1, 5, 6, -1, -1, 7]
     assert plain.leaves["group.1"].tolist() == [-1, -1, -1]
 

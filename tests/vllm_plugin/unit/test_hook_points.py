@@ -7,7 +7,13 @@ from importlib.util import find_spec
 
 import pytest
 from building import ROOT
-from kvtxn.integrations.vllm_plugin.internals import batches, layers, workers
+from kvtxn.integrations.vllm_plugin.internals import (
+    audited,
+    batches,
+    layers,
+    state_layers,
+    workers,
+)
 from kvtxn.integrations.vllm_plugin.internals.class_swaps import check_methods
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
 from kvtxn.integrations.vllm_plugin.policy import releases, supported
@@ -16,12 +22,25 @@ from kvtxn.integrations.vllm_plugin.policy.sources import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
-MEASURED = {PLUGIN / "internals" / name for name in ("operators.py", "scheduled.py")}
+MEASURED = {
+    PLUGIN / "internals" / name for name in ("measuring.py", "operators.py", "scheduled.py")
+}
 FILES = sorted(set(PLUGIN.rglob("*.py")) - MEASURED)
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}
 #: vLLM's public interface, and its switches by name, each asked for with a default.
-PUBLIC = {"vllm", "SamplingParams", "TokensPrompt", "current_platform", "envs"}
+PUBLIC = {
+    *("vllm", "SamplingParams", "TokensPrompt", "RequestOutputKind", "current_platform", "envs"),
+    *("EngineArgs", "AsyncEngineArgs", "StreamingInput", "RequestError", "register_backend"),
+    "OffloadingWorker",
+}
+#: Functions without parameters, and classes of which only the type is looked at: the import fails
+#: in a release without them.
+IMPORTED = {
+    *("get_forward_context", "get_tp_group", "get_pp_group", "get_kv_transfer_group"),
+    *("has_kv_transfer_group", "is_conv_state_dim_first", "AttentionBackendEnum"),
+    *("Attention", "MLAAttention", "AttentionSpec", "AttentionType"),
+}
 
 
 def overridden(source):
@@ -73,7 +92,7 @@ def test_what_a_file_hooks_or_imports_is_a_hook_point(path):
     methods = {name.rpartition(".")[2] for name in NAMES}
     assert overridden(source) <= methods
     assert {name.partition(".")[2] for name in assigned(source)} <= methods
-    assert imported(source) <= WORDS | PUBLIC
+    assert imported(source) <= WORDS | PUBLIC | IMPORTED
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PLUGIN).as_posix())
@@ -108,7 +127,6 @@ def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
         "vllm.v1.worker.gpu.kv_connector.ActiveKVConnector.finalize_step",  # since 0.33
         # since 0.30
         "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
-        "vllm.outputs.RequestError",  # since 0.32
         "vllm.model_executor.layers.attention.mla_attention.MLAAttention.update_kv_cache",  # 0.31
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_mamba_state_copy_funcs",  # 0.29
         "vllm.v1.worker.gpu_worker.Worker.discard",  # 0.31
@@ -118,9 +136,9 @@ def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
 
 
 _WORKER = "vllm.v1.worker"
+_V1 = f"{_WORKER}.gpu_model_runner.GPUModelRunner"
 OVERRIDDEN = {
-    f"{_WORKER}.cpu_model_runner.CPUModelRunner": batches.V1_METHODS,
-    f"{_WORKER}.gpu_model_runner.GPUModelRunner": batches.V1_GPU_METHODS,
+    _V1: batches.V1_METHODS | batches.V1_GPU_METHODS,
     f"{_WORKER}.gpu.model_runner.GPUModelRunner": batches.V2_METHODS,
     "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": layers.ATTENTION_METHODS,
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": layers.LATENT_METHODS,
@@ -149,3 +167,13 @@ def test_the_installed_release_is_as_it_was_recorded():
             found = moved.compare(version, device)
             assert (found.version, found.moves) == (version, ())
             assert found.compared > 40
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_one_runner_stands_for_both():
+    """The V1 runner on a CPU inherits what is recorded of the one on a GPU."""
+    sources, cpu = Sources(workers.source_folder()), f"{_WORKER}.cpu_model_runner.CPUModelRunner"
+    own = {name for name in batches.V1_METHODS if f"{cpu}.{name}" in NAMES}
+    assert own == {"initialize_kv_cache"}
+    for name in {*batches.V1_METHODS, *audited.AUDITED_METHODS, *state_layers.METHODS} - own:
+        assert sources.find(f"{cpu}.{name}") == sources.find(f"{_V1}.{name}") is not None

@@ -203,7 +203,7 @@ def test_the_doctor_says_what_moved(unlisted, monkeypatch, capsys):
     assert "vllm moved: gone: vllm.v1.worker.worker_base.WorkerWrapperBase.init_device" in flat
     doctor.run(SimpleNamespace(engine_args=None, json=True, matrix=False))
     found = json.loads(capsys.readouterr().out)["vllm"]
-    assert len(found["moved"]) > 60
+    assert len(found["moved"]) > 40
     assert all(line.startswith("gone: vllm.") for line in found["moved"])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
 from .....config import POLICIES
-from ...internals import Foreign, audited, workers
+from ...internals import audited, workers
 from ...internals import config as engine_config
+from ...internals.protocols.engine import VllmConfig
 from .. import supported
 from ..audit_rules import in_words, no_bytes
 from ..engine import EngineFacts
@@ -40,7 +41,7 @@ SPARE_BLOCKS: Final = (
 )
 
 
-def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
     """Report the policy that kvtxn would take in the installed vLLM.
 
     Args:
@@ -80,7 +81,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             "method": facts.method,
             **special,
         },
-        **({} if engine_args is None else {"asked": _asked(wanted, facts, config, gone)}),
+        **({} if config is None else {"asked": _asked(wanted, facts, config, gone)}),
         "assumed": ASSUMED,
         "policies": _policies(facts, gone),
         **_earlier_stages(facts, gone),
@@ -129,14 +130,14 @@ def _policies(facts: EngineFacts, gone: str | None) -> list[str]:
     return [f"{policy} -> {each.policy} ({each.reason})" for policy, each in found.items()]
 
 
-def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, Any]:
+def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, object]:
     """Return such lines for pipeline stages before the last one, if there are any."""
     if facts.pipeline_parallel == 1:
         return {}
     return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False), gone)}
 
 
-def _moved(facts: EngineFacts) -> dict[str, Any]:
+def _moved(facts: EngineFacts) -> dict[str, object]:
     """Compare the hook points of a release that was not checked; empty for one that was."""
     if is_checked(facts.version, facts.device):
         return {}
@@ -149,7 +150,7 @@ def _moved(facts: EngineFacts) -> dict[str, Any]:
 
 
 def _asked(
-    wanted: PluginSettings | None, facts: EngineFacts, config: Foreign, gone: str | None = None
+    wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig, gone: str | None = None
 ) -> list[str]:
     """Return one line for each of the user's settings: its effect.
 
@@ -205,7 +206,7 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
 
 
 def _outcomes(
-    wanted: PluginSettings, facts: EngineFacts, config: Foreign, gone: str | None = None
+    wanted: PluginSettings, facts: EngineFacts, config: VllmConfig, gone: str | None = None
 ) -> Iterator[_Outcome]:
     """Decide about each setting as ``plugin`` does when the engine starts."""
     if wanted.windows:

@@ -10,8 +10,9 @@ from typing import Final
 import attrs
 
 from .....errors import ConfigError
-from ...internals import Foreign, workers
 from ...internals import config as engine_config
+from ...internals import workers
+from ...internals.protocols.engine import VllmConfig
 from .. import supported
 from ..engine import EngineFacts
 from ..settings import PluginSettings, asked_rows
@@ -20,7 +21,7 @@ from ..state_rules import NO_FAST_FORM, without_fast_form
 _WHERE: Final = "additional_config['kvtxn']"
 
 
-def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: Foreign) -> None:
+def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig) -> None:
     """Refuse settings that do not fit the engine.
 
     Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
@@ -87,7 +88,7 @@ def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
         )
 
 
-def bounded(wanted: PluginSettings, config: Foreign) -> PluginSettings:
+def bounded(wanted: PluginSettings, config: VllmConfig) -> PluginSettings:
     """Return the settings with no more ``max_rows`` than a step can have, which sizes buffers.
 
     Args:
