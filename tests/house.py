@@ -27,8 +27,8 @@ PLUGIN = "kvtxn.integrations.vllm_plugin"
 #: The classes that the plug-in puts before each of vLLM's runners, whatever parts it has. Names
 #: that a revision lacks are an error.
 RUNNERS = {
-    "V1": ("RunnerV1",),
-    "V2": ("RunnerV2",),
+    "V1": ("AdapterV1",),
+    "V2": ("AdapterV2",),
 }
 
 

@@ -165,7 +165,7 @@ def test_an_adapter_is_one_class_that_knows_parts_alone():
     source = Source(ROOT)
     seam = "kvtxn.integrations.vllm_plugin.seam"
     adapters = {name for name in source.classes if name.startswith(f"{seam}.runner_")}
-    assert adapters == {f"{seam}.runner_v1.RunnerV1", f"{seam}.runner_v2.RunnerV2"}
+    assert adapters == {f"{seam}.runner_v1.AdapterV1", f"{seam}.runner_v2.AdapterV2"}
     for name in adapters:
         assert source.before(name) == [name]
         known = imports(source.files[source.module_of(name)])

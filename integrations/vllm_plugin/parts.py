@@ -13,8 +13,8 @@ from .internals import Foreign, audited, audited_v2, batches, state_layers
 from .policy.engine import EngineFacts
 from .policy.settings import PluginSettings
 from .seam.hooked_runner import hook_runner, is_hooked
-from .seam.runner_v1 import RunnerV1
-from .seam.runner_v2 import RunnerV2
+from .seam.runner_v1 import AdapterV1
+from .seam.runner_v2 import AdapterV2
 
 
 def attach(
@@ -37,7 +37,7 @@ def attach(
     states = windows and facts.recurrent is not None
     audit = settings.audit != "off"
     methods = _methods(facts, windows=windows, states=states, audit=audit)
-    adapter = RunnerV2 if facts.runner == "v2" else RunnerV1
+    adapter = AdapterV2 if facts.runner == "v2" else AdapterV1
     hook_runner(runner, settings, rank, methods, adapter)
     if not is_hooked(runner):
         return

@@ -108,7 +108,10 @@ class WindowCaches(Part):
     """
 
     def __init__(
-        self, runner: HookedRunner, maker: StepMaker, states: StatesBeside | None = None
+        self,
+        runner: HookedRunnerV1 | HookedRunnerV2,
+        maker: StepMaker,
+        states: StatesBeside | None = None,
     ) -> None:
         self._runner = runner
         self._maker = maker
@@ -458,7 +461,7 @@ def reserve_graphs(wrapper: Foreign) -> None:
     runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 
 
-def reserved_room(runner: HookedRunner, more: int = 0) -> Tensor | None:
+def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Tensor | None:
     """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache.
 
     Args:

@@ -12,10 +12,10 @@ from ....errors import LayerError
 from . import batches, state_layers
 from .layers import draft_layers, lines_by_row
 from .protocols.engine import KVCacheConfig
-from .protocols.runners import Runner
+from .protocols.runners import RunnerV1, RunnerV2
 
 
-def bytes_of_rows(runner: Runner, rows: int) -> int:
+def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:
     """Return how many bytes ``rows`` rows take in all layers of the target together."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     return rows * sum(
@@ -25,7 +25,7 @@ def bytes_of_rows(runner: Runner, rows: int) -> int:
     )
 
 
-def bytes_of_tables(runner: Runner) -> int:
+def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     """Return the bytes of the block tables by slot in the largest captured graph, one per group.
 
     The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has.
@@ -41,7 +41,7 @@ def bytes_of_tables(runner: Runner) -> int:
     return 4 * groups * lines * int(runner.max_model_len)
 
 
-def room(runner: Runner, size: int) -> Tensor:
+def room(runner: RunnerV1 | RunnerV2, size: int) -> Tensor:
     """Allocate ``size`` bytes on the runner's device."""
     return torch.empty(size, dtype=torch.uint8, device=runner.device)
 

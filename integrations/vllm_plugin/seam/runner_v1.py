@@ -15,7 +15,7 @@ from typing import Any
 from ...serving.parts import Parts
 
 
-class RunnerV1:
+class AdapterV1:
     """The adapter of vLLM's V1 runner, which ``hook_runner`` puts before vLLM's own class.
 
     Attributes:

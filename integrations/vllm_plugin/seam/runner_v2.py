@@ -17,7 +17,7 @@ from typing import Any
 from ...serving.parts import Parts
 
 
-class RunnerV2:
+class AdapterV2:
     """The adapter of vLLM's V2 runner, which ``hook_runner`` puts before vLLM's own class.
 
     Attributes:

@@ -25,8 +25,8 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import RunnerV1
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn.integrations.serving.parts import Parts
 
@@ -115,7 +115,7 @@ def hooked(config, version="v2", policy="auto", on_error="raise", **options):
     """A runner that became one of ours, with its model."""
     runner = Own(**options)
     runner.load_model(config)
-    adapter, windows = {"v1": (RunnerV1, WindowsV1), "v2": (RunnerV2, WindowsV2)}[version]
+    adapter, windows = {"v1": (AdapterV1, WindowsV1), "v2": (AdapterV2, WindowsV2)}[version]
     swap_class(runner, adapter)
     windows = windows(runner)
     runner.caches, runner.kvtxn_parts = windows.caches, Parts([windows.caches, windows])

@@ -13,7 +13,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import RunnerV1
+    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
 
 from kvtxn.integrations.serving.parts import Parts
 
@@ -113,7 +113,7 @@ class Steps:
 def hooked(**options):
     """A runner that became one of ours."""
     runner = Own(**options)
-    swap_class(runner, RunnerV1)
+    swap_class(runner, AdapterV1)
     runner.windows = WindowsV1(runner)
     runner.kvtxn_parts = Parts([runner.windows])
     return runner

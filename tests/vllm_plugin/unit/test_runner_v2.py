@@ -16,7 +16,7 @@ with importing_kernels():
     from kvtxn.integrations.serving.pipeline_steps import PipelineSteps
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
     from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn.integrations.serving.parts import Parts
 
@@ -65,7 +65,7 @@ class Steps:
 
 def with_windows(runner):
     """A runner that became one of ours."""
-    swap_class(runner, RunnerV2)
+    swap_class(runner, AdapterV2)
     runner.windows = WindowsV2(runner)
     runner.kvtxn_parts = Parts([runner.windows])
     return runner

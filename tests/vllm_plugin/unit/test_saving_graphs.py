@@ -15,7 +15,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
     from kvtxn.integrations.vllm_plugin.internals import whole_graphs
     from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped, swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn.integrations.serving.parts import Parts
 
@@ -55,7 +55,7 @@ class Engine:
         self.model = model()
         self.runner = Own()
         self.runner.cudagraph_manager = self.manager = Manager(self.capture)
-        swap_class(self.runner, RunnerV2)
+        swap_class(self.runner, AdapterV2)
         self.runner.kvtxn_undo, self.runner.kvtxn = ExitStack(), self.rig.steps
         self.windows = WindowsV2(self.runner)
         self.runner.kvtxn_parts = Parts([self.windows])

@@ -29,7 +29,7 @@ from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.metrics import snapshots
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
-from kvtxn.integrations.vllm_plugin.seam.runner_v2 import RunnerV2
+from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn import KVTxnError, LayerError
 
@@ -242,7 +242,7 @@ def test_a_worker_of_a_running_engine_is_given_back(clean, monkeypatch):
     before = dict(vars(worker)), dict(vars(runner)), vllms_own(), list(ours.handlers)
     plugin._on_worker(worker.wrapper)
     plugin._on_worker(worker.wrapper)  # once is enough
-    assert isinstance(runner, RunnerV2)
+    assert isinstance(runner, AdapterV2)
     assert "compile_or_warm_up_model" in vars(worker)
     assert vllms_own()["overrides"] == dict.fromkeys(starting.WINDOW_ATTENTION, 1)
     plugin.unregister()
