@@ -32,10 +32,10 @@ def norm_rows(
 
     Args:
         x: ``[num_rows, heads, SIZE]``, a row contiguous.
-        gate: likewise.
+        gate: ``[num_rows, heads, SIZE]``, a row contiguous.
         weight: ``[SIZE]``.
-        x_stride: elements between rows.
-        gate_stride: likewise.
+        x_stride: elements between rows of ``x``.
+        gate_stride: elements between rows of ``gate``.
         heads: of a row.
         eps: added to the mean of squares.
         SIZE: numbers of a head.
@@ -64,7 +64,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, sigmoid: 
 
     Args:
         x: ``[num_rows, heads, size]``; rows any distance apart, a row contiguous.
-        gate: likewise; ``silu(gate)`` is multiplied in, or ``sigmoid(gate)``.
+        gate: of the same shape, rows any distance apart; ``silu(gate)`` is multiplied in, or
+            ``sigmoid(gate)``.
         weight: ``[size]``.
         eps: added to the mean of squares.
         sigmoid: see ``gate``.
