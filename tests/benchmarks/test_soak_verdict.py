@@ -250,7 +250,7 @@ def test_every_request_is_accounted_for():
 
 
 class Stock:
-    """A stock engine that always says 5, 6, 7; logits of 5, 6 and 7 are 10, of others 10 - 0.1."""
+    """A stock engine that always says 5, 6, 7; their logits are 10, of 50 7.9, of others 9.9."""
 
     def generate(self, prompts, sampling, use_tqdm):
         several = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
@@ -260,7 +260,7 @@ class Stock:
         if sampling.logprobs is None:
             return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7])])
         logits = {
-            token: SimpleNamespace(logprob=10.0 if token in (5, 6, 7) else 9.9 - (token == 50))
+            token: SimpleNamespace(logprob=10.0 if token in (5, 6, 7) else 9.9 - 2 * (token == 50))
             for token in sampling.allowed_token_ids
         }
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=[logits])])

@@ -153,9 +153,9 @@ class Watch:
 
     def begin(self) -> None:
         """Watch from now on: the engine has warmed up. On a CPU that is from the first step on."""
+        self.begun = True
         if self._counters is None:
             return
-        self.begun = True
         self._counters.restart()
         self.steps = self._ended = 0
         if self.peers is not None:

@@ -16,7 +16,7 @@ SAYS = {
     "nothing rejected": "and the self-test failed: ",
     "elsewhere": "and the self-test failed: rows of other blocks were written",
     "refused": "and the self-test failed: ",
-    "gone": ", and lacks vllm.forward_context.get_forward_context",
+    "gone": ", and lacks vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample",
     "not asked for": "was not checked; supported: ",
     "connector": "and the self-test cannot take steps beside a KV connector",
 }
@@ -74,7 +74,7 @@ def test_stock_goes_on_with_one_sentence(run, name):
     ("name", "says"),
     [
         ("required", "and the self-test failed: "),
-        ("required, gone", ", and lacks vllm.forward_context.get_forward_context"),
+        ("required, gone", ", and lacks vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample"),
         ("required, connector", "and the self-test cannot take steps beside a KV connector"),
     ],
 )

@@ -106,7 +106,7 @@ def gone() -> None:
     """Let a hook point be gone."""
     from kvtxn.integrations.vllm_plugin.policy import releases
 
-    read, name = releases.read_hooks, "vllm.forward_context.get_forward_context"
+    read, name = releases.read_hooks, "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample"
     releases.read_hooks = lambda sources, names: read(sources, [n for n in names if n != name])
 
 
