@@ -48,9 +48,6 @@ class LedgerV2(Part):
     def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
         self._states: audited_states.DeviceStateReader | None = None
-        #: The runner's requests, which a connector's metadata do not name; kept with a connector
-        #: alone.
-        self._requests: dict[str, audited_v2.Told] = {}
         #: The step's batch and what vLLM prepared for it, if the watch was not told of it yet.
         self._prepared: tuple[Any, Any] | None = None
         #: The step's attention metadata, once they are made, if states are watched.
@@ -73,7 +70,7 @@ class LedgerV2(Part):
     def _open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         runner = self._runner
-        self._requests, self._prepared, self._metadata = {}, None, None
+        runner.kvtxn_requests, self._prepared, self._metadata = {}, None, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited_v2.lines(runner) if connectors.connector() is None else None
         watch = open_device_watch(runner, audited_v2.lacking(runner), lines, WatchedConnectorV2)
@@ -173,7 +170,7 @@ class LedgerV2(Part):
     def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
-        audited_v2.note_requests(self._requests, scheduled)
+        audited_v2.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def _step_is_ready(self) -> None:
         """Tell the watch which rows and states the step's forward has."""

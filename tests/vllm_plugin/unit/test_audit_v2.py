@@ -17,7 +17,12 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
-from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks, scheduling
+from kvtxn.integrations.vllm_plugin.internals import (
+    cache_sizes,
+    connectors,
+    ranks,
+    scheduling,
+)
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
@@ -446,3 +451,41 @@ def test_a_scheduler_that_only_ends_requests_is_heard():
         rig.step()
     assert rig.watch.report() == []
     assert rig.watch.counters()["kvtxn_audit_active"] == 1
+
+
+class Connector:
+    """Stands for a connector, whose methods the ledger follows."""
+
+
+class Active:
+    """Stands for the object by which the V2 runner calls its connector."""
+
+    def pre_forward(self, scheduler_output):
+        """Begin the step's transfers."""
+
+
+def test_a_connector_finds_the_requests_of_the_v2_runner(monkeypatch):
+    """This runner keeps no list of its requests; the ledger notes what it is told of them."""
+    connector = Connector()
+    monkeypatch.setattr(connectors, "connector", lambda: connector)
+    rig = Rig()
+    rig.runner.kv_connector = Active()
+    rig.start()
+    one = rig.add("one", prompt(1, 9))
+    loose = SimpleNamespace(store_gpu_blocks=[one.tables[0][1]], load_gpu_blocks=[])
+    tell = rig.runner.update_requests
+
+    def told(scheduler_output):
+        scheduler_output.kv_connector_metadata = loose
+        tell(scheduler_output)
+
+    monkeypatch.setattr(rig.runner, "update_requests", told)
+    for _ in range(3):
+        rig.step()
+    [stored] = connectors.transfers(rig.runner, loose).stores
+    assert (stored.request, stored.begin, stored.blocks) == ("one", 1, loose.store_gpu_blocks)
+    assert not rig.watch.stopped
+    rig.end(one)
+    rig.step()
+    assert connectors.transfers(rig.runner, loose).stores == []
+    assert not rig.watch.stopped
