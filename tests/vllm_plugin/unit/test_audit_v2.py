@@ -11,9 +11,10 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
-from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Rig
+from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 
 with importing_kernels():
+    from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
@@ -25,6 +26,7 @@ from kvtxn.integrations.vllm_plugin.internals import (
 )
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
 
 @pytest.fixture(autouse=True)
@@ -489,3 +491,23 @@ def test_a_connector_finds_the_requests_of_the_v2_runner(monkeypatch):
     rig.step()
     assert connectors.transfers(rig.runner, loose).stores == []
     assert not rig.watch.stopped
+
+
+class Later(Own):
+    """A runner of a release whose methods take more, or less, where the ledger needs nothing."""
+
+    def prepare_inputs(self, scheduler_output, batch_desc):
+        return "inputs"
+
+    def update_pp_decode_requests(self, outputs):
+        self.told = outputs
+
+
+def test_methods_that_the_ledger_does_not_need_take_what_they_like():
+    runner = Later()
+    wanted = settings({"kvtxn": {"audit": "ledger"}}, 1, "cuda")
+    parts.attach(runner, wanted, 0, EngineFacts(device="cuda", runner="v2"), windows=False)
+    assert is_hooked(runner)
+    assert runner.prepare_inputs("scheduled", "desc") == "inputs"
+    runner.update_pp_decode_requests("outputs")
+    assert runner.told == "outputs"
