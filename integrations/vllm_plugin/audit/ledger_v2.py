@@ -138,8 +138,7 @@ class LedgerV2(Part):
         """Look for a NaN in what came out, if bytes are compared."""
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.scrub is not None:
-            given = audited_v2.sampled_outputs(*logits)
-            self._runner.kvtxn_tell(lambda watch: watch.came_out(*given))
+            self._runner.kvtxn_tell(partial(_tell_outputs, *logits))
 
     def outcome_kept(self, ids: Any, counts: Any) -> None:
         """Tell which drafts were accepted.
@@ -212,6 +211,11 @@ class TellingConnector:
         """Begin the step's transfers; then the step is ready."""
         super().pre_forward(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_then()
+
+
+def _tell_outputs(hidden_states: Tensor, batch: Foreign, watch: Watch) -> None:
+    """Tell a watch what a forward computed."""
+    watch.came_out(*audited_v2.sampled_outputs(hidden_states, batch))
 
 
 def _unknown(name: str) -> Any:

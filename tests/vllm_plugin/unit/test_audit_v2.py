@@ -511,3 +511,10 @@ def test_methods_that_the_ledger_does_not_need_take_what_they_like():
     assert runner.prepare_inputs("scheduled", "desc") == "inputs"
     runner.update_pp_decode_requests("outputs")
     assert runner.told == "outputs"
+
+
+def test_outputs_that_cannot_be_read_end_the_audit_alone():
+    rig = started()
+    rig.watch.scrub = object()
+    assert rig.runner.sample(None, None, None) == "sampled"
+    assert rig.watch.stopped
