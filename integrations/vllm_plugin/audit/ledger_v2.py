@@ -129,7 +129,11 @@ class LedgerV2(Part):
         self._in_forward = False
 
     def failed(self, error: BaseException) -> None:
-        """Take a forward that raised back: nobody knows which of its rows are there."""
+        """Take a forward that raised back: nobody knows which of its rows are there.
+
+        If the watch was not told of it yet, it never is: what comes next may be a dummy run.
+        """
+        self._prepared = None
         if self._in_forward:
             self._in_forward = False
             self._runner.kvtxn_tell(take_back)

@@ -518,3 +518,21 @@ def test_outputs_that_cannot_be_read_end_the_audit_alone():
     rig.watch.scrub = object()
     assert rig.runner.sample(None, None, None) == "sampled"
     assert rig.watch.stopped
+
+
+def test_a_forward_that_failed_before_it_was_told_is_never_told(monkeypatch):
+    """Else a dummy run, for which vLLM makes metadata as well, would be taken for it."""
+    rig = started()
+    monkeypatch.setattr(rig.ledger, "_waits", True)  # as where states or a connector are watched
+    rig.add("one", prompt(1, 9))
+
+    def forward():
+        rig.runner.prepare_attn(rig._batch(LENGTH))
+        raise ValueError("before the metadata are made")
+
+    rig.runner.forward = forward
+    with pytest.raises(ValueError, match="metadata"):
+        rig.runner.execute_model(None)
+    rig.ledger._step_is_ready()
+    assert rig.watch.steps == 0
+    assert not rig.watch.stopped
