@@ -154,8 +154,8 @@ class Parts(Part):
     Windows come before the ledger, which hears of an outcome once it is committed. Caches are let
     go of in reverse, and so are the parts at the end.
 
-    If a part raises, the parts behind it do not hear the event. Only ``failed``, ``step_failed``
-    and ``released`` reach all of them, whichever part raises.
+    If a part raises, the parts behind it do not hear the event. Only ``failed``, ``step_failed``,
+    ``outcomes_arrived`` and ``released`` reach all of them, whichever part raises.
 
     Args:
         parts: the parts, the first one first.

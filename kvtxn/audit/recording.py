@@ -171,7 +171,6 @@ class RecordingLedger(Ledger):
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
         *,
         besides: int = 0,
-        later: bool = False,
     ) -> None:
         """Do what ``Ledger.resolve`` says, and record it; what was kept is looked at now."""
         step = self._state.step

@@ -208,8 +208,9 @@ class DeviceSteps:
 
     def begin(self, scheduled: Any) -> None:
         """Note the columns of states before vLLM moves them."""
-        if self._copies is not None:
-            self._copies.begin(scheduled)
+        copies = self._copies
+        if copies is not None:
+            self._runner.kvtxn_tell(lambda watch: copies.begin(scheduled))
 
     def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""

@@ -48,9 +48,6 @@ class LedgerV2(Part):
     def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
         self._states: audited_states.DeviceStateReader | None = None
-        #: The runner's requests, which a connector's metadata do not name; kept with a connector
-        #: alone.
-        self._requests: dict[str, audited_v2.Told] = {}
         #: The step's batch and what vLLM prepared for it, if the watch was not told of it yet.
         self._prepared: tuple[Any, Any] | None = None
         #: The step's attention metadata, once they are made, if states are watched.
@@ -73,7 +70,7 @@ class LedgerV2(Part):
     def _open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         runner = self._runner
-        self._requests, self._prepared, self._metadata = {}, None, None
+        runner.kvtxn_requests, self._prepared, self._metadata = {}, None, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited_v2.lines(runner) if connectors.connector() is None else None
         watch = open_device_watch(runner, audited_v2.lacking(runner), lines, WatchedConnectorV2)
@@ -132,7 +129,11 @@ class LedgerV2(Part):
         self._in_forward = False
 
     def failed(self, error: BaseException) -> None:
-        """Take a forward that raised back: nobody knows which of its rows are there."""
+        """Take a forward that raised back: nobody knows which of its rows are there.
+
+        If the watch was not told of it yet, it never is: what comes next may be a dummy run.
+        """
+        self._prepared = None
         if self._in_forward:
             self._in_forward = False
             self._runner.kvtxn_tell(take_back)
@@ -141,8 +142,7 @@ class LedgerV2(Part):
         """Look for a NaN in what came out, if bytes are compared."""
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.scrub is not None:
-            given = audited_v2.sampled_outputs(*logits)
-            self._runner.kvtxn_tell(lambda watch: watch.came_out(*given))
+            self._runner.kvtxn_tell(partial(_tell_outputs, *logits))
 
     def outcome_kept(self, ids: Any, counts: Any) -> None:
         """Tell which drafts were accepted.
@@ -173,7 +173,7 @@ class LedgerV2(Part):
     def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
-        audited_v2.note_requests(self._requests, scheduled)
+        audited_v2.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def _step_is_ready(self) -> None:
         """Tell the watch which rows and states the step's forward has."""
@@ -215,6 +215,11 @@ class TellingConnector:
         """Begin the step's transfers; then the step is ready."""
         super().pre_forward(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_then()
+
+
+def _tell_outputs(hidden_states: Tensor, batch: Foreign, watch: Watch) -> None:
+    """Tell a watch what a forward computed."""
+    watch.came_out(*audited_v2.sampled_outputs(hidden_states, batch))
 
 
 def _unknown(name: str) -> Any:

@@ -131,7 +131,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor",
         "vllm.config.compilation.CUDAGraphMode",
         # When pipeline stages hear what was accepted; ``serving.pipeline_steps`` builds on it.
-        *_of("vllm.v1.worker.gpu.pp_utils.PPHandler", ("get_prev_sampled_outputs", "receive")),
+        f"{_V2}._remove_request",
+        *_of(
+            "vllm.v1.worker.gpu.pp_utils.PPHandler",
+            ("__init__", "on_req_idx_freed", "get_prev_sampled_outputs", "receive"),
+        ),
         "vllm.v1.worker.gpu.pp_utils.PendingRecv",
         "vllm.v1.worker.gpu.block_table.BlockTables.__init__",
         "vllm.v1.worker.gpu.block_table.BlockTables.compute_slot_mappings",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from ....config import TxnConfig
@@ -24,6 +24,9 @@ from ..internals.class_swaps import check_methods, restore_class, swap_class
 from ..internals.protocols.runners import Runner, RunnerV1, RunnerV2
 from ..policy.asked import RequiredError
 from ..policy.settings import PluginSettings
+
+if TYPE_CHECKING:
+    from ..internals.audited_v2 import Told
 
 log = get_logger()
 
@@ -93,7 +96,14 @@ class HookedRunnerV1(HookedRunner, RunnerV1, Protocol):
 
 
 class HookedRunnerV2(HookedRunner, RunnerV2, Protocol):
-    """A hooked runner of vLLM's V2 kind."""
+    """A hooked runner of vLLM's V2 kind.
+
+    Attributes:
+        kvtxn_requests: the runner's requests, which a connector's metadata do not name, as
+            ``internals.connectors`` reads them; kept by the ledger, with a connector alone.
+    """
+
+    kvtxn_requests: dict[str, Told]
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:

@@ -76,9 +76,9 @@ class AdapterV1:
         self.kvtxn_parts.requests_changed(scheduler_output)
         return result
 
-    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+    def _may_reorder_batch(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
         """Let the parts change the order of the batch."""
-        super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
+        super()._may_reorder_batch(scheduler_output, *others, **named)  # type: ignore[misc]
         self.kvtxn_parts.batch_ordered(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

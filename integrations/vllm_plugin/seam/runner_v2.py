@@ -76,31 +76,28 @@ class AdapterV2:
         self.kvtxn_parts.forward_ended()
         return output
 
-    def update_requests(self, scheduler_output: Any) -> None:
+    def update_requests(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
         """Tell that a step begins, and which requests and blocks it changes."""
         self.kvtxn_parts.step_begins(scheduler_output)
-        super().update_requests(scheduler_output)  # type: ignore[misc]
+        super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
         self.kvtxn_parts.requests_changed(scheduler_output)
 
-    def update_pp_decode_requests(self) -> None:
+    def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
         """Tell when an earlier pipeline stage learns the outcome of a step.
 
         vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
         """
         self.kvtxn_parts.outcomes_arrive()
         try:
-            super().update_pp_decode_requests()  # type: ignore[misc]
+            super().update_pp_decode_requests(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.kvtxn_parts.outcomes_arrived()
 
-    def prepare_inputs(
-        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
-    ) -> Any:
-        """Tell how the forward will run."""
-        self.kvtxn_parts.graph_chosen(batch_desc)
-        return super().prepare_inputs(  # type: ignore[misc]
-            scheduler_output, batch_req_state, batch_desc, *others
-        )
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Tell how the forward will run: the third argument says it, where windows need to know."""
+        chosen = args[2] if len(args) > 2 else kwargs.get("batch_desc")
+        self.kvtxn_parts.graph_chosen(chosen)
+        return super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Tell which rows the step has; their slots are in place."""

@@ -11,15 +11,22 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
-from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Rig
+from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 
 with importing_kernels():
+    from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
-from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks, scheduling
+from kvtxn.integrations.vllm_plugin.internals import (
+    cache_sizes,
+    connectors,
+    ranks,
+    scheduling,
+)
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
 
 @pytest.fixture(autouse=True)
@@ -446,3 +453,86 @@ def test_a_scheduler_that_only_ends_requests_is_heard():
         rig.step()
     assert rig.watch.report() == []
     assert rig.watch.counters()["kvtxn_audit_active"] == 1
+
+
+class Connector:
+    """Stands for a connector, whose methods the ledger follows."""
+
+
+class Active:
+    """Stands for the object by which the V2 runner calls its connector."""
+
+    def pre_forward(self, scheduler_output):
+        """Begin the step's transfers."""
+
+
+def test_a_connector_finds_the_requests_of_the_v2_runner(monkeypatch):
+    """This runner keeps no list of its requests; the ledger notes what it is told of them."""
+    connector = Connector()
+    monkeypatch.setattr(connectors, "connector", lambda: connector)
+    rig = Rig()
+    rig.runner.kv_connector = Active()
+    rig.start()
+    one = rig.add("one", prompt(1, 9))
+    loose = SimpleNamespace(store_gpu_blocks=[one.tables[0][1]], load_gpu_blocks=[])
+    tell = rig.runner.update_requests
+
+    def told(scheduler_output):
+        scheduler_output.kv_connector_metadata = loose
+        tell(scheduler_output)
+
+    monkeypatch.setattr(rig.runner, "update_requests", told)
+    for _ in range(3):
+        rig.step()
+    [stored] = connectors.transfers(rig.runner, loose).stores
+    assert (stored.request, stored.begin, stored.blocks) == ("one", 1, loose.store_gpu_blocks)
+    assert not rig.watch.stopped
+    rig.end(one)
+    rig.step()
+    assert connectors.transfers(rig.runner, loose).stores == []
+    assert not rig.watch.stopped
+
+
+class Later(Own):
+    """A runner of a release whose methods take more, or less, where the ledger needs nothing."""
+
+    def prepare_inputs(self, scheduler_output, batch_desc):
+        return "inputs"
+
+    def update_pp_decode_requests(self, outputs):
+        self.told = outputs
+
+
+def test_methods_that_the_ledger_does_not_need_take_what_they_like():
+    runner = Later()
+    wanted = settings({"kvtxn": {"audit": "ledger"}}, 1, "cuda")
+    parts.attach(runner, wanted, 0, EngineFacts(device="cuda", runner="v2"), windows=False)
+    assert is_hooked(runner)
+    assert runner.prepare_inputs("scheduled", "desc") == "inputs"
+    runner.update_pp_decode_requests("outputs")
+    assert runner.told == "outputs"
+
+
+def test_outputs_that_cannot_be_read_end_the_audit_alone():
+    rig = started()
+    rig.watch.scrub = object()
+    assert rig.runner.sample(None, None, None) == "sampled"
+    assert rig.watch.stopped
+
+
+def test_a_forward_that_failed_before_it_was_told_is_never_told(monkeypatch):
+    """Else a dummy run, for which vLLM makes metadata as well, would be taken for it."""
+    rig = started()
+    monkeypatch.setattr(rig.ledger, "_waits", True)  # as where states or a connector are watched
+    rig.add("one", prompt(1, 9))
+
+    def forward():
+        rig.runner.prepare_attn(rig._batch(LENGTH))
+        raise ValueError("before the metadata are made")
+
+    rig.runner.forward = forward
+    with pytest.raises(ValueError, match="metadata"):
+        rig.runner.execute_model(None)
+    rig.ledger._step_is_ready()
+    assert rig.watch.steps == 0
+    assert not rig.watch.stopped

@@ -98,7 +98,7 @@ def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
     Args:
         asked: the policy that the user asks for.
         facts: the expected facts of the engine.
-        gone: what ``unchecked.hook_gone`` says of it.
+        gone: what ``moved.hook_gone`` says of it.
     """
     found = decide(asked, facts)
     if found.policy == "off":
@@ -158,7 +158,7 @@ def _asked(
         wanted: the settings; None without any.
         facts: the expected facts of the engine.
         config: its ``VllmConfig``.
-        gone: what ``unchecked.hook_gone`` says of it.
+        gone: what ``moved.hook_gone`` says of it.
     """
     if wanted is None:
         return ['nothing: without "kvtxn" in additional_config the engine runs stock']
