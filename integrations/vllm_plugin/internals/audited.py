@@ -15,7 +15,7 @@ from .adapters import Adapters, hash_of
 from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
 from .protocols.runners import BlockTable, Runner, RunnerV1
 
-#: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
+#: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
     "_update_states": ("scheduler_output",),

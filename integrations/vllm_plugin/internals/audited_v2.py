@@ -19,7 +19,7 @@ from .gpu_step_reader import GpuStepReader
 from .protocols.engine import NewRequest, SchedulerOutput
 from .protocols.runners import InputBatchV2, Runner, RunnerV2
 
-#: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
+#: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
     "initialize_kv_cache": batches.V2_METHODS["initialize_kv_cache"],
     "update_requests": ("scheduler_output",),

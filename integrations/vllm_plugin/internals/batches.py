@@ -23,7 +23,7 @@ from .protocols.runners import (
     StageHandler,
 )
 
-#: Methods that the runners' mixins override, with the parameters they must have; "?" marks one that
+#: Methods that windows need overridden, with the parameters they must have; "?" marks one that
 #: not every release has. Of the V1 runner on a CPU:
 V1_METHODS: Final = {
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),

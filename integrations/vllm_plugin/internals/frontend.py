@@ -33,7 +33,7 @@ def hook_engines(
     """
 
     def hook(owner: Any) -> Callable[[], None]:
-        original = vars(owner)["__init__"]
+        original = owner.__init__
         if hasattr(original, "kvtxn_hook"):
             raise KVTxnError(
                 "hook_engines", "vLLM's engines are hooked already", hint="unhook first"

@@ -158,9 +158,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_FLASH}.FlashAttentionImpl", ("__init__", *layers.ATTENTION_METHODS)),
         *_of(f"{_FLASH}.FlashAttentionBackend", ("get_impl_cls", "get_builder_cls")),
         f"{_FLASH}.FlashAttentionMetadata",
+        f"{_TRITON}.TritonAttentionMetadataBuilder.build",
         *_of(f"{_TRITON}.TritonAttentionImpl", layers.ATTENTION_METHODS),
         f"{_TRITON}.TritonAttentionMetadata",
         f"{_OPS}.triton_unified_attention.unified_attention",
+        f"{_LATENT}.MLACommonMetadataBuilder.build",
         f"{_LATENT}.MLACommonDecodeMetadata",
         f"{_LATENT}.MLAAttention.update_kv_cache",
         "vllm.v1.attention.backend.MLAAttentionImpl.do_kv_cache_update",
@@ -182,6 +184,14 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         ),
         "vllm.v1.worker.kv_connector_model_runner_mixin."
         "KVConnectorModelRunnerMixin._get_kv_connector_output",
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.offloading.worker.OffloadingConnectorWorker",
+            ("handle_preemptions", "start_kv_transfers", "prepare_store_kv"),
+        ),
+        *_of(
+            "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker",
+            ("start_load_kv", "wait_for_save"),
+        ),
         f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
     ),
     "states": (
@@ -229,5 +239,5 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 def places_of(device: str) -> tuple[str, ...]:
     """Return the places that concern a device; both devices' for a device that is neither."""
-    own = {"cpu": ("cpu", "states"), "cuda": ("gpu", "states on gpu")}.get(device, PLACES[1:])
+    own = {"cpu": ("cpu", "states"), "cuda": PLACES[2:]}.get(device, PLACES[1:])
     return ("all", *own)

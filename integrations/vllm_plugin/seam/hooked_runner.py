@@ -144,16 +144,16 @@ def hook_runner(
     settings: PluginSettings,
     rank: int,
     methods: Mapping[str, Sequence[str]],
-    *mixins: type,
+    *adapters: type,
 ) -> None:
-    """Put mixins before a runner's own class, unless it is hooked or its methods differ.
+    """Put adapters before a runner's own class, unless it is hooked or its methods differ.
 
     Args:
         runner: a model runner of vLLM's.
         settings: the user's settings.
         rank: the worker's.
         methods: the methods that its class must have, see ``check_methods``.
-        *mixins: see ``swap_class``.
+        *adapters: see ``swap_class``.
 
     Raises:
         RequiredError: its methods differ, and the user wants no engine without kvtxn.
@@ -165,7 +165,7 @@ def hook_runner(
         why = f"this model runner is unknown: {wrong}"
         stay_out(why, rank, required=settings.required)
         return
-    swap_class(runner, *mixins)
+    swap_class(runner, *adapters)
     runner.kvtxn = runner.kvtxn_audit = runner.kvtxn_states = runner.kvtxn_announce = None
     runner.kvtxn_one_state = runner.kvtxn_on_trial = False
     runner.kvtxn_settings = settings
@@ -181,13 +181,19 @@ def unhook_runner(runner: Foreign) -> None:
     """Give a hooked runner its own class back, and undo every hook around the runner.
 
     A window that is open is aborted. Only what ``keep_for_graphs`` keeps stays. Does nothing to a
-    runner that is not hooked.
+    runner that is not hooked. Every hook is undone even if the abort raises.
     """
     if not is_hooked(runner):
         return
-    runner.kvtxn_parts.released()
-    runner.kvtxn_undo.close()
-    runner.kvtxn_unhook.close()
+    with ExitStack() as ends:  # the last one first, whatever raises
+        ends.callback(_forget, runner)
+        ends.push(runner.kvtxn_unhook)
+        ends.push(runner.kvtxn_undo)
+        runner.kvtxn_parts.released()
+
+
+def _forget(runner: Foreign) -> None:
+    """Give a runner its own class back, and take away what kvtxn kept on it."""
     restore_class(runner)
     for name in [
         name for name in vars(runner) if name.startswith("kvtxn") and name != "kvtxn_kept"
@@ -198,5 +204,6 @@ def unhook_runner(runner: Foreign) -> None:
 
 def unhook_runners() -> None:
     """Unhook every runner of this process."""
-    for runner in list(_hooked):
-        unhook_runner(runner)
+    with ExitStack() as ends:
+        for runner in list(_hooked):
+            ends.callback(unhook_runner, runner)

@@ -112,7 +112,7 @@ def test_the_hooks_of_each_kind_are_seen():
 
 def test_places_are_those_of_a_device():
     assert places_of("cpu") == ("all", "cpu", "states")
-    assert places_of("cuda") == ("all", "gpu", "states on gpu")
+    assert places_of("cuda") == ("all", "gpu", "states", "states on gpu")
     assert set(places_of("xpu")) == set(PLACES)
     assert len(NAMES) == len(set(NAMES))
 
