@@ -6,8 +6,10 @@ of them knows another one.
 
 A step goes ``step_begins``, ``requests_changed``, ``planned``, ``forward_begins``,
 ``forward_ended``, ``sampling_begins``, ``sampled``, ``step_ended``. A step without a forward, such
-as one in which requests only end, leaves out what comes after ``requests_changed``. An adapter
-tells the other events of a step where its engine has them.
+as one in which requests only end, leaves out what comes after ``requests_changed``, but for
+``forward_ended`` where an engine has one call for both. ``forward_begins`` is not told where the
+forward may be a replayed graph, which no call of the engine's begins. An adapter tells the other
+events of a step where its engine has them.
 """
 
 from __future__ import annotations

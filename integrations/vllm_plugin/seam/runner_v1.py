@@ -66,7 +66,10 @@ class AdapterV1:
         """Run a step up to its sampling; a step of an engine that samples nothing ends here."""
         ends = not self.kvtxn_samples
         run = super().execute_model  # type: ignore[misc]
-        return self.kvtxn_parts.run_call(run, ends, *args, **kwargs)
+        try:
+            return self.kvtxn_parts.run_call(run, ends, *args, **kwargs)
+        finally:
+            self.kvtxn_prepared = None  # an error came before the forward: the next is another's
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Tell that a step begins, and which requests and blocks it changes."""

@@ -15,7 +15,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
     from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
 
-from kvtxn.integrations.serving.parts import Parts
+from kvtxn.integrations.serving.parts import Part, Parts
 
 
 class Batch:
@@ -149,3 +149,38 @@ def test_without_steps_it_is_vllms():
     runner._may_reorder_batch(None)
     runner._prepare_inputs(None, numpy.array([3, 1]))
     assert runner._sample(None, None).sampled_token_ids.shape == (2, 3)
+
+
+class Stepping:
+    """Stands for vLLM's runner, whose step fails between its inputs and its forward."""
+
+    def execute_model(self, scheduled):
+        self._prepare_inputs(scheduled, None)
+        raise RuntimeError("planted")
+
+    def _prepare_inputs(self, scheduled, counts):
+        return scheduled
+
+    def _model_forward(self, **inputs):
+        return "output"
+
+
+class Hears(Part):
+    """Notes the forwards that it is told of."""
+
+    def __init__(self) -> None:
+        self.forwards: list[object] = []
+
+    def forward_begins(self, prepared, inputs):
+        self.forwards.append(prepared)
+
+
+def test_a_step_that_fails_before_its_forward_is_told_with_no_other_one():
+    """The next forward may be a warm-up's, or that of a rank that has nothing to do."""
+    runner, part = Stepping(), Hears()
+    swap_class(runner, AdapterV1)
+    runner.kvtxn_parts = Parts([part])
+    with pytest.raises(RuntimeError, match="planted"):
+        runner.execute_model("inputs")
+    assert runner._model_forward() == "output"
+    assert part.forwards == [None]
