@@ -8,8 +8,8 @@ from typing import Final
 from ....audit import Ledger, RowGroup, Scrub
 from ....audit.books import Sizes
 from ....log import get_logger
-from ..internals import Foreign, audited, cache_sizes, workers
-from ..internals.cache_sizes import CachePlan
+from ..internals import Foreign, audited, kv_cache, workers
+from ..internals.kv_cache import CachePlan
 from ..internals.protocols.runners import Runner
 from ..policy.settings import PluginSettings
 
@@ -52,7 +52,7 @@ def rest(runner: Runner, settings: PluginSettings, available: int) -> int:
         available: bytes that are free for the KV cache.
     """
     try:
-        plan = None if cache_sizes.is_given(runner) else cache_sizes.planned(runner)
+        plan = None if kv_cache.is_given(runner) else kv_cache.planned(runner)
         if plan is None:
             return available
         room, scrubs = audited.room(runner), settings.audit == "bytes"

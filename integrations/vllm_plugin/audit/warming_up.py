@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 
 from ....audit import Ledger, Scrub, Step
-from .filled_blocks import FilledBlocks
-from .published_blocks import PublishedBlocks
+from .published_blocks import FilledBlocks, PublishedBlocks
 
 
 def launch_all(

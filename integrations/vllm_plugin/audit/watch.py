@@ -22,15 +22,12 @@ from ....log import get_logger
 from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
-from .filled_blocks import FilledBlocks
 from .found_violations import AuditError, FoundViolations
 from .late_counters import COPY_SOON, LateCounters
-from .left_out import leave_out
-from .line_buffer import LineBuffer
-from .new_in_step import admissions, fresh_blocks
-from .published_blocks import PublishedBlocks
+from .published_blocks import FilledBlocks, PublishedBlocks
 from .rank_agreement import RankAgreement, RankReport
 from .step_forms import StepForms
+from .step_requests import LineBuffer, admissions, fresh_blocks, leave_out
 from .transfers import TransferWatch
 from .warming_up import launch_all
 

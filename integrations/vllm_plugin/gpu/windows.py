@@ -27,7 +27,6 @@ from ..internals import (
     Foreign,
     backends,
     batches,
-    cache_sizes,
     connectors,
     flash,
     kv_cache,
@@ -456,7 +455,7 @@ def reserve_graphs(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        return available if cache_sizes.is_given(runner) else max(available - MOST_BYTES, 0)
+        return available if kv_cache.is_given(runner) else max(available - MOST_BYTES, 0)
 
     runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 

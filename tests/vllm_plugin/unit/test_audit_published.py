@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.audit.filled_blocks import FilledBlocks
-from kvtxn.integrations.vllm_plugin.audit.published_blocks import PublishedBlocks, not_left
+from kvtxn.integrations.vllm_plugin.audit.published_blocks import (
+    FilledBlocks,
+    PublishedBlocks,
+    not_left,
+)
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Ledger, RowGroup, Step

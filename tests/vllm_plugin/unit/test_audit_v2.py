@@ -19,8 +19,8 @@ with importing_kernels():
 
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
-    cache_sizes,
     connectors,
+    kv_cache,
     ranks,
     scheduling,
 )
@@ -340,9 +340,9 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     groups = rig.config.kv_cache_groups
     specs = {f"{name}.{n}": g.kv_cache_spec for g in groups for name in g.layer_names for n in "ab"}
     rig.runner.get_kv_cache_spec = lambda: specs
-    plan = cache_sizes.planned(rig.runner)
+    plan = kv_cache.planned(rig.runner)
     page = 2 * SIZE * 8 * 4
-    assert plan == cache_sizes.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
+    assert plan == kv_cache.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
     kept = memory.rest(rig.runner, wanted, free)
