@@ -47,7 +47,7 @@ class LaunchCache(Generic[Launch]):
         Args:
             key: names the launch.
             launch: is kept whatever its size.
-            tensors: those that may live as long as the launch alone; their bytes count as well.
+            tensors: kept until the launch is dropped; their bytes count as well.
         """
         nbytes = LAUNCH_BYTES + sum(tensor.nbytes for tensor in tensors)
         while self._kept and self.nbytes + nbytes > self.most_bytes:

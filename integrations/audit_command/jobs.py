@@ -38,7 +38,7 @@ STOP: Final = "stop"
 
 @attrs.frozen
 class Played:
-    """How far a job is: the workload that is played, and the requests that are done."""
+    """Progress of a job: the workload that is played, and the requests that are done."""
 
     workload: str
     done: int

@@ -32,7 +32,7 @@ from .watch import Watch
 
 
 class StepsV1(Protocol):
-    """The steps of a V1 runner as a watch is told of them."""
+    """Reads the steps of a V1 runner, on a CPU or a GPU, and tells a watch of them."""
 
     def open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""

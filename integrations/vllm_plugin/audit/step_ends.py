@@ -1,4 +1,4 @@
-"""What becomes of a step, told to the watch of a hooked runner."""
+"""Ends of steps: tells the watch of a hooked runner that a step ended, or failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of a step as the ledger is told of them: their blocks, their lines, their tokens."""
+"""Requests of a step, described for the ledger: their blocks, their lines, their tokens."""
 
 from __future__ import annotations
 

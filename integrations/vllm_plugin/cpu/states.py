@@ -33,6 +33,7 @@ from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
+from ..seam.window_steps import refuse_without_windows
 from . import cache_layout, lent_rows
 from .windows import row_slots
 
@@ -222,13 +223,7 @@ class States(Part):
         Raises:
             KVTxnError: kvtxn stays out, though the caches have one state per request.
         """
-        if self._runner.kvtxn_one_state and self._runner.kvtxn is None:
-            raise KVTxnError(
-                "initialize_kv_cache",
-                "the caches have one state per request, but kvtxn has no windows over them; the "
-                "log has the reason, event kvtxn.inactive",
-                hint="leave the setting 'recurrent' out to run this engine without kvtxn",
-            )
+        refuse_without_windows(self._runner)
 
     def planned(self, batch: Any, prepared: Any) -> None:
         """Remember the drafts of each request."""

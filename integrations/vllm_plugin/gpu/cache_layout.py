@@ -1,6 +1,6 @@
 """The KV cache on a GPU: its rows as the library addresses them, and spare blocks behind it.
 
-Draft rows wait in spare blocks, behind those that vLLM's scheduler hands out.
+Draft rows wait in spare blocks. They follow the blocks that vLLM's scheduler hands out.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from ..policy.rules import decide
 from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
+from ..seam.window_steps import refuse_without_windows
 
 log = get_logger()
 
@@ -142,19 +143,13 @@ class StateCaches(Part):
         Raises:
             KVTxnError: kvtxn stays out, though the caches have one state per request.
         """
-        if self._runner.kvtxn_one_state and self._runner.kvtxn is None:
-            raise KVTxnError(
-                "initialize_kv_cache",
-                "the caches have one state per request, but kvtxn has no windows over them; the "
-                "log has the reason, event kvtxn.inactive",
-                hint="leave the setting 'recurrent' out to run this engine without kvtxn",
-            )
+        refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> dict[str, object]:
         """Let commits write the states; returns fields for the log.
 
         Raises:
-            KVTxnError: the model's recurrent layers are not those that kvtxn knows.
+            KVTxnError: the model has recurrent layers of a kind that kvtxn does not know.
         """
         if not self.are_written_by_commits():
             wrong = self.unknown()

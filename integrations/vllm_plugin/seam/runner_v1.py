@@ -99,7 +99,7 @@ class AdapterV1:
         return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Tell what the attention is told of the batch; before a capture, of a batch of padding."""
+        """Tell the parts the attention metadata; before a capture these describe padding alone."""
         made = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_parts.attention_described(made)
         return made

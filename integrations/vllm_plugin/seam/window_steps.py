@@ -108,3 +108,18 @@ def open_steps(
     else:
         announce()
     return steps
+
+
+def refuse_without_windows(runner: HookedRunner) -> None:
+    """Refuse caches with one state per request that no window commits.
+
+    Raises:
+        KVTxnError: kvtxn stays out, though the caches have one state per request.
+    """
+    if runner.kvtxn_one_state and runner.kvtxn is None:
+        raise KVTxnError(
+            "initialize_kv_cache",
+            "the caches have one state per request, but kvtxn has no windows over them; the "
+            "log has the reason, event kvtxn.inactive",
+            hint="leave the setting 'recurrent' out to run this engine without kvtxn",
+        )

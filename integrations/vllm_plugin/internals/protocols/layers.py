@@ -36,10 +36,6 @@ class Backend(Protocol):
         """Return vLLM's name of the backend."""
 
 
-class AttentionImpl(Protocol):
-    """``vllm.v1.attention.backend.AttentionImplBase``: a layer's attention."""
-
-
 class AttentionLayer(Protocol):
     """``vllm.model_executor.layers.attention.attention.Attention``; ``MLAAttention`` likewise."""
 
