@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
@@ -112,6 +113,7 @@ class EnginePool:
             quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}
             with mock.patch.dict(os.environ, self._environment | quiet):
                 forkserver.ensure_running()
+        forget_segments()
         self._running: dict[str, int] = {}
         self._stopped = False
         self._turns = Turns(count)
@@ -182,6 +184,7 @@ class EnginePool:
         _end(process.pid)
         process.join()
         del self._running[name]
+        forget_segments()
         if hung:
             raise EngineFailed(self._message(name, f"no report within {self._seconds:g} s"))
         path = folder / "report.json"
@@ -209,6 +212,27 @@ def _end(process: int) -> None:
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(process, signal.SIGKILL)
+
+
+def forget_segments(folder: Path = Path("/dev/shm"), age: float = 5.0) -> None:
+    """Remove the shared memory of vLLM's CPU ranks that no process has mapped any more.
+
+    A rank that is killed leaves its 4 MiB, and where the segment is named after a port, the next
+    engine that is given this port cannot start ("create shm in SHMManager failed. errno: 17").
+
+    Args:
+        folder: where segments are files.
+        age: seconds; a younger segment may be one that its rank is about to map.
+    """
+    left = {path.name: path for path in folder.glob("*-cpushm_*")}
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with suppress(OSError):  # of a process that has ended, or of somebody else
+            mapped = maps.read_text(errors="replace")
+            left = {name: path for name, path in left.items() if name not in mapped}
+    for path in left.values():
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > age:
+                path.unlink()
 
 
 def _engine(work: str, job: Any, folder: Path, environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import subprocess
@@ -10,7 +11,7 @@ import threading
 import time
 
 import pytest
-from engine_pool import LINES, WIDTH, EngineFailed, EnginePool, Turns
+from engine_pool import LINES, WIDTH, EngineFailed, EnginePool, Turns, forget_segments
 
 
 def behave(job, folder):
@@ -148,3 +149,17 @@ def test_a_pool_that_is_stopped_leaves_nothing(tmp_path):
     pool.stop()
     assert not (tmp_path / "two").exists()
     assert not pool.finished("one")
+
+
+def test_shared_memory_that_nobody_has_mapped_goes(tmp_path):
+    """What a killed rank left; what a rank has mapped, or may be about to map, stays."""
+    paths = {name: tmp_path / f"{name}-tp:0-[0-1]-cpushm_0" for name in ("30001", "30002", "30003")}
+    for path in paths.values():
+        path.write_bytes(bytes(mmap.PAGESIZE))
+    for name in ("30001", "30002"):
+        os.utime(paths[name], (0, 0))
+    other = tmp_path / "psm_0"
+    other.touch()
+    with paths["30002"].open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
+        forget_segments(tmp_path)
+    assert set(tmp_path.iterdir()) == {paths["30002"], paths["30003"], other}
