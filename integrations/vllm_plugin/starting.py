@@ -121,7 +121,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             it; it stops vLLM's start.
     """
     from . import parts
-    from .audit import memory
+    from .audit import runner_watch
     from .internals import config as engine_config
     from .internals import workers
     from .policy.doctor.fitting import bounded, check_fit
@@ -148,7 +148,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             return
         parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
         if facts.device != "cpu":
-            memory.reserve(wrapper, wanted)
+            runner_watch.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
@@ -209,11 +209,11 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .audit import memory
+    from .audit import runner_watch
     from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    memory.reserve(wrapper, wanted)
+    runner_watch.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
 

@@ -26,8 +26,15 @@ from ..internals import (
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..seam.hooked_runner import HookedRunnerV1
-from .opening import join_stages, new_state_reader, open_device_watch, open_watch
-from .step_ends import end_step, fail_step, leave, take_back
+from .runner_watch import (
+    end_step,
+    fail_step,
+    join_stages,
+    leave,
+    new_state_reader,
+    open_device_watch,
+    open_watch,
+)
 from .watch import Watch
 
 
@@ -99,7 +106,7 @@ class LedgerV1(Part):
         """Take a forward that raised back: nobody knows which of its rows are there."""
         if self._in_forward:
             self._in_forward = False
-            self._runner.kvtxn_tell(take_back)
+            self._runner.kvtxn_tell(Watch.take_back)
 
     def sampling_begins(self, logits: Any) -> None:
         """Look for a NaN in what came out, if bytes are compared."""

@@ -25,8 +25,14 @@ from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..internals.class_swaps import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
-from .opening import join_stages, new_state_reader, open_device_watch
-from .step_ends import end_step, fail_step, leave, take_back
+from .runner_watch import (
+    end_step,
+    fail_step,
+    join_stages,
+    leave,
+    new_state_reader,
+    open_device_watch,
+)
 from .transfers import TransferWatch, WatchedConnectorV2
 from .watch import Watch
 
@@ -136,7 +142,7 @@ class LedgerV2(Part):
         self._prepared = None
         if self._in_forward:
             self._in_forward = False
-            self._runner.kvtxn_tell(take_back)
+            self._runner.kvtxn_tell(Watch.take_back)
 
     def sampling_begins(self, logits: Any) -> None:
         """Look for a NaN in what came out, if bytes are compared."""

@@ -11,7 +11,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.audit.report import audit_report
+from kvtxn.integrations.vllm_plugin.audit.violations import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
 from kvtxn.integrations.vllm_plugin.metrics import snapshots as vllm_front
