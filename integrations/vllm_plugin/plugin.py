@@ -21,12 +21,7 @@ from typing import Any
 from ...errors import shown
 from .internals import Foreign, frontend, scheduling, workers
 from .internals.workers import RECORDING, REPORT, SNAPSHOT
-from .policy.asked import (
-    STOPS_THE_START,
-    RequiredError,
-    is_asked,
-    wants,
-)
+from .policy import STOPS_THE_START, RequiredError, is_asked, wants
 
 __all__ = ["register", "unregister"]
 

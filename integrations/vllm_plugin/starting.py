@@ -18,12 +18,10 @@ from ...log import get_logger
 from . import self_test
 from .internals import Foreign
 from .metrics.snapshots import unhook_clients
-from .policy import supported
-from .policy.asked import STOPS_THE_START, wants
-from .policy.doctor.moved import hook_gone
+from .policy import STOPS_THE_START, supported, wants
+from .policy.doctor import hook_gone
 from .policy.engine import EngineFacts
-from .policy.release_rules import on_trial
-from .policy.rules import decide
+from .policy.rules import decide, on_trial
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
     is_hooked,
@@ -93,7 +91,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
             it out; it stops the start, in the user's own process.
     """
     from .internals import config as engine_config
-    from .policy.doctor.fitting import check_fit
+    from .policy.doctor import check_fit
 
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
@@ -124,7 +122,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
     from .audit import runner_watch
     from .internals import config as engine_config
     from .internals import workers
-    from .policy.doctor.fitting import bounded, check_fit
+    from .policy.doctor import bounded, check_fit
 
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())

@@ -30,9 +30,9 @@ from ..internals import (
 from ..internals import layers as attention_layers
 from ..internals.kv_cache import CachePlan
 from ..internals.protocols.runners import Runner
-from ..policy.audit_rules import last_stage_only, no_bytes
 from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
+from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .violations import AuditError

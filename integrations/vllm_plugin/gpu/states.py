@@ -45,8 +45,7 @@ from ..internals.held_states import HeldStates
 from ..internals.layers import attention_of
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
-from ..policy.state_choice import takes
-from ..policy.state_rules import measured_fast
+from ..policy.state_rules import measured_fast, takes
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
 from ..seam.window_steps import refuse_without_windows
 

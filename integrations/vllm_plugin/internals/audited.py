@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ..policy.audit_rules import cannot_watch
+from ..policy.supported import cannot_watch
 from .adapters import Adapters, hash_of
 from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
 from .protocols.runners import BlockTable, Runner, RunnerV1

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from ..policy import releases, supported
-from ..policy.asked import wants
+from ..policy import releases, supported, wants
 from ..policy.engine import (
     GATED_DELTA,
     MAMBA2,
@@ -19,7 +18,7 @@ from ..policy.engine import (
     EngineFacts,
 )
 from ..policy.settings import asked_states
-from ..policy.state_choice import TOKENS
+from ..policy.state_rules import TOKENS
 from . import flash, state_share, workers
 from .expected_states import expected_states
 from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig

@@ -23,7 +23,7 @@ from ..internals import workers
 from ..internals.class_swaps import is_swapped, restore_class, swap_class
 from ..internals.protocols.engine import AsyncClient, BeforeClient, Client, VllmEngine
 from ..internals.workers import SNAPSHOT
-from ..policy.asked import is_asked
+from ..policy import is_asked
 from ..policy.settings import asks_for_windows
 
 if TYPE_CHECKING:

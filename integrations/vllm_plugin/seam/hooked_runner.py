@@ -22,7 +22,7 @@ from ...serving.parts import Parts
 from ..internals import Foreign
 from ..internals.class_swaps import check_methods, restore_class, swap_class
 from ..internals.protocols.runners import Runner, RunnerV1, RunnerV2
-from ..policy.asked import RequiredError
+from ..policy import RequiredError
 from ..policy.settings import PluginSettings
 
 if TYPE_CHECKING:

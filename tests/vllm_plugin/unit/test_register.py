@@ -12,7 +12,7 @@ import pytest
 from kvtxn.integrations.vllm_plugin import plugin, starting
 from kvtxn.integrations.vllm_plugin.internals.imports import when_imported
 from kvtxn.integrations.vllm_plugin.metrics import snapshots
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 
 from kvtxn import ConfigError
 
@@ -22,7 +22,6 @@ LIGHT = {
     "kvtxn.errors",
     "kvtxn.integrations",
     "kvtxn.integrations.vllm_plugin",
-    "kvtxn.integrations.vllm_plugin.policy.asked",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
     "kvtxn.integrations.vllm_plugin.internals.imports",

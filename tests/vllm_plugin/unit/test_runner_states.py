@@ -23,7 +23,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
-    from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
+    from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
     from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
     from kvtxn import KVTxnError, TxnConfig

@@ -9,7 +9,7 @@ import pytest
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.audit import runner_watch
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings, settings
 
