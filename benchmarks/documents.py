@@ -223,7 +223,7 @@ def violations() -> str:
 
 def metrics() -> str:
     """Return the metrics of a vLLM engine, and the labels that each has of its own."""
-    from ..integrations.vllm_plugin.metrics.prometheus import ACTIVE  # vLLM brings its library
+    from ..integrations.vllm_plugin.metrics import ACTIVE
 
     rows = []
     for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):

@@ -7,14 +7,14 @@ from .plugin import register, unregister
 
 if TYPE_CHECKING:
     from .audit.violations import audit_report
-    from .metrics.snapshots import last_snapshots, snapshots
+    from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
             "audit_report": ".audit.violations",
-            "last_snapshots": ".metrics.snapshots",
-            "snapshots": ".metrics.snapshots",
+            "last_snapshots": ".metrics",
+            "snapshots": ".metrics",
         },
     )
 

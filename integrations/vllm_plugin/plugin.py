@@ -90,9 +90,9 @@ def _after_engine(engine: Foreign) -> None:
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if _asked(lambda: frontend.config_of(engine), event) is not None:
         with _or_stock(event, effect):
-            from .metrics import snapshots
+            from . import metrics
 
-            snapshots.on_engine(engine)
+            metrics.on_engine(engine)
 
 
 def _on_worker(wrapper: Foreign) -> None:

@@ -34,7 +34,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows
-from . import cache_layout, lent_rows
+from . import attention, cache_layout
 from .windows import row_slots
 
 
@@ -283,8 +283,8 @@ class RowAndStateCaches:
         manager = TransactionManager(refs, attrs.evolve(settings, staging=staging))
         steps = StateSteps(manager, batches.vocab_size(self._runner))
         undo = self._runner.kvtxn_undo
-        undo.callback(lent_rows.unhook_attention, layers)
-        lent_rows.hook_attention(steps, layers)
+        undo.callback(attention.unhook_attention, layers)
+        attention.hook_lent_rows(steps, layers)
         undo.callback(hook_states(steps, states, lambda: self._states.batch))
         return steps, {"states": len(states), "state_blocks": 1}
 

@@ -19,7 +19,7 @@ from ..policy.engine import (
 )
 from ..policy.settings import asked_states
 from ..policy.state_rules import TOKENS
-from . import flash, state_share, workers
+from . import backends, state_share, workers
 from .expected_states import expected_states
 from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
 from .protocols.runners import Runner
@@ -214,7 +214,7 @@ def expected_facts(config: VllmConfig) -> EngineFacts:
         changes["attention"] = named and named.name
         changes["block_size"] = config.cache_config.block_size
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
-            changes["flash"] = flash.version(config.attention_config.flash_attn_version)
+            changes["flash"] = backends.flash_version(config.attention_config.flash_attn_version)
         changes["spare_blocks"] = _rows_in_line(config)
     changes |= expected_states(config, facts)
     return attrs.evolve(facts, **changes)
@@ -242,5 +242,8 @@ def plain_facts() -> EngineFacts:
     runner = supported.RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
     on_gpu = device == "cuda" and number in supported.GPU_RELEASES
     return EngineFacts(
-        version=number, device=device, runner=runner, flash=flash.version() if on_gpu else None
+        version=number,
+        device=device,
+        runner=runner,
+        flash=backends.flash_version() if on_gpu else None,
     )

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin import plugin, starting
+from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
 from kvtxn.integrations.vllm_plugin.internals.imports import when_imported
-from kvtxn.integrations.vllm_plugin.metrics import snapshots
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 
 from kvtxn import ConfigError
@@ -230,8 +229,8 @@ def test_an_engine_of_which_nobody_can_tell_whether_it_asks_starts(vllm, lines, 
 CALLED = {
     "LLMEngine": (starting, "check_settings"),
     "AsyncLLM": (starting, "check_settings"),
-    "LLMEngine after": (snapshots, "on_engine"),
-    "AsyncLLM after": (snapshots, "on_engine"),
+    "LLMEngine after": (metrics, "on_engine"),
+    "AsyncLLM after": (metrics, "on_engine"),
     "Scheduler": (starting, "on_scheduler"),
     "WorkerWrapperBase": (starting, "on_worker"),
 }
