@@ -20,7 +20,7 @@ from weakref import WeakSet, ref
 from ...log import get_logger
 from .internals import frontend as front
 from .internals import workers
-from .internals.class_swaps import is_swapped, restore_class, swap_class
+from .internals.hooks import is_swapped, restore_class, swap_class
 from .internals.protocols.engine import AsyncClient, BeforeClient, Client, VllmEngine
 from .internals.workers import SNAPSHOT
 from .policy import is_asked

@@ -23,7 +23,7 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..internals.class_swaps import follow, mix_in
+from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
 from .runner_watch import (
     end_step,

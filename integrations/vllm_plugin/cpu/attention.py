@@ -25,7 +25,7 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.state_steps import StateSteps
 from ..internals import batches
 from ..internals import layers as attention_layers
-from ..internals.class_swaps import check_methods, is_swapped, restore_class, swap_class
+from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.layers import TargetLayer
 from ..internals.protocols.layers import AttentionLayer, BatchMetadata
 

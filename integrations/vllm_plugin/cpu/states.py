@@ -22,13 +22,12 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ...serving.state_steps import StateSteps
 from ..internals import Foreign, batches, gated_delta, mixers, state_layers
-from ..internals.class_swaps import check_methods
 from ..internals.config import runner_facts
+from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
 from ..internals.protocols.layers import KVCacheSpec
 from ..internals.protocols.runners import Prepared
-from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide

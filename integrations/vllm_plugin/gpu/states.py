@@ -38,10 +38,10 @@ from ..internals import (
     state_sizes,
     verify_steps,
 )
-from ..internals.class_swaps import check_methods, mix_in
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
+from ..internals.hooks import check_methods, mix_in
 from ..internals.layers import attention_of
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide

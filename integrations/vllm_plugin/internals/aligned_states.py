@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from .class_swaps import check_methods, mix_in
+from .hooks import check_methods, mix_in
 
 if TYPE_CHECKING:
     from ....backends.state_tables.block_boundaries import BlockTables

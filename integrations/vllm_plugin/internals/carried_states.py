@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .aligned_states import context_of, is_aligned, tables_of_requests
-from .class_swaps import precede
+from .hooks import precede
 
 #: Tells of copies: by group, int ``[num_requests]`` twice, the blocks copied from and those copied
 #: to; -1 where nothing is copied.

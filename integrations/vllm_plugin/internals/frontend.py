@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ....errors import ConfigError, KVTxnError
-from .imports import when_imported
+from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .protocols.engine import AsyncClient, Client, OfflineEngine, VllmConfig, VllmEngine

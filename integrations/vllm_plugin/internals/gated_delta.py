@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...serving.state_steps import StateRows
+from .hooks import not_called
 from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata
-from .replaced_names import not_called
 from .state_layers import StateLayer, Substitute
 
 #: vLLM's function, in its module of the operator; by its parameters it is recognised.

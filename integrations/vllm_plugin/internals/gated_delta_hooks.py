@@ -11,8 +11,8 @@ from functools import partial
 from types import MethodType
 from typing import Final
 
+from .hooks import method_of, with_globals
 from .protocols.layers import GatedDeltaLayer
-from .replaced_names import method_of, with_globals
 
 #: The method that launches the Triton kernel.
 _FORWARD: Final = "_forward_core"

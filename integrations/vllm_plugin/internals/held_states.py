@@ -24,7 +24,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
-from .replaced_names import not_called, not_used
+from .hooks import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
@@ -56,7 +56,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
     backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
-    from .class_swaps import check_methods
+    from .hooks import check_methods
 
     if not runner.model_config.is_hybrid:
         return NO_ATTENTION

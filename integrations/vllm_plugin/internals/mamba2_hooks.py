@@ -7,8 +7,8 @@ from functools import partial
 from types import MethodType
 from typing import Final
 
+from .hooks import method_of, with_globals
 from .protocols.layers import Mamba2Layer
-from .replaced_names import method_of, with_globals
 
 _FORWARD: Final = "conv_ssm_forward"
 #: The method that contains the launch, with its parameters.

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...serving.state_steps import StateRows
 from ..policy.engine import MAMBA2, SHORT_CONV
+from .hooks import method_of
 from .protocols.layers import Mamba2Layer, RecurrentLayer, SelectiveMetadata, ShortConvLayer
 from .protocols.runners import RunnerV1
-from .replaced_names import method_of
 from .state_layers import StateLayer, Substitute, state_slots
 
 #: The method of each kind of layer that computes a batch, with the parameters it must have.

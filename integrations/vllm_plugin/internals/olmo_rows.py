@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .hooks import method_of, with_globals
 from .protocols.layers import GatedDeltaLayer
-from .replaced_names import method_of, with_globals
 from .state_layers import StateLayer
 from .state_tables import StateTables, VerifyStep
 

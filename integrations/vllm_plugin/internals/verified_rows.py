@@ -19,8 +19,8 @@ from torch import Tensor
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import gated_delta_hooks, mamba2_hooks, olmo_rows
 from .gated_delta_hooks import FUSED
+from .hooks import method_of
 from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
-from .replaced_names import method_of
 from .state_layers import StateLayer
 from .state_tables import StateCommits, StateTables, VerifyStep
 

@@ -20,7 +20,7 @@ import attrs
 import torch
 
 from . import Foreign
-from .class_swaps import is_swapped, restore_class, swap_class
+from .hooks import is_swapped, restore_class, swap_class
 
 #: Methods of the runner's graph manager that a mixin overrides, with the parameters that it takes;
 #: those behind ``model`` go through.

@@ -14,8 +14,8 @@ from kvtxn.integrations.vllm_plugin.internals import (
     state_layers,
     workers,
 )
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import check_methods
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
+from kvtxn.integrations.vllm_plugin.internals.hooks import check_methods
 from kvtxn.integrations.vllm_plugin.policy import doctor, releases, supported
 from kvtxn.integrations.vllm_plugin.policy.releases import Sources
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
-from kvtxn.integrations.vllm_plugin.internals.imports import when_imported
+from kvtxn.integrations.vllm_plugin.internals.hooks import when_imported
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 
 from kvtxn import ConfigError
@@ -23,7 +23,7 @@ LIGHT = {
     "kvtxn.integrations.vllm_plugin",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
-    "kvtxn.integrations.vllm_plugin.internals.imports",
+    "kvtxn.integrations.vllm_plugin.internals.hooks",
     "kvtxn.integrations.vllm_plugin.internals.scheduling",
     "kvtxn.integrations.vllm_plugin.internals.workers",
     "kvtxn.integrations.vllm_plugin.plugin",

@@ -25,7 +25,7 @@ with importing_kernels():
 from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped
+from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
