@@ -23,7 +23,7 @@ from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
-from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
+from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .hooks import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers

@@ -12,7 +12,6 @@ from invented_releases import invented  # noqa: F401
 from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import state_share
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules
 from kvtxn.integrations.vllm_plugin.policy.doctor import check_states
 from kvtxn.integrations.vllm_plugin.policy.engine import (
@@ -134,21 +133,21 @@ def test_the_formula_gives_what_vllms_planning_gave(tmp_path, tokens, cached):
     """From the configuration alone, without a model and without caches."""
     config = whole(tmp_path)
     config.cache_config.mamba_cache_mode = "align" if cached else "none"
-    found = state_share.one_state_gain(config, 4, tokens)
+    found = engine_config.one_state_gain(config, 4, tokens)
     assert found == pytest.approx(state_rules.HELD_OF_STOCK[tokens, cached], rel=0.01)
 
 
 @real_vllm
 def test_smaller_states_and_fewer_drafts_gain_less(tmp_path):
     config = whole(tmp_path)
-    full = state_share.one_state_gain(config, 4, 4096)
-    assert 1 < state_share.one_state_gain(config, 1, 4096) < full
+    full = engine_config.one_state_gain(config, 4, 4096)
+    assert 1 < engine_config.one_state_gain(config, 1, 4096) < full
     config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
-    assert state_share.one_state_gain(config, 4, 4096) < full
+    assert engine_config.one_state_gain(config, 4, 4096) < full
     config.cache_config.cache_dtype = "fp8"  # rows of half the size
-    assert state_share.one_state_gain(config, 4, 4096) == pytest.approx(full, rel=0.1)
+    assert engine_config.one_state_gain(config, 4, 4096) == pytest.approx(full, rel=0.1)
     config.model_config.hf_text_config.layer_types = None
-    assert state_share.one_state_gain(config, 4, 4096) == 1.0
+    assert engine_config.one_state_gain(config, 4, 4096) == 1.0
 
 
 # -- the rule ----------------------------------------------------------------------------------
