@@ -15,14 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..internals import (
-    Foreign,
-    audited,
-    audited_cpu,
-    audited_states,
-    audited_v1,
-    carried_states,
-)
+from ..internals import Foreign, aligned_states, audited, audited_cpu, audited_states, audited_v1
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..seam.hooked_runner import HookedRunnerV1
@@ -198,7 +191,7 @@ class DeviceSteps:
         self._states: audited_states.DeviceStateReader | None = None
         #: Knows the states that the runner copies between blocks on the host's word; None where the
         #: device decides, or nothing is copied.
-        self._copies: carried_states.HostCopies | None = None
+        self._copies: aligned_states.HostCopies | None = None
 
     def open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
@@ -209,8 +202,8 @@ class DeviceSteps:
             self._reader = audited_v1.StepReader(runner, watch.groups, given)
             self._samples = audited_v1.SampledReader(runner, given)
             self._states = new_state_reader(runner, watch)
-            if watch.kept_states and carried_states.lacks_context(runner):
-                self._copies = carried_states.HostCopies(runner, watch.kept_states)
+            if watch.kept_states and aligned_states.lacks_context(runner):
+                self._copies = aligned_states.HostCopies(runner, watch.kept_states)
         return watch
 
     def begin(self, scheduled: Any) -> None:

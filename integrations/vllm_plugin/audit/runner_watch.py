@@ -20,7 +20,6 @@ from ..internals import (
     audited,
     audited_states,
     audited_v2,
-    carried_states,
     config,
     kv_cache,
     ranks,
@@ -177,9 +176,9 @@ def new_state_reader(runner: HookedRunner, watch: Watch) -> audited_states.Devic
 def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
     """Let a watch follow the states that a runner copies between blocks."""
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
-    if watch.kept_states and not carried_states.lacks_context(runner):
+    if watch.kept_states and not aligned_states.lacks_context(runner):
         held = audited_states.holds_states(runner)
-        undo = carried_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
+        undo = aligned_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
         runner.kvtxn_undo.callback(undo)
 
 

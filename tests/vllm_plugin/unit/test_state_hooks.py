@@ -12,7 +12,7 @@ from engine_jobs import missing
 from kvtxn.integrations.serving.state_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
-from kvtxn.integrations.vllm_plugin.internals import batches, gated_delta, state_layers
+from kvtxn.integrations.vllm_plugin.internals import batches, cpu_states, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
@@ -41,12 +41,12 @@ def test_the_operator_is_vllms_own_again():
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
     own, name = getattr(module, gdn_core()), gdn_core()
-    assert gated_delta.core_differs() is None
-    first = gated_delta.hook_core()
+    assert cpu_states.core_differs() is None
+    first = cpu_states.hook_core()
     hooked = getattr(module, name)
     assert hooked is not own
-    assert gated_delta.core_differs() is None  # for a second engine it looks the same
-    second = gated_delta.hook_core()
+    assert cpu_states.core_differs() is None  # for a second engine it looks the same
+    second = cpu_states.hook_core()
     assert getattr(module, name) is hooked
     first()
     assert getattr(module, name) is hooked
@@ -56,7 +56,7 @@ def test_the_operator_is_vllms_own_again():
 
 def gdn_core() -> str:
     """The name of vLLM's function."""
-    return gated_delta.CORE
+    return cpu_states.CORE
 
 
 @real_vllm
@@ -69,7 +69,7 @@ def test_layers_without_a_hook_and_steps_without_drafts_run_vllms_own():
         calls.append(given)
 
     with mock.patch.object(module, gdn_core(), own):
-        undo = gated_delta.hook_core()
+        undo = cpu_states.hook_core()
         hooked = getattr(module, gdn_core())
         drafts, none = (SimpleNamespace(spec_sequence_masks=mask) for mask in (1, None))
         for layer, found in ((object(), drafts), (SimpleNamespace(kvtxn=print), none)):
@@ -85,7 +85,7 @@ def test_another_operator_is_refused_in_a_sentence(other):
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
     with mock.patch.object(module, gdn_core(), other):
-        assert gdn_core() in str(gated_delta.core_differs())
+        assert gdn_core() in str(cpu_states.core_differs())
 
 
 class QwenGatedDeltaNetAttention:
