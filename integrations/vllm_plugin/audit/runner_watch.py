@@ -19,7 +19,6 @@ from ..internals import (
     aligned_states,
     audited,
     audited_states,
-    audited_v2,
     config,
     kv_cache,
     ranks,
@@ -216,7 +215,7 @@ def _watch_of_all_ranks(
                 states=states,
                 record=wanted.record,
                 key=key,
-                device=audited_v2.runner_device(runner) if on_device else "cpu",
+                device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
                 lines=lines,
             )

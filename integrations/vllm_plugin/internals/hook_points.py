@@ -22,7 +22,6 @@ from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import (
     aligned_states,
     audited,
-    audited_v2,
     batches,
     cpu_states,
     layers,
@@ -119,7 +118,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_V1}.initialize_kv_cache",
         *_of(
             _V2,
-            (*batches.V2_METHODS, *audited_v2.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
+            (*batches.V2_METHODS, *audited.AUDITED_V2_METHODS, "get_kv_cache_spec", *_STEP),
         ),
         # What the ledger reads in between, or is told by.
         *_of(_V2, ("finish_requests", "add_requests")),

@@ -26,7 +26,7 @@ from ..policy import RequiredError
 from ..policy.settings import PluginSettings
 
 if TYPE_CHECKING:
-    from ..internals.audited_v2 import Told
+    from ..internals.audited import Told
 
 log = get_logger()
 
