@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_graphs import GraphCache
-from ...integrations.vllm_plugin.internals import operators as vllm_operators
+from ...integrations.vllm_plugin.internals import measuring as vllm_operators
 from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
 from ...integrations.vllm_plugin.internals.state_commits import (
     CommitGraphs,
