@@ -62,9 +62,9 @@ def _answer(name: str) -> Callable[[Foreign], Any]:
     """Return the method of this name that workers get; it is given the worker's wrapper."""
 
     def answer(wrapper: Foreign) -> Any:
-        from . import answers
+        from . import metrics
 
-        return answers.answer(name, wrapper)
+        return metrics.answer(name, wrapper)
 
     return answer
 

@@ -49,11 +49,11 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import containing
+    from .audit import violations
 
     unhook_runners()
     unhook_clients()
-    containing.unhook_schedulers()
+    violations.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
@@ -69,14 +69,14 @@ def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) 
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import containing
+    from .audit import violations
     from .internals import audited
 
     if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        containing.attach(scheduler, config, required=wants(asked, "required", True))
+        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
 def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.containing import say_logged_alone
+    from .audit.violations import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
@@ -235,14 +235,14 @@ def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
 
     Let it sleep then, too.
     """
-    from . import answers
+    from . import metrics
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
         runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
-        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
+        runner.kvtxn_unhook.callback(metrics.let_sleep(wrapper))
 
 
 def _warmed_up(runner: Foreign, version: str) -> None:

@@ -27,7 +27,7 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..internals.kv_cache import CachePlan
-from ..internals.protocols.runners import Runner
+from ..internals.runner_protocols import Runner
 from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes

@@ -27,7 +27,7 @@ from ..internals import batches
 from ..internals import layers as attention_layers
 from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.layers import TargetLayer
-from ..internals.protocols.layers import AttentionLayer, BatchMetadata
+from ..internals.runner_protocols import AttentionLayer, BatchMetadata
 
 
 @attrs.frozen(eq=False)

@@ -24,10 +24,10 @@ from ...serving.state_steps import StateSteps
 from ..internals import Foreign, batches, cpu_states, state_layers
 from ..internals.config import runner_facts
 from ..internals.cpu_states import StateBatch, step_batch
+from ..internals.engine_protocols import KVCacheSpec
 from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
-from ..internals.protocols.layers import KVCacheSpec
-from ..internals.protocols.runners import Prepared
+from ..internals.runner_protocols import Prepared
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide

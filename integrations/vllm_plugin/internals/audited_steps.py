@@ -18,7 +18,7 @@ from ....audit import RowGroup
 from ....audit.step_input import StepInput
 from . import audited
 from .audited import Rows
-from .protocols.runners import (
+from .runner_protocols import (
     BlockTable,
     DraftCounts,
     InputBatchV2,

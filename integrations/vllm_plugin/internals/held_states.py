@@ -24,8 +24,8 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, config
 from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .hooks import not_called, not_used
-from .protocols.runners import Runner
 from .replayed_rows import REPLAYED, ReplayedRows, staged_bytes
+from .runner_protocols import Runner
 from .state_commits import (
     BRANCHES,
     STEPS,

@@ -25,7 +25,7 @@ from typing import Final
 from ....backends.launching.graph_launch import replay_of
 from ....cuda_graphs import GraphCache, capture
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
+from .runner_protocols import GatedDeltaMetadata, SelectiveMetadata
 
 
 @attrs.frozen(eq=False)

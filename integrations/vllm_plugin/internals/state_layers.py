@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
+from .engine_protocols import KVCacheSpec
 from .hooks import method_of, with_globals
-from .protocols.layers import GatedDeltaLayer, KVCacheSpec, Mamba2Layer
-from .protocols.runners import Runner, RunnerV1
+from .runner_protocols import GatedDeltaLayer, Mamba2Layer, Runner, RunnerV1
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
 METHODS: Final = {"get_kv_cache_spec": ()}

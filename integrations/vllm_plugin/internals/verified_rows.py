@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from .hooks import method_of, with_globals
-from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
+from .runner_protocols import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
 from .state_commits import StateCommits, StateTables, VerifyStep
 from .state_layers import (
     FUSED,

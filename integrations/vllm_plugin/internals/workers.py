@@ -14,7 +14,7 @@ from . import Foreign
 from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols.engine import VllmConfig, Worker, WorkerWrapper
+    from .engine_protocols import VllmConfig, Worker, WorkerWrapper
 
 # Names of the methods that kvtxn gives to vLLM's workers, called by ``collective_rpc``.
 #: Returns a worker's counters.
