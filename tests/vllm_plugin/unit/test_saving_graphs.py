@@ -113,7 +113,7 @@ STEPS = (
 @pytest.fixture
 def saves(monkeypatch):
     """The windows that saved their rows by a launch of their own."""
-    from kvtxn.captured.window import CapturedWindow
+    from kvtxn.captured_window import CapturedWindow
 
     found, real = [], CapturedWindow.save
 

@@ -18,18 +18,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .. import recovery
-from ..context import WindowContext
-from ..errors import CapacityError, ConfigError
-from ..layout import RowLayout
-from ..log import DEBUG, get_logger, shows
-from ..row_io import LayerRows
-from ..states import Event
-from ..turn import Turn
-from .launches import CapturedPlaces, LayoutLaunches
-from .places import check_position, check_rows, check_slots, rows_for
-from .shared import SharedPlaces, StepPlan
-from .window import CapturedWindow
+from . import recovery
+from .captured_launches import CapturedPlaces, LayoutLaunches
+from .captured_places import check_position, check_rows, check_slots, rows_for
+from .captured_shared import SharedPlaces, StepPlan
+from .captured_window import CapturedWindow
+from .context import WindowContext
+from .errors import CapacityError, ConfigError
+from .layout import RowLayout
+from .log import DEBUG, get_logger, shows
+from .row_io import LayerRows
+from .states import Event
+from .turn import Turn
 
 log = get_logger()
 

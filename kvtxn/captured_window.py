@@ -16,18 +16,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .. import recovery
-from ..commit_input import SIGNED, Accepted, as_accepted, described, is_plain
-from ..compile_guard import never_compiled
-from ..context import WindowContext
-from ..errors import AcceptanceError, WindowStateError
-from ..layers import LayerRef
-from ..layout import RowLayout
-from ..lifecycle import Lifecycle
-from ..staged_input import check_ref
-from ..states import TRANSITIONS, Event, WindowState, allowed
-from ..window import Window
-from .shared import OPEN, STAGED, SharedPlaces, StepPlan
+from . import recovery
+from .captured_shared import OPEN, STAGED, SharedPlaces, StepPlan
+from .commit_input import SIGNED, Accepted, as_accepted, described, is_plain
+from .compile_guard import never_compiled
+from .context import WindowContext
+from .errors import AcceptanceError, WindowStateError
+from .layers import LayerRef
+from .layout import RowLayout
+from .lifecycle import Lifecycle
+from .staged_input import check_ref
+from .states import TRANSITIONS, Event, WindowState, allowed
+from .window import Window
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
