@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...backends.move_rows.stage_rows import stage_rows
-from ...integrations.vllm_plugin.internals.state_tables import StateTables
+from ...integrations.vllm_plugin.internals.state_commits import StateTables
 from .state_kernels import verify_rows
 from .state_workload import StateWorkload, Step, Turn
 

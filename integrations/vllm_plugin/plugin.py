@@ -22,12 +22,7 @@ from ...errors import shown
 from . import asked_by_tests as tests
 from .internals import Foreign, frontend, scheduling, workers
 from .internals.workers import RECORDING, REPORT, SNAPSHOT
-from .policy.asked import (
-    STOPS_THE_START,
-    RequiredError,
-    is_asked,
-    wants,
-)
+from .policy import STOPS_THE_START, RequiredError, is_asked, wants
 
 __all__ = ["register", "unregister"]
 
@@ -102,9 +97,9 @@ def _after_engine(engine: Foreign) -> None:
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if _asked(lambda: frontend.config_of(engine), event) is not None:
         with _or_stock(event, effect):
-            from .metrics import snapshots
+            from . import metrics
 
-            snapshots.on_engine(engine)
+            metrics.on_engine(engine)
 
 
 def _on_worker(wrapper: Foreign) -> None:

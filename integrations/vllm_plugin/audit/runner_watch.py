@@ -1,35 +1,107 @@
-"""Opening a ledger over a runner's caches, or saying why that is impossible."""
+"""The watch of a hooked runner: its memory, its opening over caches, and the ends of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Final, TypeVar
 
 from torch import Tensor
 
-from ....audit import Key, Scrub, Window
+from ....audit import Key, Ledger, RowGroup, Scrub, Window
+from ....audit.books import Sizes
 from ....layers import LayerRef
 from ....log import get_logger
 from ..cpu import cache_layout
 from ..internals import (
+    Foreign,
     aligned_states,
     audited,
     audited_states,
-    audited_v2,
-    carried_states,
     config,
+    kv_cache,
     ranks,
+    scheduling,
     workers,
 )
 from ..internals import layers as attention_layers
-from ..policy.audit_rules import last_stage_only, no_bytes
+from ..internals.kv_cache import CachePlan
+from ..internals.protocols.runners import Runner
 from ..policy.engine import EngineFacts
+from ..policy.settings import PluginSettings
+from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .violations import AuditError
 from .watch import Watch
 
 log = get_logger()
+
+#: The parameters of ``Ledger`` that a watch leaves as they are.
+_DEFAULTS: Final = Ledger.__init__.__kwdefaults__ or {}
+#: Bytes that Triton's passes of a scrub take, whatever the sizes.
+_LISTS: Final = 4 << 20
+
+
+def ledger_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: bool) -> int:
+    """Return the bytes of a ledger, and of its scrub, over a cache with so many blocks.
+
+    Args:
+        plan: the cache.
+        blocks: its blocks.
+        lines: the requests that the ledger knows at one time.
+        length: positions of a request.
+        scrubs: bytes are compared, too.
+    """
+    groups = [
+        RowGroup(f"group.{number}", plan.block_size, blocks, pool="blocks")
+        for number in range(plan.groups)
+    ]
+    total = Sizes(lines, length, _DEFAULTS["journal"], _DEFAULTS["capacity"]).num_bytes(groups)
+    if scrubs:
+        total += Scrub.num_bytes(groups, {groups[0].name: plan.layers}, lines) + _LISTS
+    return total
+
+
+def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -> int:
+    """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
+
+    Where the user gives the size of the KV cache, that stays as it is.
+
+    Args:
+        runner: the runner, its model loaded.
+        settings: the user's.
+        available: bytes that are free for the KV cache.
+    """
+    try:
+        plan = None if kv_cache.is_given(runner) else kv_cache.planned(runner)
+        if plan is None:
+            return available
+        room, scrubs = audited.room(runner), settings.audit == "bytes"
+        lines = 2 * room.requests + 9
+        fixed = ledger_bytes(plan, 1, lines, room.length, scrubs=scrubs)
+        each = ledger_bytes(plan, 2, lines, room.length, scrubs=scrubs) - fixed
+        blocks = max(available - fixed, 0) // (plan.block_bytes + each)
+        return int(blocks * plan.block_bytes)
+    except Exception as error:
+        hint = "the ledger may run out of GPU memory: lower gpu_memory_utilization"
+        log.warning("kvtxn.audit_memory_not_reserved", why=repr(error), hint=hint)
+        return available
+
+
+def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
+    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one.
+
+    Args:
+        wrapper: the wrapper of a worker.
+        settings: the user's.
+    """
+    runner = workers.runner_of(wrapper)
+    if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
+        undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
+        runner.kvtxn_unhook.callback(undo)
+
 
 Watched = TypeVar("Watched", bound=Watch)
 
@@ -43,23 +115,7 @@ def open_watch(runner: HookedRunner) -> Watch | None:
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    key = shared_key()
-    why, error, watch = None, None, None
-    try:
-        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
-        why = nothing_to_audit(groups, states)
-        if why is None:
-            room, wanted = audited.room(runner), runner.kvtxn_settings
-            watch = Watch(
-                *(groups, room, runner.kvtxn_rank, wanted.on_violation),
-                states=states,
-                record=wanted.record,
-                key=key,
-            )
-            watch.found.log_tokens = wanted.log_tokens
-    except Exception as failed:
-        why, error = f"the ledger cannot be made: {failed}", failed
-    watch = on_all_ranks(runner, key, watch, why, error)
+    watch = _watch_of_all_ranks(runner)
     if watch is None:
         return None
     if runner.kvtxn_settings.audit == "bytes":
@@ -94,16 +150,7 @@ def open_device_watch(
     if late is not None:  # the last stage is watched: there, the engine has its audit
         stay_out(late, runner.kvtxn_rank)
         return None
-    key = shared_key()
-    why, error, watch = lacking, None, None
-    try:
-        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
-        why = nothing_to_audit(groups, states) or lacking
-        if why is None:
-            watch = _new_watch(runner, groups, states, lines, key)
-    except Exception as failed:
-        why, error = f"the ledger cannot be made: {failed}", failed
-    watch = on_all_ranks(runner, key, watch, why, error)
+    watch = _watch_of_all_ranks(runner, lacking, lines, on_device=True)
     if watch is None:
         return None
     if runner.kvtxn_settings.audit == "bytes":
@@ -128,9 +175,9 @@ def new_state_reader(runner: HookedRunner, watch: Watch) -> audited_states.Devic
 def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
     """Let a watch follow the states that a runner copies between blocks."""
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
-    if watch.kept_states and not carried_states.lacks_context(runner):
+    if watch.kept_states and not aligned_states.lacks_context(runner):
         held = audited_states.holds_states(runner)
-        undo = carried_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
+        undo = aligned_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
         runner.kvtxn_undo.callback(undo)
 
 
@@ -139,23 +186,43 @@ def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) ->
     runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
 
 
-def _new_watch(runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None) -> Watch:
-    """Make a watch over a runner's groups of rows, and of states."""
-    wanted = runner.kvtxn_settings
-    watch = Watch(
-        groups,
-        audited.room(runner),
-        runner.kvtxn_rank,
-        wanted.on_violation,
-        device=audited_v2.runner_device(runner),
-        drafts=audited.most_drafts(runner),
-        states=states,
-        lines=lines,
-        record=wanted.record,
-        key=key,
-    )
-    watch.found.log_tokens = wanted.log_tokens
-    return watch
+def _watch_of_all_ranks(
+    runner: HookedRunner,
+    lacking: str | None = None,
+    lines: int | None = None,
+    *,
+    on_device: bool = False,
+) -> Watch | None:
+    """Make a watch over a runner's groups of rows and states, if every rank can have one.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why this runner cannot be watched; None if it can.
+        lines: as for ``Watch``.
+        on_device: the device runs behind the host.
+
+    Raises:
+        RequiredError: a rank has none, and the user requires the audit.
+    """
+    key, wanted = shared_key(), runner.kvtxn_settings
+    why, error, watch = lacking, None, None
+    try:
+        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        why = nothing_to_audit(groups, states) or lacking
+        if why is None:
+            watch = Watch(
+                *(groups, audited.room(runner), runner.kvtxn_rank, wanted.on_violation),
+                states=states,
+                record=wanted.record,
+                key=key,
+                device=audited.runner_device(runner) if on_device else "cpu",
+                drafts=audited.most_drafts(runner) if on_device else None,
+                lines=lines,
+            )
+            watch.found.log_tokens = wanted.log_tokens
+    except Exception as failed:
+        why, error = f"the ledger cannot be made: {failed}", failed
+    return on_all_ranks(runner, key, watch, why, error)
 
 
 def _compare_bytes_on_device(runner: HookedRunner, watch: Watch, facts: EngineFacts) -> None:
@@ -328,3 +395,54 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
         bytes=watch.ledger.books.num_bytes,
         vllm=workers.version(),
     )
+
+
+def end_step(runner: HookedRunner, output: Foreign) -> None:
+    """End a step; adds to its output the requests that read wrong rows, if they are contained.
+
+    Raises:
+        AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+    """
+    watch = runner.kvtxn_audit
+    if watch is None:
+        return
+    if watch.scrub is not None:
+        runner.kvtxn_tell(Watch.ended)
+    wrong = watch.end_step()
+    if wrong is not None:
+        scheduling.mark(output, wrong)
+
+
+def fail_step(runner: HookedRunner) -> None:
+    """End a step whose last part raised; that error wins over what the audit finds."""
+    watch = runner.kvtxn_audit
+    if watch is not None:
+        runner.kvtxn_tell(_sampling_failed)
+        with suppress(AuditError):
+            watch.end_step()
+
+
+def _sampling_failed(watch: Watch) -> None:
+    """Tell a watch that what follows the forward has failed; the forward's rows are there.
+
+    But a drafter that has rows of its own may not have written them, and states may not have been
+    moved to where the next step looks for them.
+    """
+    if watch.drafts_late or watch.states:
+        watch.take_back()
+
+
+def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None:
+    """Tell a watch which states windows have committed.
+
+    Args:
+        watch: it was told of the step, and what was sampled.
+        reader: has read the states of the step; None if none are watched.
+    """
+    last = None if reader is None else reader.take_last()
+    if last is None or not last.leaves or watch.under_way is None:
+        return
+    lines = watch.under_way.lines
+    watch.ledger.leave(lines, last.leaves)
+    if last.ends:
+        watch.ledger.leave(lines, last.ends, last.end_at)

@@ -1,7 +1,9 @@
-"""vLLM's FlashAttention, reading windows whose drafts wait in spare slots; see ``slot_reading``.
+"""vLLM's attention by Triton and FlashAttention over windows whose drafts wait in spare slots.
 
-Outside of graphs the host has to keep up with all layers, so arguments that the calls share are
-made once.
+See ``slot_reading``. The kernels of TRITON_ATTN and TRITON_MLA take tiles of a size that does not
+depend on the blocks', so their sums are stock's. For FlashAttention the host has to keep up with
+all layers outside of graphs, so arguments that its calls share are made once.
+FLASH_ATTN_MLA is in ``flash_latent_backend``: on a CPU its module of vLLM's cannot be imported.
 """
 
 from __future__ import annotations
@@ -11,11 +13,19 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from ..internals import Foreign, batches, flash
-from ..internals.slot_metadata import FlashTables
-from .slot_reading import Reading, SlotBuilder, SlotHook, reading_of
+from ..internals import Foreign, backends, batches
+from ..internals.backends import BatchTables, FlashTables, TritonLatentTables
+from .slot_reading import (
+    Reading,
+    SlotBuilder,
+    SlotHook,
+    WindowLatentImpl,
+    attend,
+    reading_of,
+    write,
+)
 
-_BUILDER, _IMPL, _BACKEND = flash.classes()
+_FlashBuilder, _FlashImpl, _FlashBackend = backends.flash_attention()
 
 
 @attrs.frozen(eq=False)
@@ -41,14 +51,14 @@ class FlashReading(Reading):
             calls.
     """
 
-    batch: flash.BatchArguments | None = None
+    batch: backends.BatchArguments | None = None
 
     def complete(self) -> None:
         """Make the arguments that all layers share."""
-        self.batch = flash.batch_arguments(self.metadata)
+        self.batch = backends.batch_arguments(self.metadata)
 
 
-class WindowFlashBuilder(SlotBuilder, _BUILDER):  # type: ignore[misc, valid-type]
+class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, valid-type]
     """vLLM's builder of metadata, which also marks forwards that have a window.
 
     For such a forward vLLM's schedule of FlashAttention, three launches, is left out: the first
@@ -67,15 +77,15 @@ class WindowFlashBuilder(SlotBuilder, _BUILDER):  # type: ignore[misc, valid-typ
         quick = fast or (window and self.schedules is not None)
         metadata = super().kvtxn_make(prefix, common, quick, window)
         if not quick:
-            self.schedules = flash.has_schedule(metadata)
+            self.schedules = backends.has_schedule(metadata)
         if self.kvtxn is not None and self.kvtxn_capturing:
             # vLLM would read the schedule from a buffer that every step fills anew, and the
             # drafter's graphs too; without one FlashAttention makes its own.
-            flash.drop_schedule(metadata)
+            backends.drop_schedule(metadata)
         return metadata
 
 
-class WindowFlashImpl(_IMPL):  # type: ignore[misc, valid-type]
+class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
     """vLLM's FlashAttention of a layer, which reads the step's window if the step has one."""
 
     kvtxn: FlashHook | None = None
@@ -94,7 +104,7 @@ class WindowFlashImpl(_IMPL):  # type: ignore[misc, valid-type]
             slots = reading.slots
             if slots is None:
                 slots = reading.prepare(hook, metadata, slot_mapping)
-            flash.write(self, layer, (key, value), hook.caches, slots)
+            backends.write_by_flash(self, layer, (key, value), hook.caches, slots)
             if not reading.captured:
                 hook.steps.note_staged(hook.ref)
         except Exception as error:
@@ -124,7 +134,7 @@ class WindowFlashImpl(_IMPL):  # type: ignore[misc, valid-type]
                 if batch is None or hook.fixed is None or scales != (None, None):
                     given = layer, query, key, value, hook.rows, metadata, output
                     return super().forward(*given, *scales)  # type: ignore[no-any-return]
-                flash.attend(query, output, hook.fixed, batch)
+                backends.attend_by_flash(query, output, hook.fixed, batch)
                 return output
             except Exception as error:
                 if reading.captured:
@@ -134,7 +144,7 @@ class WindowFlashImpl(_IMPL):  # type: ignore[misc, valid-type]
         return super().forward(*own, *scales)  # type: ignore[no-any-return]
 
 
-class WindowFlashBackend(_BACKEND):  # type: ignore[misc, valid-type]
+class WindowFlashBackend(_FlashBackend):  # type: ignore[misc, valid-type]
     """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN.
 
     Attributes:
@@ -153,3 +163,99 @@ class WindowFlashBackend(_BACKEND):  # type: ignore[misc, valid-type]
     def get_builder_cls() -> type[WindowFlashBuilder]:
         """Return the class of the metadata builders."""
         return WindowFlashBuilder
+
+
+_TritonBuilder, _TritonImpl, _TritonBackend = backends.triton_attention()
+
+
+class WindowTritonBuilder(SlotBuilder, _TritonBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = BatchTables()
+
+
+class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
+    """vLLM's Triton attention of a layer, which reads the step's window if the step has one."""
+
+    kvtxn: SlotHook | None = None
+
+    def do_kv_cache_update(
+        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        writer = super().do_kv_cache_update
+        write(self.kvtxn, lambda slots: writer(layer, key, value, kv_cache, slots), slot_mapping)
+
+    def forward(
+        self,
+        layer: Foreign,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Foreign,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over cache and window; without a window run vLLM's own attention."""
+        own, given = super().forward, (layer, query, key, value)
+        scales = output_scale, output_block_scale
+        found: Tensor = attend(
+            self.kvtxn,
+            lambda cache, metadata: own(*given, cache, metadata, output, *scales),
+            *(kv_cache, attn_metadata),
+        )
+        return found
+
+
+class WindowTritonBackend(_TritonBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_ATTN."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowTritonImpl]:
+        """Return the class of the layers' attention."""
+        return WindowTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowTritonBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowTritonBuilder
+
+
+_LatentBuilder, _LatentImpl, _LatentBackend = backends.triton_latent()
+
+
+class WindowTritonLatentBuilder(SlotBuilder, _LatentBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of TRITON_MLA's metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = TritonLatentTables()
+
+
+class WindowTritonLatentImpl(WindowLatentImpl, _LatentImpl):  # type: ignore[misc, valid-type]
+    """vLLM's attention of a layer with TRITON_MLA; its kernel takes tiles of one size.
+
+    Attributes:
+        kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
+        kvtxn_keeps_order: the order of a batch decides which kernel a request gets: it decodes if
+            it has as many rows as the first one, and counts among prompts otherwise.
+    """
+
+    kvtxn_line_per_row = True
+    kvtxn_keeps_order = True
+
+
+class WindowTritonLatentBackend(_LatentBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_MLA."""
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowTritonLatentImpl]:
+        """Return the class of the layers' attention."""
+        return WindowTritonLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowTritonLatentBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowTritonLatentBuilder

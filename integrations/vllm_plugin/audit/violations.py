@@ -1,4 +1,4 @@
-"""``FoundViolations``: what is said of a worker's violations, and what is remembered of them."""
+"""The violations of a worker: when the host learns of them, what is said, what is remembered."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from itertools import groupby
 from typing import Any, Final
 
 from ....audit import Ledger, Violation
+from ....audit.counter_copy import CounterCopy
 from ....audit.violation import TOKEN_FIELDS
 from ....errors import KVTxnError
 from ....log import get_logger
+from ..internals import frontend as front
 from ..internals.scheduling import Wrong
+from ..internals.workers import REPORT
 from .rank_agreement import RankReport
 
 log = get_logger()
@@ -133,3 +136,64 @@ def _wrong(violation: Violation) -> Wrong:
     block = frozenset(() if violation.block is None else (violation.block,))
     unnoticed = violation.kind == "changed" and violation.found == "bytes"
     return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())
+
+
+#: Steps between two copies, which cost the host more than a step does; and where an error is
+#: raised for what they say.
+_COPY_EVERY: Final = 32
+COPY_SOON: Final = 8
+
+
+class LateCounters:
+    """Copies of the counters that go to the host while the device works on; no call waits.
+
+    Args:
+        ledger: the ledger.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger: Final = ledger
+        self._copy: CounterCopy | None = None
+        self._spare: CounterCopy | None = None
+
+    def restart(self) -> None:
+        """Drop the copy that is on its way."""
+        self._copy = None
+
+    def found_more(self) -> bool:
+        """Tell whether a copy has arrived that counts violations which nobody has taken yet."""
+        copy = self._copy
+        if copy is None or not copy.ready:
+            return False
+        self._copy, self._spare = None, copy
+        return self._ledger.findings.has_more(copy)
+
+    def copy(self, step: int, *, soon: bool) -> None:
+        """Begin a copy now and then, if none is on its way.
+
+        Args:
+            step: the number of the step.
+            soon: someone waits for what it says.
+        """
+        if self._copy is None and step % (COPY_SOON if soon else _COPY_EVERY) == 0:
+            self._copy = self._ledger.copy_counters(self._spare, prints=False)
+
+
+def audit_report(llm: object) -> list[list[dict[str, Any]]]:
+    """Return what the audit of each worker found, by rank; the engine has to be up.
+
+    The result has users' text: the last tokens of prompts and outputs. kvtxn's log has none, unless
+    the setting ``log_tokens`` asks for them.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+
+    Returns:
+        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict. An
+        empty one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
+    """
+    found: list[list[dict[str, Any]]] = front.ask_engine(llm, "audit_report", REPORT)
+    return found
