@@ -240,12 +240,13 @@ JOBS: dict[str, dict[str, Any]] = {
 
 #: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
 WATCHED = {
-    **dict.fromkeys(("tensor-parallel", "ranks-differ", "pipeline-parallel"), 40),
+    **dict.fromkeys(("tensor-parallel", "pipeline-parallel"), 40),
     **dict.fromkeys(("ranks-raise", "ranks-fail"), 40),
     **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
     **{"planted-forwards": 5, "device-states": 14, "device-rows": 7, "device-transfers": 6},
     **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
-    **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
+    **dict.fromkeys(("llama", "bytes", "planted-bytes", "latent"), 5),
+    **dict.fromkeys(("draft-model", "hybrid-windows"), 5),
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
     **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
@@ -290,8 +291,8 @@ COMMANDS = {
 #: "audit-contained-process".
 FORKING = (
     *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
-    *("audit-ranks-differ", "audit-pipeline-parallel", "audit-contained-ranks"),
-    *("audit-tensor-parallel", "audit-ranks-raise", "audit-ranks-fail"),
+    *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
+    *("audit-ranks-raise", "audit-ranks-fail"),
 )
 
 #: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.
@@ -308,11 +309,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("unhooking", 7, "engine_starts:unhooking"),
         ("unchecked", 33, "unchecked_engines:run"),
         ("outlived", 15, "outlived_engines:counters"),
-        ("audit-llama", 5, "audit_engines:llama"),
-        ("audit-gemma3", 4, "audit_engines:gemma3"),
-        ("audit-windows", 3, "audit_engines:windows"),
-        ("audit-sessions", 17, "audit_engines:sessions_with_drafts"),
-        ("audit-plain-sessions", 18, "audit_engines:plain_sessions"),
+        ("audit-sessions", 9, "session_engines:sessions_with_drafts"),
+        ("audit-plain-sessions", 9, "session_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
         *((f"command-{name}", weight, "audit_runs:run") for name, weight in AUDITS.items()),
         *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
