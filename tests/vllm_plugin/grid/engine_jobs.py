@@ -82,7 +82,8 @@ def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[
 
 #: By name; ``weight`` is roughly the seconds that one engine of it computes. ``covers`` says what a
 #: job adds, and so why it leaves out the scenarios that it leaves out; ``left_out`` are policies
-#: that are possible and not run.
+#: that are possible and not run; ``stock`` is the job whose stock engine a job is compared with, if
+#: it has none itself.
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {
         "weight": 40,
@@ -96,10 +97,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "weight": 60,
         "model": "llama",
         "ray": True,
-        "covers": "tensor parallelism over Ray, the same again, so under one policy; vLLM has no "
-        "Ray for its CPU platform, so in stock and in ours alike the tests give it a resource to "
-        "ask for",
-        "engines": engines(["eight"], ("deferred",)),
+        "covers": "tensor parallelism over Ray, the same again, so under one policy and beside the "
+        "stock engine of tp2; vLLM has no Ray for its CPU platform, so the tests give it a "
+        "resource to ask for",
+        "engines": {"deferred": ({"policy": "deferred"}, ["eight"])},
+        "stock": "tp2",
         "left_out": ("undo",),
         "options": {"tensor_parallel_size": 2},
         "environment": {
@@ -205,14 +207,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": "gptoss",
         "covers": "attention sinks; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
-    },
-    "connector": {
-        "weight": 3,
-        "model": "llama",
-        "connector": "ExampleConnector",
-        "covers": "a KV connector that stores prompts, blocks of earlier requests included",
-        "engines": engines(["reused"]),
-        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
     },
     "every_row": {
         "weight": 3,
@@ -338,6 +332,11 @@ OTHERS["connected-nixl"] = {
 
 #: Jobs whose every scenario is compared with stock.
 COMPARED = [name for name in JOBS if name != "faults"]
+
+
+def stock_of(job: str) -> str:
+    """The job that has the stock engine of a job."""
+    return str(JOBS.get(job, {}).get("stock", job))
 
 
 def covered(job: str) -> list[tuple[str, str]]:
