@@ -18,9 +18,9 @@ import attrs
 from torch import Tensor
 
 from ....backends.launching.recurring_graphs import RecurringGraphs
-from ....captured.launches import LayoutLaunches
-from ....captured.shared import StepPlan
-from ....captured.window import CapturedWindow
+from ....captured_launches import LayoutLaunches
+from ....captured_shared import StepPlan
+from ....captured_window import CapturedWindow
 from ....cuda_graphs import GraphCache, Replay
 from ....errors import KVTxnError
 from ....log import get_logger

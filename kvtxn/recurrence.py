@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..errors import LayerError
-from ..formats import RowFormat
+from .errors import LayerError
+from .formats import RowFormat
 
 #: dtypes in which numbers may be stored or staged.
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)

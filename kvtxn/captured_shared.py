@@ -9,13 +9,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..context import WindowContext
-from ..executor import StagedLayer, Txn
-from ..layout import RowLayout
-from ..row_io import LayerRows
-from ..states import TRANSITIONS, Event, WindowState
-from ..turn import Turn
-from .launches import LayoutLaunches
+from .captured_launches import LayoutLaunches
+from .context import WindowContext
+from .executor import StagedLayer, Txn
+from .layout import RowLayout
+from .row_io import LayerRows
+from .states import TRANSITIONS, Event, WindowState
+from .turn import Turn
 
 OPEN: Final = WindowState.OPEN
 STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]
@@ -44,7 +44,7 @@ class StepPlan:
 
     def __init__(
         self,
-        windows: SharedPlaces,
+        windows: object,
         layout: RowLayout,
         launches: LayoutLaunches | None,
         marks: Tensor | None,

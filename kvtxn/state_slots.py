@@ -13,8 +13,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..errors import SlotMappingError
-from ..host_values import to_device
+from .errors import SlotMappingError
+from .host_values import to_device
 
 _Ints = Tensor | Sequence[int]
 

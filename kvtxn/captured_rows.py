@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compile_guard import outside_graphs
-from ..errors import ConfigError, LayerError, WindowStateError
-from ..formats import words
-from ..layers import LayerRef
-from ..row_io import LayerRows
-from ..staged_input import in_row_shape, stored_rows
+from .compile_guard import outside_graphs
+from .errors import ConfigError, LayerError, WindowStateError
+from .formats import words
+from .layers import LayerRef
+from .row_io import LayerRows
+from .staged_input import in_row_shape, stored_rows
 
 
 class CapturedRows:

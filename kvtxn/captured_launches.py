@@ -17,8 +17,8 @@ from typing import Final
 import attrs
 from torch import Tensor
 
-from ..layout import RowLayout
-from ..row_io import LayerRows
+from .layout import RowLayout
+from .row_io import LayerRows
 
 
 @attrs.frozen(eq=False, kw_only=True)

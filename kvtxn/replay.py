@@ -16,10 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..executor import StagedLayer, Txn
-from ..formats import words
-from ..layers import LayerRef, Plane
-from ..row_io import read, select, write
+from .executor import StagedLayer, Txn
+from .formats import words
+from .layers import LayerRef, Plane
+from .row_io import read, select, write
 
 
 @attrs.frozen(eq=False)

@@ -8,11 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..errors import LayerError, SlotMappingError
-from ..layers import LayerRef, Plane
-from ..memory_overlap import begin, end, overlap, overlaps_itself
-from ..recurrent.recurrence import RowPart
-from ..row_io import LayerRows
+from .errors import LayerError, SlotMappingError
+from .layers import LayerRef, Plane
+from .memory_overlap import begin, end, overlap, overlaps_itself
+from .recurrence import RowPart
+from .row_io import LayerRows
 
 #: Bytes between the starts of two planes' rows are a multiple of this.
 _ALIGNED: Final = 256
