@@ -16,31 +16,27 @@ import asyncio
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
 
+from ...audit.findings import AUDIT_FAMILIES
 from ...log import get_logger
+from ...metrics import FAMILIES, Family
 from .internals import frontend as front
 from .internals import workers
-from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine
+from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
 from .internals.hooks import is_swapped, restore_class, swap_class
-from .internals.workers import SNAPSHOT
+from .internals.workers import RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
-from .policy.settings import asks_for_windows
+from .policy.settings import asks_for_windows, is_audited
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
 
-from ...audit.findings import AUDIT_FAMILIES
-from ...metrics import FAMILIES, Family
-from .internals import Foreign
-from .internals.workers import RECORDING, REPORT
-from .policy.settings import is_audited
 
 log = get_logger()
 
@@ -203,11 +199,11 @@ class RememberingClient(BeforeClient):
     kvtxn_seen: Snapshots | None = None
     kvtxn_ended = False
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Take the last snapshot, then shut the engine down."""
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
-        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
 
     def __del__(self) -> None:
         if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
@@ -284,7 +280,7 @@ def last_snapshots() -> list[Snapshots]:
 _LOST: Final = "the worker sleeps, or gives the memory of the KV cache away"
 
 
-def _snapshot(wrapper: Foreign) -> dict[str, float]:
+def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
     """Return a worker's counters."""
     runner = workers.runner_of(wrapper)
     steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
@@ -298,13 +294,13 @@ def _snapshot(wrapper: Foreign) -> dict[str, float]:
     return found
 
 
-def _report(wrapper: Foreign) -> list[dict[str, Any]]:
+def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
     """Return the violations that a worker's audit found."""
     watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
     return [] if watch is None else watch.report()
 
 
-def _recording(wrapper: Foreign) -> dict[str, Any] | None:
+def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
     """Return the life of every slot, if it is recorded."""
     runner = workers.runner_of(wrapper)
     watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
@@ -314,20 +310,20 @@ def _recording(wrapper: Foreign) -> dict[str, Any] | None:
     return {**recording, "policy": None if steps is None else steps.manager.policy}
 
 
-_AWAKE: Final[Mapping[str, Callable[[Foreign], Any]]] = {
+_AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
     SNAPSHOT: _snapshot,
     REPORT: _report,
     RECORDING: _recording,
 }
 
 
-def answer(name: str, wrapper: Any) -> Any:
+def answer(name: str, wrapper: WorkerWrapper) -> object:
     """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]
 
 
-def let_sleep(wrapper: Foreign) -> Callable[[], None]:
+def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
     """Let a hooked worker on a GPU sleep and wake up.
 
     Returns:
@@ -341,22 +337,22 @@ def let_sleep(wrapper: Foreign) -> Callable[[], None]:
     )
 
 
-def _falls_asleep(wrapper: Foreign) -> None:
+def _falls_asleep(wrapper: WorkerWrapper) -> None:
     """Count once more, as long as there is memory to count in."""
-    runner: Any = workers.runner_of(wrapper)
+    runner = workers.runner_of(wrapper)
     if getattr(runner, "kvtxn_asleep", None) is None:
         runner.kvtxn_asleep = {name: method(wrapper) for name, method in _AWAKE.items()}
 
 
-def _loses_rows(wrapper: Foreign) -> None:
+def _loses_rows(wrapper: WorkerWrapper) -> None:
     """Forget every row: the content of the KV cache is about to be lost."""
-    runner: Any = workers.runner_of(wrapper)
+    runner = workers.runner_of(wrapper)
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:
         runner.kvtxn_tell(lambda _: watch.forget())
         log.info("kvtxn.audit_forgets", rank=workers.rank_of(wrapper), why=_LOST)
 
 
-def _wakes(wrapper: Foreign) -> None:
+def _wakes(wrapper: WorkerWrapper) -> None:
     """Count as before."""
     workers.runner_of(wrapper).kvtxn_asleep = None

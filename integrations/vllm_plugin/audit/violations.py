@@ -221,14 +221,15 @@ class ContainingScheduler(BeforeScheduler):
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: object
-    ) -> Any:
+    ) -> object:
         """Contain what a step read wrongly, then take in its output."""
         wrong = scheduling.marks(model_runner_output)
         if wrong is not None:
             _contain(self, wrong, scheduler_output)
-        return super().update_from_output(  # type: ignore[misc]
+        found: object = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        return found
 
 
 def _contain(

@@ -21,8 +21,7 @@ from ....executor import AttentionArgs
 from ....formats import words
 from ....layers import LayerRef
 from ....row_io import read, select, write
-from ...serving.eager_steps import EagerSteps
-from ...serving.state_steps import StateSteps
+from ...serving.eager_steps import EagerSteps, StateSteps
 from ..internals import batches
 from ..internals import layers as attention_layers
 from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class

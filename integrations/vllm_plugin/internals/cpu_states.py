@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...serving.state_steps import StateRows
+from ...serving.eager_steps import StateRows
 from ..policy.engine import MAMBA2, SHORT_CONV
 from .hooks import method_of, not_called
 from .runner_protocols import (

@@ -60,7 +60,7 @@ class StateLayer:
 class Substitute:
     """A layer with some attributes of its own, for a function of vLLM's that is given a layer."""
 
-    def __init__(self, layer: Foreign, **own: object) -> None:
+    def __init__(self, layer: object, **own: object) -> None:
         vars(self).update(own, _layer=layer)
 
     def __getattr__(self, name: str) -> Any:
