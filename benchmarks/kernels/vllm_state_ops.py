@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from ...cuda_graphs import GraphCache
-from ...integrations.vllm_plugin.internals import operators as vllm_operators
-from ...integrations.vllm_plugin.internals.commit_graphs import (
+from ...integrations.vllm_plugin.internals import measuring as vllm_operators
+from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
+from ...integrations.vllm_plugin.internals.state_commits import (
     CommitGraphs,
+    StateTables,
+    VerifyStep,
     captures,
     side_streams,
     write_side_by_side,
 )
 from ...integrations.vllm_plugin.internals.state_layers import StateLayer
-from ...integrations.vllm_plugin.internals.state_sizes import bytes_by_formula
-from ...integrations.vllm_plugin.internals.state_tables import StateTables, VerifyStep
 from ...integrations.vllm_plugin.internals.verified_rows import (
     GatedDeltaRows,
     Mamba2Rows,
