@@ -21,7 +21,7 @@ with importing_kernels():
     from step_rig import Calls
 
     from kvtxn import LayerRef, TransactionManager, TxnConfig
-    from kvtxn.captured.launches import LayoutLaunches
+    from kvtxn.captured_launches import LayoutLaunches
 
 
 class Recorder(LayoutLaunches):
