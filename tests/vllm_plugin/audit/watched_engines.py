@@ -14,12 +14,30 @@ import planted_engines
 import ranks_apart
 import recurrent_models
 import sleeping_engines
-from device_on_cpu import watch_as_on_a_gpu
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
+from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from model_files import VOCAB, write
 from planting import Rig
+
+
+class GpuWaySteps(ledger_v1.DeviceSteps):
+    """The steps of GPUs, of a CPU's runner."""
+
+    def open(self) -> Watch | None:
+        """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
+        watch = super().open()
+        if watch is not None:
+            watch.begin()
+        return watch
+
+
+def watch_as_on_a_gpu() -> None:
+    """Watch engines of this process from now on as on a GPU, but for kernels and waiting."""
+    ledger_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
+
 
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
