@@ -111,11 +111,11 @@ def test_a_hang_a_death_and_an_unreadable_file_leave_the_others_alone(tmp_path):
     (tmp_path / "pytest.ini").touch()  # or else pytest looks for one in the folders above
     for name, text in files.items():
         (tmp_path / "tests" / name).write_text(text)
-    runner, task = PlainRunner(tmp_path, 5, float("inf"), silence=5), ("undo", list(files))
+    runner, task = PlainRunner(tmp_path, 5, float("inf"), silence=10), ("undo", list(files))
     found = gather([task], iter([runner(task)]))["undo"]["tests"]
     assert found["tests/test_a.py::test_before"][0] == "passed"
     assert found["tests/test_a.py::test_after"][0] == "passed"
-    assert found["tests/test_a.py::test_hangs"] == ("failed", "said nothing for 10 s")
+    assert found["tests/test_a.py::test_hangs"] == ("failed", "said nothing for 15 s")
     assert found["tests/test_b.py::test_dies"] == ("failed", "the process ended with 9")
     assert found["tests/test_b.py::test_after"] == ("failed", "assert 1 == 2")
     outcome, why = found["tests/test_c.py"]
