@@ -6,16 +6,24 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.report import audit_report
+    from .audit.report import audit_report, new_weights
     from .metrics.snapshots import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
             "audit_report": ".audit.report",
+            "new_weights": ".audit.report",
             "last_snapshots": ".metrics.snapshots",
             "snapshots": ".metrics.snapshots",
         },
     )
 
-__all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]
+__all__ = [
+    "audit_report",
+    "last_snapshots",
+    "new_weights",
+    "register",
+    "snapshots",
+    "unregister",
+]

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final
 
 from ...log import get_logger
-from .internals import Foreign, workers
-from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .internals import Foreign, weights, workers
+from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy.settings import is_audited
 
 log = get_logger()
@@ -42,6 +42,28 @@ def _report(wrapper: Foreign) -> list[dict[str, Any]]:
     return [] if watch is None else watch.report()
 
 
+def _ages(wrapper: Foreign) -> list[dict[str, Any]]:
+    """Return the rows of earlier weights that each request has read."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.ages()
+
+
+def _new_weights(weights: str, wrapper: Foreign) -> None:
+    """Tell a worker's audit that weights have changed, awake or asleep."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    if watch is not None and watch.weights is not None:
+        watch.weights.changed(weights)
+
+
+def follow_updates(wrapper: Foreign) -> Callable[[], None]:
+    """Let a worker's audit hear of weights that vLLM changes.
+
+    Returns:
+        A function that undoes it.
+    """
+    return weights.follow_updates(wrapper, lambda name: _new_weights(name, wrapper))
+
+
 def _recording(wrapper: Foreign) -> dict[str, Any] | None:
     """Return the life of every slot, if it is recorded."""
     runner = workers.runner_of(wrapper)
@@ -56,11 +78,17 @@ _AWAKE: Final[Mapping[str, Callable[[Foreign], Any]]] = {
     SNAPSHOT: _snapshot,
     REPORT: _report,
     RECORDING: _recording,
+    AGES: _ages,
+}
+_TOLD: Final[Mapping[str, Callable[[Foreign], None]]] = {
+    method: partial(_new_weights, name) for name, method in NEW_WEIGHTS.items()
 }
 
 
 def answer(name: str, wrapper: Any) -> Any:
     """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
+    if name in _TOLD:
+        return _TOLD[name](wrapper)
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]
 

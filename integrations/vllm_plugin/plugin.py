@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import shown
 from .internals import Foreign, frontend, scheduling, workers
-from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .internals.workers import ANSWERS
 from .policy.asked import (
     STOPS_THE_START,
     RequiredError,
@@ -42,7 +42,7 @@ def register() -> None:
     if _undo:
         return
     try:
-        answers = {name: _answer(name) for name in (SNAPSHOT, REPORT, RECORDING)}
+        answers = {name: _answer(name) for name in ANSWERS}
         _undo.append(workers.hook_workers(_on_worker, answers))
         _undo.append(frontend.hook_engines(_before_engine, _after_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))

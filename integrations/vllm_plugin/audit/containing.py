@@ -4,6 +4,9 @@ The worker adds what it found to the step's output. The scheduler contains it be
 output in: the wrong blocks leave the prefix cache, and their readers are preempted, so that vLLM
 drops the tokens that the step sampled for them and computes the requests again in new blocks.
 Nothing is handed to vLLM as a failed load: a user's setting may end requests for failed loads.
+
+Under ``stale="contain"`` blocks with rows of earlier weights leave the prefix cache as well. Their
+readers go on.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ def _contain(
 ) -> None:
     """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
     try:
+        if wrong.stale:
+            scheduling.evict(scheduler, wrong.stale)
+            log.debug("kvtxn.audit_evicted_stale", blocks=sorted(wrong.stale))
+        if not wrong.requests:
+            return
         names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
     except Exception as error:
         say_logged_alone(f"containing failed: {error!r}", error)

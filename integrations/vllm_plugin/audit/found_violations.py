@@ -44,13 +44,16 @@ class FoundViolations:
     Attributes:
         log_tokens: the user wants tokens in the log; without them a line has positions and names of
             requests, and none of the text. ``report`` has the tokens in any case.
+        evicts_stale: blocks with rows of earlier weights leave the prefix cache, whatever becomes
+            of other violations.
     """
 
     def __init__(self, ledger: Ledger, rank: int) -> None:
         self._ledger: Final = ledger
         self._rank: Final = rank
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
-        self.log_tokens = False
+        self.log_tokens = self.evicts_stale = False
+        self._stale: set[int] = set()
         self._number = self._lines = 0
         self._report_of_step = RankReport()
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
@@ -81,7 +84,9 @@ class FoundViolations:
         if self._dropped:
             new = [violation for violation in new if not self._withdraw(violation)]
         for violation in new:
-            if on_violation == "contain":
+            if violation.kind == "stale" and self.evicts_stale:
+                self._stale.update(() if violation.block is None else (violation.block,))
+            elif on_violation == "contain":
                 self._report_of_step |= RankReport(wrong=_wrong(violation))
             elif on_violation == "raise":
                 self._report_of_step |= RankReport(violation=str(violation))
@@ -93,6 +98,11 @@ class FoundViolations:
     def take_report(self) -> RankReport:
         """Return what the violations that were taken since the last call ask of all ranks."""
         found, self._report_of_step = self._report_of_step, RankReport()
+        return found
+
+    def take_stale(self) -> frozenset[int]:
+        """Return the blocks that are to leave the prefix cache, found since the last call."""
+        found, self._stale = frozenset(self._stale), set()
         return found
 
     def _log(self, run: Sequence[Violation]) -> None:

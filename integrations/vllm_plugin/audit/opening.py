@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ....audit import Key, Scrub, Window
+from ....audit import Key, Scrub, WeightWatch, Window
 from ....layers import LayerRef
 from ....log import get_logger
 from ..cpu import cache_layout
@@ -20,6 +20,7 @@ from ..internals import (
     carried_states,
     config,
     ranks,
+    weights,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -55,6 +56,7 @@ def open_watch(runner: HookedRunner) -> Watch | None:
                 states=states,
                 record=wanted.record,
                 key=key,
+                stale=wanted.stale,
             )
             watch.found.log_tokens = wanted.log_tokens
     except Exception as failed:
@@ -65,6 +67,7 @@ def open_watch(runner: HookedRunner) -> Watch | None:
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch)
     follow_transfers(runner, watch)
+    follow_weights(runner, watch)
     say_active(runner, watch)
     return watch
 
@@ -109,6 +112,7 @@ def open_device_watch(
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes_on_device(runner, watch, facts)
     follow_transfers(runner, watch, mixin)
+    follow_weights(runner, watch)
     try:
         _follow_copies(runner, watch)
         watch.warm_up()
@@ -153,6 +157,7 @@ def _new_watch(runner: Any, groups: Any, states: Any, lines: int | None, key: Ke
         lines=lines,
         record=wanted.record,
         key=key,
+        stale=wanted.stale,
     )
     watch.found.log_tokens = wanted.log_tokens
     return watch
@@ -298,6 +303,19 @@ def follow_transfers(
     """
     try:
         watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+    except Exception as error:
+        watch.stop(error)
+
+
+def follow_weights(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch hear of weights that change; if that fails, the audit ends.
+
+    Without it, rows of earlier weights would count as those of the present ones.
+    """
+    try:
+        every = runner.kvtxn_settings.weights_every
+        watch.weights = WeightWatch(watch.ledger, weights.parameters(runner), every)
+        runner.kvtxn_undo.callback(weights.follow_loads(runner, watch.weights.changed))
     except Exception as error:
         watch.stop(error)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ..policy.audit_rules import cannot_watch
 from .adapters import Adapters, hash_of
+from .layers import draft_layers
 from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
 from .protocols.runners import BlockTable, Runner, RunnerV1
 
@@ -171,6 +172,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
     from vllm.v1 import kv_cache_interface as kinds
 
     config = runner.kv_cache_config
+    drafters = draft_layers(runner)
     others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
     # Not every release has all of these kinds.
     unknown = ("CircularBufferSpec", "HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec")
@@ -193,6 +195,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
             window=int(spec.sliding_window) if sliding else None,
             chunk=int(spec.attention_chunk_size) if chunked else None,
             pool="blocks",
+            drafter=any(layer in drafters for layer in group.layer_names),
         )
     return found
 

@@ -23,6 +23,12 @@ SNAPSHOT: Final = "kvtxn_snapshot"
 REPORT: Final = "kvtxn_audit_report"
 #: Returns the life of every slot, if the audit records it.
 RECORDING: Final = "kvtxn_audit_recording"
+#: Returns the rows of earlier weights that each request has read.
+AGES: Final = "kvtxn_audit_ages"
+#: Tells its audit that weights have changed.
+NEW_WEIGHTS: Final = {"target": "kvtxn_new_weights", "drafter": "kvtxn_new_draft_weights"}
+#: All of them.
+ANSWERS: Final = (SNAPSHOT, REPORT, RECORDING, AGES, *NEW_WEIGHTS.values())
 
 
 def version() -> str:
@@ -123,7 +129,7 @@ def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[
         return result
 
     compile_or_warm_up_model.kvtxn_hook = True  # type: ignore[attr-defined]
-    return _shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
+    return shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
 
 
 def around_sleep(
@@ -170,7 +176,7 @@ def around_sleep(
                 after()
             return result
 
-        undo.callback(_shadow(worker, name, call))
+        undo.callback(shadow(worker, name, call))
 
     def sleep(*args: Any, **kwargs: Any) -> None:
         asleep()
@@ -187,16 +193,16 @@ def around_sleep(
     return undo.close
 
 
-def _shadow(worker: Worker, name: str, method: Callable[..., object]) -> Callable[[], None]:
-    """Give a worker a method of its own; returns a function that takes it away again."""
-    before = vars(worker).get(name)
-    setattr(worker, name, method)
+def shadow(owner: object, name: str, method: Callable[..., object]) -> Callable[[], None]:
+    """Give a worker or a model a method of its own; returns a function that takes it away again."""
+    before = vars(owner).get(name)
+    setattr(owner, name, method)
 
     def undo() -> None:
         if before is None:
-            delattr(worker, name)
+            delattr(owner, name)
         else:
-            setattr(worker, name, before)
+            setattr(owner, name, before)
 
     return undo
 
@@ -217,7 +223,7 @@ def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Cal
     def determine_available_memory() -> int:
         return rest(int(own()))
 
-    return _shadow(worker, "determine_available_memory", determine_available_memory)
+    return shadow(worker, "determine_available_memory", determine_available_memory)
 
 
 def engine_config(wrapper: WorkerWrapper) -> VllmConfig:
