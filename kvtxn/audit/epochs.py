@@ -96,8 +96,14 @@ class ReadAges:
     states: Mapping[int, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain dicts."""
-        return attrs.asdict(self)
+        """Return the fields as a dict that JSON can hold: ages are text, as in the counters."""
+        counts = attrs.asdict(self)
+        return {
+            name: {_label(age): number for age, number in value.items()}
+            if isinstance(value, dict)
+            else value
+            for name, value in counts.items()
+        }
 
 
 class Epochs:

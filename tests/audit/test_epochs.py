@@ -157,7 +157,7 @@ def test_old_ages_share_the_last_label():
         ledger.new_epoch()
     run(ledger, "a", 8, [19], [1, 2, 3])
     assert ledger.counters()[f"{ROWS}_{AGES}+"] == 8
-    assert ledger.read_ages()[0].as_dict()["rows"] == {AGES: 8}
+    assert ledger.read_ages()[0].as_dict()["rows"] == {f"{AGES}+": 8}
 
 
 def test_rows_keep_their_epoch_outside():

@@ -21,8 +21,8 @@ def audit_report(llm: object, *, ages: bool = False) -> list[list[dict[str, Any]
 
     Returns:
         One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict; or,
-        with ``ages``, those of ``kvtxn.audit.ReadAges``, whose counts are dicts by age. An empty
-        one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
+        with ``ages``, those of ``kvtxn.audit.ReadAges.as_dict``. An empty one where nothing was
+        found, or nothing is watched: see ``kvtxn_audit_active``.
 
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.

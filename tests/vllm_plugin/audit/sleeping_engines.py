@@ -31,6 +31,7 @@ def live(llm: Any) -> dict[str, Any]:
             "same": found == stock,
             "violations": rig.found()[:5],
         }
+    report["ages"] = audit_report(llm, ages=True)[0]  # of weights that came back, or were read anew
     report["forgotten"] = _without_reset(llm, rig, prompts)
     report["steps"] = snapshots(llm)[0]["kvtxn_audit_steps_total"]
     return report
@@ -119,8 +120,9 @@ def pretend(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     worker.sleep, worker.wake_up, worker.discard = sleep, wake_up, lose
     worker.reload_weights = lambda: None
-    undo = answers.let_sleep(wrapper)
+    undo = (answers.let_sleep(wrapper), answers.follow_updates(wrapper))
     report = live(llm)
-    undo()
+    for each in reversed(undo):
+        each()
     report["undone"] = worker.sleep is sleep and ledger.counters == known
     return report

@@ -232,5 +232,5 @@ def _outcomes(
     )
     if wanted.stale != "count":
         evicts = kept if wanted.stale == "contain" else None
-        rate = f"weights that change unannounced are looked for every {wanted.weights_every} steps"
+        rate = f"untold changes of weights are looked for every {wanted.weights_every} steps"
         yield _Outcome("stale", wanted.stale, "alarm" if evicts else wanted.stale, evicts or rate)
