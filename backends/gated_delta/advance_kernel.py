@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .layers import COLUMNS
+from .tiles import appended
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
 (_STATE, _SLOT_STRIDE, _KEY, _CORRECTED, _DECAY, _GROUP) = (
@@ -38,12 +39,6 @@ def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
         else:
             pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), RUN)
     return pointers
-
-
-@triton.jit
-def _appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    """Return a tuple with one more item; compilers know no lists."""
-    return items + (item,)  # noqa: RUF005 - nor unpacking
 
 
 @triton.jit
@@ -151,9 +146,9 @@ def advance_rows(
     row_keys, decays = (), ()
     for turn in tl.static_range(LONGEST):
         from_row = key_at + (row + turn) * (KEY_HEADS * KEY_SIZE)
-        row_keys = _appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
+        row_keys = appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
         decay = tl.load(decay_at + (row + turn) * HEADS, mask=taken > turn, other=1.0)
-        decays = _appended(decays, decay)
+        decays = appended(decays, decay)
     if SNAPSHOTS:
         until = tl.load(boundary + number)
         snapshot = tl.load(snapshots + group * snapshot_stride + number).to(tl.int64)
@@ -172,7 +167,7 @@ def advance_rows(
                 mask=some_values & (taken > turn + 0 * values),
                 other=0.0,
             )
-            row_values = _appended(row_values, value)
+            row_values = appended(row_values, value)
         for turn in tl.static_range(LONGEST):
             if taken > turn:
                 state = state * decays[turn]

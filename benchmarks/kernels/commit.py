@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ...cli import natural
-from ...integrations.vllm_plugin.internals import operators
+from ...integrations.vllm_plugin.internals import measuring
 from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
@@ -169,10 +169,10 @@ def stock_writes(load: Workload) -> list[Step]:
         for ref in load.refs:
             if ref.is_latent:
                 latent, rotary = window.staged[ref.name].rows[0].split(_LATENT, dim=1)
-                operators.write_latents((latent, rotary), ref.key_cache, window.slots, one)
+                measuring.write_latents((latent, rotary), ref.key_cache, window.slots, one)
                 continue
             key, value = window.staged[ref.name].rows
             caches = ref.key_cache, ref.value_cache
-            operators.write_rows((key, value), caches, window.slots, one)  # type: ignore[arg-type]
+            measuring.write_rows((key, value), caches, window.slots, one)  # type: ignore[arg-type]
 
     return [lambda window=window: step(window) for window in load.windows]  # type: ignore[misc]

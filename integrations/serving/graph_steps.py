@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from ...captured.shared import StepPlan
-from ...captured.window import CapturedWindow
+from ...captured_shared import StepPlan
+from ...captured_window import CapturedWindow
 from ...errors import IncompleteWindowError
 from ...layers import LayerRef
 from ...layout import RowLayout

@@ -6,16 +6,17 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.report import audit_report, new_weights
-    from .metrics.snapshots import last_snapshots, snapshots
+    from .audit.violations import audit_report
+    from .audit.weights import new_weights
+    from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
-            "audit_report": ".audit.report",
-            "new_weights": ".audit.report",
-            "last_snapshots": ".metrics.snapshots",
-            "snapshots": ".metrics.snapshots",
+            "audit_report": ".audit.violations",
+            "new_weights": ".audit.weights",
+            "last_snapshots": ".metrics",
+            "snapshots": ".metrics",
         },
     )
 

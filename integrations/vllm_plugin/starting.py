@@ -17,13 +17,11 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from . import self_test
 from .internals import Foreign
-from .metrics.snapshots import unhook_clients
-from .policy import supported
-from .policy.asked import STOPS_THE_START, wants
-from .policy.doctor.moved import hook_gone
+from .metrics import unhook_clients
+from .policy import STOPS_THE_START, supported, wants
+from .policy.doctor import hook_gone
 from .policy.engine import EngineFacts
-from .policy.release_rules import on_trial
-from .policy.rules import decide
+from .policy.rules import decide, on_trial
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
     is_hooked,
@@ -39,9 +37,9 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 
 #: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
+    "FLASH_ATTN": f"{_GPU}.window_backends.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.window_backends.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.window_backends.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 
@@ -94,7 +92,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
             it out; it stops the start, in the user's own process.
     """
     from .internals import config as engine_config
-    from .policy.doctor.fitting import check_fit
+    from .policy.doctor import check_fit
 
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
@@ -122,10 +120,10 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             it; it stops vLLM's start.
     """
     from . import parts
-    from .audit import memory
+    from .audit import runner_watch
     from .internals import config as engine_config
     from .internals import workers
-    from .policy.doctor.fitting import bounded, check_fit
+    from .policy.doctor import bounded, check_fit
 
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())
@@ -150,7 +148,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
         _follow_updates(wrapper, wanted)
         if facts.device != "cpu":
-            memory.reserve(wrapper, wanted)
+            runner_watch.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
@@ -212,11 +210,11 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .audit import memory
+    from .audit import runner_watch
     from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    memory.reserve(wrapper, wanted)
+    runner_watch.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
 

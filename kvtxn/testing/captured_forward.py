@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..captured.rows import CapturedRows
-from ..captured.window import CapturedWindow
-from ..captured.windows import CapturedWindows
+from ..captured_rows import CapturedRows
+from ..captured_window import CapturedWindow
+from ..captured_windows import CapturedWindows
 from ..formats import words
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout

@@ -16,12 +16,7 @@ from weakref import WeakSet
 
 from ....log import get_logger
 from ..internals import audited, scheduling
-from ..internals.class_swaps import (
-    check_methods,
-    is_swapped,
-    restore_class,
-    swap_class,
-)
+from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.protocols.engine import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
 from ..seam.hooked_runner import stay_out
 

@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..internals import (
-    Foreign,
-    audited_states,
-    audited_v2,
-    connectors,
-    held_states,
-)
+from ..internals import Foreign, audited, audited_states, audited_steps, connectors, held_states
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from ..internals.class_swaps import follow, mix_in
+from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
-from .opening import join_stages, new_state_reader, open_device_watch
-from .step_ends import end_step, fail_step, leave, take_back
+from .runner_watch import (
+    end_step,
+    fail_step,
+    join_stages,
+    leave,
+    new_state_reader,
+    open_device_watch,
+)
 from .transfers import TransferWatch, WatchedConnectorV2
 from .watch import Watch
 
@@ -43,7 +43,7 @@ class LedgerV2(Part):
         reader: reads the runner's steps.
     """
 
-    reader: audited_v2.StepReader
+    reader: audited_steps.StepReaderV2
 
     def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
@@ -72,10 +72,10 @@ class LedgerV2(Part):
         runner = self._runner
         runner.kvtxn_requests, self._prepared, self._metadata = {}, None, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
-        lines = audited_v2.lines(runner) if connectors.connector() is None else None
-        watch = open_device_watch(runner, audited_v2.lacking(runner), lines, WatchedConnectorV2)
+        lines = audited.lines(runner) if connectors.connector() is None else None
+        watch = open_device_watch(runner, audited.lacking(runner), lines, WatchedConnectorV2)
         if watch is not None:
-            self.reader = audited_v2.StepReader(runner, watch.groups, watch.ledger.input)
+            self.reader = audited_steps.StepReaderV2(runner, watch.groups, watch.ledger.input)
             self._states = new_state_reader(runner, watch)
             self._waits = watch.transfers is not None or self._states is not None
             if self._states is not None:
@@ -116,7 +116,7 @@ class LedgerV2(Part):
     def requests_changed(self, scheduled: Any) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
         runner = self._runner
-        runner.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(runner, scheduled)))
+        runner.kvtxn_tell(lambda watch: watch.change(audited.changes_v2(runner, scheduled)))
 
     def planned(self, batch: Any, prepared: Any) -> None:
         """Tell which rows the forward writes and reads, if nothing else is awaited."""
@@ -136,7 +136,7 @@ class LedgerV2(Part):
         self._prepared = None
         if self._in_forward:
             self._in_forward = False
-            self._runner.kvtxn_tell(take_back)
+            self._runner.kvtxn_tell(Watch.take_back)
 
     def sampling_begins(self, logits: Any) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
@@ -149,7 +149,7 @@ class LedgerV2(Part):
 
         Pipeline stages before the last are told of an earlier step, and have no drafts here.
         """
-        if self._runner.kvtxn_audit is not None and audited_v2.samples(self._runner):
+        if self._runner.kvtxn_audit is not None and audited.is_last_stage(self._runner):
             self._runner.kvtxn_tell(partial(self._tell_sampled, ids, counts))
 
     def step_ended(self, output: Any) -> None:
@@ -173,7 +173,7 @@ class LedgerV2(Part):
     def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
-        audited_v2.note_requests(self._runner.kvtxn_requests, scheduled)
+        audited.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def _step_is_ready(self) -> None:
         """Tell the watch which rows and states the step's forward has."""
@@ -191,7 +191,7 @@ class LedgerV2(Part):
         rows = self.reader.rows(batch, prepared)
         if self._states is None:
             return rows, None
-        return rows, self._states.read(self._metadata, rows, audited_v2.num_rows(batch))
+        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(batch))
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
@@ -219,7 +219,7 @@ class TellingConnector:
 
 def _tell_outputs(hidden_states: Tensor, batch: Foreign, watch: Watch) -> None:
     """Tell a watch what a forward computed."""
-    watch.came_out(*audited_v2.sampled_outputs(hidden_states, batch))
+    watch.came_out(*audited_steps.sampled_outputs(hidden_states, batch))
 
 
 def _unknown(name: str) -> Any:

@@ -23,8 +23,8 @@ from ....audit import Ledger, RowGroup
 from ..internals import connectors
 from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
-from ..internals.class_swaps import mix_in
 from ..internals.connectors import Handed
+from ..internals.hooks import mix_in
 from ..internals.protocols.runners import ConnectorOutput, Runner
 from ..seam.hooked_runner import HookedRunner
 

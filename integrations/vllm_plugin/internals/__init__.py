@@ -5,7 +5,7 @@ the package ``protocols``. Code outside of this package hands vLLM's objects on 
 them: it annotates them by these protocols, or as ``Foreign`` where they can be of several classes,
 and asks a function of this package. ``tests/test_foreign_access.py`` holds that rule. The files
 were checked against the releases in ``policy.supported.RELEASES``; a method that looks different is
-noticed when a runner or a layer is hooked (``class_swaps.check_methods``).
+noticed when a runner or a layer is hooked (``hooks.check_methods``).
 """
 
 from typing import Any, TypeAlias

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
-from . import aligned_states, audited, carried_states
+from . import aligned_states, audited
 from .audited import Rows
 from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
 from .protocols.runners import Runner, RunnerV1
@@ -94,7 +94,7 @@ def copies_are_told(runner: Runner) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
     if torch.device(runner.device).type != "cuda":
         return False
-    if carried_states.lacks_context(runner):  # the host knows the columns
+    if aligned_states.lacks_context(runner):  # the host knows the columns
         return hasattr(runner, "mamba_state_idx")
     return aligned_states.copies_differ() is None
 

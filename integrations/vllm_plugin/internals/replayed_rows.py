@@ -19,9 +19,9 @@ from torch import Tensor
 from ....backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta, verify_gated_delta
 from ....backends.mamba2 import verify_mamba2
 from ..policy.engine import GATED_DELTA, MAMBA2
-from . import gated_delta_hooks, mamba2_hooks
+from . import state_layers
+from .state_commits import StateTables, VerifyStep
 from .state_layers import StateLayer
-from .state_tables import StateTables, VerifyStep
 
 
 @attrs.frozen(eq=False)
@@ -89,14 +89,14 @@ class ReplayedDelta(ReplayedLayer):
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
         fused = getattr(self.module, "enable_fused_gdn_spec_decode", False)
-        gated_delta_hooks.hook_kernels(
+        state_layers.hook_gated_delta(
             *(self.module, self.verify, self.verify_fused if fused else None),
             split=self.views,
         )
 
     def unhook(self) -> None:
         """Give the layer its own methods back."""
-        gated_delta_hooks.unhook_kernels(self.module)
+        state_layers.unhook_gated_delta(self.module)
 
     def verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
         """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
@@ -210,11 +210,11 @@ class ReplayedMamba2(ReplayedLayer):
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        mamba2_hooks.hook_kernel(self.module, self.verify)
+        state_layers.hook_mamba2(self.module, self.verify)
 
     def unhook(self) -> None:
         """Give the layer its own method back."""
-        mamba2_hooks.unhook_kernel(self.module)
+        state_layers.unhook_mamba2(self.module)
 
     def verify(self, kernel: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Verify in place of vLLM's kernel; in steps without drafts launch that kernel."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from ....errors import KVTxnError
-from .imports import when_imported
+from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .protocols.engine import Request, Scheduler, SchedulerOutput, VllmConfig

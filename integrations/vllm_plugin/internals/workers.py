@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
-from .imports import when_imported
+from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .protocols.engine import VllmConfig, Worker, WorkerWrapper
@@ -234,6 +234,11 @@ def engine_config(wrapper: WorkerWrapper) -> VllmConfig:
 def additional_config(config: VllmConfig) -> object:
     """Return the user's ``additional_config`` of a ``VllmConfig``."""
     return config.additional_config
+
+
+def replace_additional_config(config: VllmConfig, additional_config: object) -> None:
+    """Set the ``additional_config`` of a ``VllmConfig`` of which nothing has started yet."""
+    config.additional_config = additional_config
 
 
 def runner_of(wrapper: WorkerWrapper) -> Foreign:

@@ -16,7 +16,7 @@ from step_rig import DEVICE
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
-    from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
+    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
         FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,

@@ -24,9 +24,9 @@ from held_layers import (
     Layer,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
-from kvtxn.integrations.vllm_plugin.internals.replaced_names import with_globals
+from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
+from kvtxn.integrations.vllm_plugin.internals.state_commits import Capture
 from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
 

@@ -22,7 +22,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals import config as engine_config
     from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
-    from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
+    from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
     from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1

@@ -29,7 +29,7 @@ from kernels_here import importing_kernels  # noqa: E402
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA  # noqa: E402
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig  # noqa: E402
-from kvtxn.captured.launches import LayoutLaunches  # noqa: E402
+from kvtxn.captured_launches import LayoutLaunches  # noqa: E402
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps

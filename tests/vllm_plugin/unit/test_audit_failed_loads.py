@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows
 

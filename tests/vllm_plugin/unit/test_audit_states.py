@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.audit.step_requests import fresh_blocks
+from kvtxn.integrations.vllm_plugin.audit.steps import fresh_blocks
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
 
 

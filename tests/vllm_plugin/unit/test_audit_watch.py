@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
 from kvtxn.integrations.vllm_plugin.internals.audited import (

@@ -21,12 +21,8 @@ from held_rig import (
     built,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import (
-    held_states,
-    olmo_rows,
-    state_sizes,
-    verified_rows,
-)
+from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
+from kvtxn.integrations.vllm_plugin.internals import verified_rows
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 from kvtxn.errors import KVTxnError
@@ -77,7 +73,7 @@ def test_the_memory_of_rows_is_that_of_the_formula(monkeypatch):
     kept = [part for part in vars(rows).values() if isinstance(part, torch.Tensor)]
     assert {part.dtype for part in kept} == {torch.bfloat16, torch.float32}
     formula = verified_rows.row_elements(rig.sides[1].layer, OLMO_DELTA) * rig.dtype.itemsize
-    assert sum(part.nbytes for part in kept) == state_sizes.most_rows(rig.runner) * formula
+    assert sum(part.nbytes for part in kept) == held_states.most_rows(rig.runner) * formula
 
 
 def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
@@ -99,7 +95,7 @@ def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
 
 def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
     """Each request's own line alone, and so all of its rows: the states are the same."""
-    for module in (verified_rows, olmo_rows):
+    for module in (verified_rows, verified_rows):
         monkeypatch.setattr(module, "_MOST_PROGRAMS", 3 * HEADS)
     rig.step([4, 3, 4, 1], [3, 1, 4, 1])
     rig.step([2, 4], [1, 4])

@@ -18,8 +18,8 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.gpu.states import JointCommits
 
-    from kvtxn.captured.launches import LayoutLaunches
-    from kvtxn.captured.shared import StepPlan
+    from kvtxn.captured_launches import LayoutLaunches
+    from kvtxn.captured_shared import StepPlan
     from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
 
 

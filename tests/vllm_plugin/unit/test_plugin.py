@@ -14,7 +14,7 @@ from kvtxn.integrations.vllm_plugin import answers, starting
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
 from worker_rig import OtherRunner, Runner, wrapper
 

@@ -16,11 +16,8 @@ from engine_jobs import missing
 from held_layers import KEY_HEADS
 from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
-from kvtxn.integrations.vllm_plugin.internals import (
-    gated_delta_hooks,
-    replayed_rows,
-    state_sizes,
-)
+from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
+from kvtxn.integrations.vllm_plugin.internals import replayed_rows, state_layers
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from torch import Tensor
 
@@ -281,7 +278,7 @@ def test_the_fused_path_verifies_the_same_way(monkeypatch):
     given = held.metadata(GATED_DELTA, rig.sides[1].table, lengths, accepted)
     rig.states.begin({"it": given})
     out, plain = torch.zeros(2, total, held.HEADS, held.SIZE, dtype=rig.dtype)
-    getattr(ours, gated_delta_hooks.FUSED)(
+    getattr(ours, state_layers.FUSED)(
         mixed_qkv=mixed, b=b, a=a, output_gate=gate, core_attn_out=out, attn_metadata=given
     )
     [layer] = rig.states._verified[0].layers
@@ -306,8 +303,8 @@ def test_layers_without_a_fast_form_keep_the_exact_one(monkeypatch):
     assert not fast.states.tables.commits.shape[1]
     kinds = [(each.sides[1].layer, each.kind) for each in (rig, fast)]
     sizes = (16, 64, 4, 2)
-    both = state_sizes.bytes_by_formula(kinds, *sizes, fast=True)
-    [one, other] = (state_sizes.bytes_by_formula([each], *sizes, fast=True) for each in kinds)
+    both = held_states.bytes_by_formula(kinds, *sizes, fast=True)
+    [one, other] = (held_states.bytes_by_formula([each], *sizes, fast=True) for each in kinds)
     assert both == one + other
     staged = DeltaRows.row_bytes(KEY_HEADS, held.HEADS, held.SIZE, held.SIZE)
     assert other == 16 * staged + 12 * 64 * 8
@@ -373,7 +370,7 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
     layer.enable_fused_gdn_spec_decode = True
-    methods = {"_forward_core": gated_delta_hooks.METHODS["_forward_core"]}
+    methods = {"_forward_core": state_layers.GATED_DELTA_METHODS["_forward_core"]}
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: methods})
     rig.runner.vllm_config.num_speculative_tokens = 7
     rig.runner.model_config = SimpleNamespace(is_hybrid=True, runner_type="generate")

@@ -19,11 +19,11 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
-    from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
+    from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
-    from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
+    from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
     from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
     from kvtxn import KVTxnError, TxnConfig
@@ -78,7 +78,7 @@ def runner(request, monkeypatch):
 def test_one_block_for_each_state(runner):
     specs = runner.get_kv_cache_spec()
     assert specs["it"].num_speculative_blocks == 0
-    assert caches(runner).num_bytes() == state_sizes.bytes_of_buffers(runner) > 0
+    assert caches(runner).num_bytes() == held_states.bytes_of_buffers(runner) > 0
 
 
 def test_the_memory_is_reserved(runner):
@@ -86,19 +86,19 @@ def test_the_memory_is_reserved(runner):
     runner.profile_run()
     row = 2 * 8 * 2
     room = part(runner, gpu_windows.WindowCaches).room
-    assert room.nbytes >= state_sizes.bytes_of_buffers(runner) + 8 * row
+    assert room.nbytes >= held_states.bytes_of_buffers(runner) + 8 * row
     assert runner.calls == ["profile"]
 
 
 def test_memory_of_captured_commits_is_reserved(runner):
     """That of the outputs which nobody reads: one for each branch, at most one for each layer."""
-    without = state_sizes.bytes_of_buffers(runner)
+    without = held_states.bytes_of_buffers(runner)
     runner.compilation_config.cudagraph_mode.name = "FULL"
     rows, values = held.REQUESTS * (held.DRAFTS + 1), held.HEADS * held.SIZE
-    assert state_sizes.bytes_of_buffers(runner) == without + 2 * rows * values
+    assert held_states.bytes_of_buffers(runner) == without + 2 * rows * values
     [layer] = runner.compilation_config.static_forward_context.values()
     many = [(layer, GATED_DELTA)] * 20
-    assert state_sizes.bytes_of_graphs(runner, many) == 8 * 2 * rows * values
+    assert held_states.bytes_of_graphs(runner, many) == 8 * 2 * rows * values
 
 
 def test_a_model_that_is_not_known_runs_stock(runner, monkeypatch):

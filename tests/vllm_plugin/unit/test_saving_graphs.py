@@ -14,7 +14,7 @@ from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
     from kvtxn.integrations.vllm_plugin.internals import whole_graphs
-    from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped, swap_class
+    from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
     from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn.integrations.serving.parts import Parts
@@ -113,7 +113,7 @@ STEPS = (
 @pytest.fixture
 def saves(monkeypatch):
     """The windows that saved their rows by a launch of their own."""
-    from kvtxn.captured.window import CapturedWindow
+    from kvtxn.captured_window import CapturedWindow
 
     found, real = [], CapturedWindow.save
 

@@ -28,11 +28,9 @@ with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
     from kvtxn.integrations.vllm_plugin.gpu.slot_reading import Reading
-    from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
+    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
         WindowTritonBuilder,
         WindowTritonImpl,
-    )
-    from kvtxn.integrations.vllm_plugin.gpu.triton_latent_backend import (
         WindowTritonLatentBuilder,
         WindowTritonLatentImpl,
     )

@@ -8,7 +8,7 @@ import pytest
 from kvtxn.integrations.vllm_plugin import starting
 from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.internals.audited import uncontained
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from test_audit_watch import CONTAIN, STAGES, asked, config
 
 

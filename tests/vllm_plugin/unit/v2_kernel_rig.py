@@ -7,7 +7,7 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
 
-from kvtxn.integrations.vllm_plugin.audit import opening
+from kvtxn.integrations.vllm_plugin.audit import runner_watch
 from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from v2_rig import Rig
@@ -24,7 +24,7 @@ class FewPrograms(TritonPasses):
 def rig_maker(monkeypatch):
     """Return a function that makes a rig whose ledger has the given passes."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
 
