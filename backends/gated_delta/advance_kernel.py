@@ -96,31 +96,23 @@ def advance_rows(
 
     Grid: (programs of a head * HEADS, requests, layers).
 
-    Args:
-        table: int64 ``[layers, len(COLUMNS)]``, see ``layers``; addresses are multiples of 16, and
-            so are slot strides in bytes.
-        sources: int32 ``[groups, num_requests]``, the slot of each request.
-        count: int32 ``[num_requests]``, the rows that each request keeps.
-        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
-        boundary: int32 ``[num_requests]``, contiguous, if ``SNAPSHOTS``: the rows after which a
-            state is a snapshot.
-        snapshots: int32 ``[groups, num_requests]``, the slot of each snapshot; 0 or less means no
-            snapshot.
-        source_stride: elements between requests in ``sources``.
-        group_stride: elements between groups in ``sources``.
-        snapshot_stride: elements between groups in ``snapshots``, whose requests are neighbours.
-        STATE: dtype of the states.
-        KEY_HEADS: heads of the staged keys.
-        HEADS: heads of a state.
-        KEY_SIZE: columns of a head's state.
-        VALUE_SIZE: rows of a head's state.
-        KEYS: a power of two, at least ``KEY_SIZE``.
-        VALUES: rows of a tile.
-        LONGEST: the most rows of a request.
-        RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
-        SNAPSHOTS: some request may leave a snapshot.
-        TILES: tiles of a program, one after another.
-        LEAST: rows that each request keeps, whatever ``count`` says, as far as it has them.
+    ``table`` is that of ``DeltaLayers``, where addresses and slot strides in bytes are multiples of
+    16; other tensors are those of ``step.advance_gated_delta``, unread without ``SNAPSHOTS`` where
+    they are about snapshots. Strides are elements: ``source_stride`` between requests in
+    ``sources``, ``group_stride`` and ``snapshot_stride`` between groups. Constants:
+
+    - ``STATE``: dtype of the states.
+    - ``KEY_HEADS``: heads of the staged keys.
+    - ``HEADS``: heads of a state.
+    - ``KEY_SIZE``: columns of a head's state.
+    - ``VALUE_SIZE``: rows of a head's state.
+    - ``KEYS``: a power of two, at least ``KEY_SIZE``.
+    - ``VALUES``: rows of a tile.
+    - ``LONGEST``: the most rows of a request.
+    - ``RUN``: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
+    - ``SNAPSHOTS``: some request may leave a snapshot.
+    - ``TILES``: tiles of a program, one after another.
+    - ``LEAST``: rows that each request keeps, whatever ``count`` says, as far as it has them.
     """
     parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
     part = tl.program_id(0) % parts

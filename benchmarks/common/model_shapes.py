@@ -163,20 +163,17 @@ class Case:
         requests: requests of the batch.
         drafts: draft rows per request; one settled row comes on top.
         accepted: share of the draft rows that is kept.
-        layers: layers, where not the model's own number.
     """
 
     model: str
     requests: int
     drafts: int
     accepted: float
-    layers: int | None = None
 
     @property
     def shape(self) -> Rows:
-        """The model, with as many layers as the case wants."""
-        model = MODELS[self.model]
-        return model if self.layers is None else attrs.evolve(model, layers=self.layers)
+        """The model."""
+        return MODELS[self.model]
 
     @property
     def rows(self) -> int:

@@ -43,9 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 16, 64, 128])
     parser.add_argument("--drafts", type=natural, nargs="+", default=[4])
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.0, 0.1, 0.3, 0.7, 1.0])
-    parser.add_argument(
-        "--layers", type=natural, nargs="+", default=[None], help="not the model's own"
-    )
     machine.add_save(parser)
 
 
@@ -57,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
     passed = kit.passed("triton") if args.save else ""
     rows = []
     print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")
-    for point in itertools.product(
-        args.models, args.requests, args.drafts, args.accepted, args.layers
-    ):
+    for point in itertools.product(args.models, args.requests, args.drafts, args.accepted):
         row = measure(Case(*point))
         rows.append(row)
         shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())

@@ -12,8 +12,8 @@ from .prompts import Prompt
 from .workloads import Tokens
 
 if TYPE_CHECKING:
+    from ..vllm_plugin.internals.engine_protocols import AsyncEngine
     from ..vllm_plugin.internals.frontend import EngineSizes
-    from ..vllm_plugin.internals.protocols.engine import AsyncEngine
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0

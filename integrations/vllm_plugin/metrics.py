@@ -1,9 +1,13 @@
-"""kvtxn's counters in vLLM's front end: on the ``/metrics`` page, and after an engine's end.
+"""kvtxn's counters: what a worker answers, on the ``/metrics`` page, and after an engine's end.
 
 The workers count; the front end asks them through vLLM's ``collective_rpc``. A server asks every
 few seconds, so a scrape finds the numbers in place and never waits for an engine. No step has
 anything to do with it: between two steps each rank reads a few integers from its device.
 ``snapshots`` asks an ``LLM``, which is asked once more right before it is shut down or collected.
+
+A worker that sleeps (vLLM's sleep mode) may have lost the memory that its counters lie in until it
+wakes up. So it counts once more before, and answers with that. The content of its KV cache is lost
+for good, and the audit forgets every row.
 """
 
 from __future__ import annotations
@@ -12,28 +16,27 @@ import asyncio
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
 
+from ...audit.findings import AUDIT_FAMILIES
 from ...log import get_logger
+from ...metrics import FAMILIES, Family
 from .internals import frontend as front
 from .internals import workers
+from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
 from .internals.hooks import is_swapped, restore_class, swap_class
-from .internals.protocols.engine import AsyncClient, BeforeClient, Client, VllmEngine
-from .internals.workers import SNAPSHOT
+from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
-from .policy.settings import asks_for_windows
+from .policy.settings import asks_for_windows, is_audited
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
-from collections.abc import Mapping, Sequence
-from functools import cache
 
-from ...audit.findings import AUDIT_FAMILIES
-from ...metrics import FAMILIES, Family
 
 log = get_logger()
 
@@ -196,11 +199,11 @@ class RememberingClient(BeforeClient):
     kvtxn_seen: Snapshots | None = None
     kvtxn_ended = False
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Take the last snapshot, then shut the engine down."""
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
-        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
 
     def __del__(self) -> None:
         if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
@@ -269,3 +272,99 @@ def ask_running_engines() -> None:
 def last_snapshots() -> list[Snapshots]:
     """Return the last ``snapshots`` of this process's engines that ended, oldest first."""
     return [[dict(counts) for counts in found] for found in _ended]
+
+
+# -- what a worker answers --------------------------------------------------------------
+
+#: Why the audit forgets every row.
+_LOST: Final = "the worker sleeps, or gives the memory of the KV cache away"
+
+
+def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
+    """Return a worker's counters."""
+    runner = workers.runner_of(wrapper)
+    steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
+    found = {"kvtxn_active": 0.0}
+    if steps is not None:
+        found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
+    if watch is not None:
+        found |= watch.counters()
+    elif is_audited(workers.additional_config(workers.engine_config(wrapper))):
+        found["kvtxn_audit_active"] = 0.0
+    return found
+
+
+def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
+    """Return the violations that a worker's audit found."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.report()
+
+
+def _ages(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
+    """Return the rows of earlier weights that each request has read."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.ages()
+
+
+def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
+    """Return the life of every slot, if it is recorded."""
+    runner = workers.runner_of(wrapper)
+    watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
+    recording: dict[str, Any] | None = None if watch is None else watch.recording()
+    if recording is None:
+        return None
+    return {**recording, "policy": None if steps is None else steps.manager.policy}
+
+
+_AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
+    SNAPSHOT: _snapshot,
+    REPORT: _report,
+    RECORDING: _recording,
+    AGES: _ages,
+}
+_TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
+
+
+def answer(name: str, wrapper: WorkerWrapper) -> object:
+    """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
+    if name in _TOLD:
+        from .audit import weights
+
+        return weights.changed(wrapper, _TOLD[name])
+    kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
+    return _AWAKE[name](wrapper) if kept is None else kept[name]
+
+
+def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
+    """Let a hooked worker on a GPU sleep and wake up.
+
+    Returns:
+        A function that undoes it.
+    """
+    return workers.around_sleep(
+        wrapper,
+        asleep=partial(_falls_asleep, wrapper),
+        lost=partial(_loses_rows, wrapper),
+        awake=partial(_wakes, wrapper),
+    )
+
+
+def _falls_asleep(wrapper: WorkerWrapper) -> None:
+    """Count once more, as long as there is memory to count in."""
+    runner = workers.runner_of(wrapper)
+    if getattr(runner, "kvtxn_asleep", None) is None:
+        runner.kvtxn_asleep = {name: method(wrapper) for name, method in _AWAKE.items()}
+
+
+def _loses_rows(wrapper: WorkerWrapper) -> None:
+    """Forget every row: the content of the KV cache is about to be lost."""
+    runner = workers.runner_of(wrapper)
+    watch = getattr(runner, "kvtxn_audit", None)
+    if watch is not None:
+        runner.kvtxn_tell(lambda _: watch.forget())
+        log.info("kvtxn.audit_forgets", rank=workers.rank_of(wrapper), why=_LOST)
+
+
+def _wakes(wrapper: WorkerWrapper) -> None:
+    """Count as before."""
+    workers.runner_of(wrapper).kvtxn_asleep = None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
 from . import self_test
-from .internals import Foreign
+from .internals.engine_protocols import Scheduler, VllmConfig, WorkerWrapper
 from .metrics import unhook_clients
 from .policy import STOPS_THE_START, supported, wants
 from .policy.doctor import hook_gone
@@ -24,6 +24,7 @@ from .policy.engine import EngineFacts
 from .policy.rules import decide, on_trial
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
+    HookedRunner,
     is_hooked,
     show_log,
     stay_out,
@@ -49,16 +50,16 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import containing
+    from .audit import violations
 
     unhook_runners()
     unhook_clients()
-    containing.unhook_schedulers()
+    violations.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
 
-def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
+def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Contain what the audit finds, if the user asks for it.
 
     Args:
@@ -69,7 +70,7 @@ def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) 
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import containing
+    from .audit import violations
     from .internals import audited
 
     evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -77,10 +78,10 @@ def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) 
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        containing.attach(scheduler, config, required=wants(asked, "required", True))
+        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
-def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
+def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Check the user's settings before any worker starts.
 
     Args:
@@ -108,7 +109,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
     _audited(config, wanted, 0)
 
 
-def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
+def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
 
     Args:
@@ -159,7 +160,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
 
 
-def _leave_stock(runner: Foreign) -> None:
+def _leave_stock(runner: HookedRunner) -> None:
     """Take away from a runner what was hooked before an error; what cannot be undone is logged."""
     try:
         unhook_runner(runner)
@@ -167,14 +168,14 @@ def _leave_stock(runner: Foreign) -> None:
         log.warning("kvtxn.not_unhooked", why=repr(error), effect="some hooks stay, idle")
 
 
-def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettings:
+def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
     """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
 
     Raises:
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.containing import say_logged_alone
+    from .audit.violations import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
@@ -192,7 +193,7 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
 
 
 def _attach(
-    wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
+    wrapper: WorkerWrapper, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
     from . import parts
@@ -233,32 +234,32 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
             )
 
 
-def _follow_updates(wrapper: Foreign, wanted: PluginSettings) -> None:
+def _follow_updates(wrapper: WorkerWrapper, wanted: PluginSettings) -> None:
     """Let the audit of a hooked runner's worker hear of weights that vLLM changes."""
-    from . import answers
+    from .audit import weights
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if wanted.audit != "off" and is_hooked(runner):
-        runner.kvtxn_unhook.callback(answers.follow_updates(wrapper))
+        runner.kvtxn_unhook.callback(weights.follow_updates(wrapper))
 
 
-def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
+def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
     """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
 
     Let it sleep then, too.
     """
-    from . import answers
+    from . import metrics
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
         runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
-        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
+        runner.kvtxn_unhook.callback(metrics.let_sleep(wrapper))
 
 
-def _warmed_up(runner: Foreign, version: str) -> None:
+def _warmed_up(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
 
     Windows and steps before this point were vLLM's warm-up.
@@ -280,7 +281,7 @@ def _warmed_up(runner: Foreign, version: str) -> None:
         stay_out(repr(error), rank, required=required, error=error)
 
 
-def _begin(runner: Foreign, version: str) -> None:
+def _begin(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch."""
     if getattr(runner, "kvtxn_on_trial", False):
         self_test.decide_by_test(runner, version)
@@ -290,7 +291,7 @@ def _begin(runner: Foreign, version: str) -> None:
         runner.kvtxn_audit.begin()
 
 
-def _most_rows(config: Foreign, facts: EngineFacts) -> int:
+def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:
     """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
     from .internals import config as engine_config
 

@@ -15,7 +15,6 @@ from ....layers import LayerRef
 from ....log import get_logger
 from ..cpu import cache_layout
 from ..internals import (
-    Foreign,
     aligned_states,
     audited,
     audited_states,
@@ -26,8 +25,9 @@ from ..internals import (
     workers,
 )
 from ..internals import layers as attention_layers
+from ..internals.engine_protocols import WorkerWrapper
 from ..internals.kv_cache import CachePlan
-from ..internals.protocols.runners import Runner
+from ..internals.runner_protocols import Runner
 from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
@@ -91,7 +91,7 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
         return available
 
 
-def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
+def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
     """Let vLLM size the KV cache without the memory of the ledger, if there is to be one.
 
     Args:
@@ -401,7 +401,7 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
     )
 
 
-def end_step(runner: HookedRunner, output: Foreign) -> None:
+def end_step(runner: HookedRunner, output: object) -> None:
     """End a step; adds to its output the requests that read wrong rows, if they are contained.
 
     Raises:

@@ -25,7 +25,7 @@ from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
 from ..internals.connectors import Handed
 from ..internals.hooks import mix_in
-from ..internals.protocols.runners import ConnectorOutput, Runner
+from ..internals.runner_protocols import ConnectorOutput, Runner
 from ..seam.hooked_runner import HookedRunner
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.

@@ -206,7 +206,7 @@ class Watch:
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def hear(self, tell: Callable[[Any], None]) -> None:
+    def hear(self, tell: Callable[[Watch], None]) -> None:
         """Let the runner tell of a step; an error of the audit's own ends the audit alone.
 
         Args:

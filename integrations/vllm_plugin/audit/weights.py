@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ....audit import WeightWatch
 from ....errors import ConfigError
 from ..internals import frontend as front
-from ..internals.weights import follow_loads, parameters
+from ..internals import weights as engine_weights
+from ..internals import workers
+from ..internals.engine_protocols import WorkerWrapper
 from ..internals.workers import NEW_WEIGHTS
 from ..seam.hooked_runner import HookedRunner
 from .watch import Watch
@@ -18,10 +23,26 @@ def follow_weights(runner: HookedRunner, watch: Watch) -> None:
     """
     try:
         every = runner.kvtxn_settings.weights_every
-        watch.weights = WeightWatch(watch.ledger, parameters(runner), every)
-        runner.kvtxn_undo.callback(follow_loads(runner, watch.weights.changed))
+        watch.weights = WeightWatch(watch.ledger, engine_weights.parameters(runner), every)
+        runner.kvtxn_undo.callback(engine_weights.follow_loads(runner, watch.weights.changed))
     except Exception as error:
         watch.stop(error)
+
+
+def changed(wrapper: WorkerWrapper, weights: str) -> None:
+    """Tell a worker's audit that weights have changed, awake or asleep."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    if watch is not None and watch.weights is not None:
+        watch.weights.changed(weights)
+
+
+def follow_updates(wrapper: WorkerWrapper) -> Callable[[], None]:
+    """Let a worker's audit hear of weights that vLLM changes.
+
+    Returns:
+        A function that undoes it.
+    """
+    return engine_weights.follow_updates(wrapper, partial(changed, wrapper))
 
 
 def new_weights(llm: object, weights: str = "target") -> None:

@@ -21,13 +21,12 @@ from ....executor import AttentionArgs
 from ....formats import words
 from ....layers import LayerRef
 from ....row_io import read, select, write
-from ...serving.eager_steps import EagerSteps
-from ...serving.state_steps import StateSteps
+from ...serving.eager_steps import EagerSteps, StateSteps
 from ..internals import batches
 from ..internals import layers as attention_layers
 from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.layers import TargetLayer
-from ..internals.protocols.layers import AttentionLayer, BatchMetadata
+from ..internals.runner_protocols import AttentionLayer, BatchMetadata
 
 
 @attrs.frozen(eq=False)

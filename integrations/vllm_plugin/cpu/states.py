@@ -18,16 +18,15 @@ from ....errors import KVTxnError, LayerError
 from ....layers import LayerRef
 from ....manager import TransactionManager
 from ....recurrent import Recurrence, RowPart, ShortConv
-from ...serving.eager_steps import EagerSteps
+from ...serving.eager_steps import EagerSteps, StateSteps
 from ...serving.parts import Part
-from ...serving.state_steps import StateSteps
-from ..internals import Foreign, batches, cpu_states, state_layers
+from ..internals import batches, cpu_states, state_layers
 from ..internals.config import runner_facts
 from ..internals.cpu_states import StateBatch, step_batch
+from ..internals.engine_protocols import KVCacheSpec
 from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
-from ..internals.protocols.layers import KVCacheSpec
-from ..internals.protocols.runners import Prepared
+from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer, Prepared
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
@@ -50,7 +49,7 @@ class OwnGatedDelta(Recurrence):
         dtype: dtype of the rows.
     """
 
-    module: Foreign = attrs.field(repr=False)
+    module: GatedDeltaLayer = attrs.field(repr=False)
     channels: int
     dtype: torch.dtype
 
@@ -89,7 +88,7 @@ class OwnMamba2(Recurrence):
         stored: dtype of the states.
     """
 
-    module: Foreign = attrs.field(repr=False)
+    module: Mamba2Layer = attrs.field(repr=False)
     channels: int
     dtype: torch.dtype
     stored: torch.dtype
@@ -135,7 +134,7 @@ def state_ref(layer: StateLayer) -> LayerRef:
     return LayerRef.recurrent(layer.name, layer.past, layer.state, replay=replay, **dtype)
 
 
-def operators_differ(modules: Sequence[Foreign]) -> str | None:
+def operators_differ(modules: Sequence[object]) -> str | None:
     """Say in a sentence how vLLM's operators differ from the known ones; None if they do not."""
     from ..internals.state_layers import kind_of
 

@@ -18,7 +18,7 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ..internals import batches
 from ..internals.layers import TargetLayer
-from ..internals.protocols.runners import Prepared, SamplerOutput
+from ..internals.runner_protocols import Prepared, SamplerOutput
 from ..policy.engine import EngineFacts
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps

@@ -8,13 +8,12 @@ FLASH_ATTN_MLA is in ``flash_latent_backend``: on a CPU its module of vLLM's can
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 from torch import Tensor
 
 from ..internals import Foreign, backends, batches
 from ..internals.backends import BatchTables, FlashTables, TritonLatentTables
+from ..internals.runner_protocols import AttentionLayer
 from .slot_reading import (
     Reading,
     SlotBuilder,
@@ -39,7 +38,7 @@ class FlashHook(SlotHook):
     """
 
     caches: tuple[Tensor, Tensor]
-    fixed: dict[str, Any] | None
+    fixed: dict[str, object] | None
 
 
 @attrs.define(eq=False)
@@ -72,7 +71,7 @@ class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, vali
     kvtxn_reading = FlashReading
     schedules: bool | None = None
 
-    def kvtxn_make(self, prefix: int, common: Foreign, fast: bool, window: bool) -> Foreign:
+    def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
         """Let vLLM build a step's metadata, without a schedule where the window makes its own."""
         quick = fast or (window and self.schedules is not None)
         metadata = super().kvtxn_make(prefix, common, quick, window)
@@ -91,7 +90,12 @@ class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
     kvtxn: FlashHook | None = None
 
     def do_kv_cache_update(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
         hook = self.kvtxn
@@ -115,12 +119,12 @@ class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
 
     def forward(
         self,
-        layer: Foreign,
+        layer: object,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Foreign,
+        attn_metadata: object,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -180,7 +184,12 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
     kvtxn: SlotHook | None = None
 
     def do_kv_cache_update(
-        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
         writer = super().do_kv_cache_update
@@ -188,12 +197,12 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
 
     def forward(
         self,
-        layer: Foreign,
+        layer: object,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Foreign,
+        attn_metadata: object,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,

@@ -19,8 +19,7 @@ from ....cuda_graphs import MOST_BYTES
 from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
-from ...serving.graph_steps import GraphSteps
-from ...serving.packed_steps import PackedGraphSteps
+from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
 from ..internals import (

@@ -11,22 +11,21 @@ convolutions stay vLLM's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
-from .hooks import check_methods, mix_in
+from .engine_protocols import SchedulerOutput
+from .hooks import check_methods, mix_in, precede
+from .runner_protocols import Runner
 
 if TYPE_CHECKING:
     from ....backends.state_tables.block_boundaries import BlockTables
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 
-import attrs
-
-from .hooks import precede
 
 #: The methods of ``MambaSpecDecodeGPUContext`` that copy states, with their parameters.
 METHODS: Final = {
@@ -53,7 +52,7 @@ FIELDS: Final = (
 )
 
 
-def is_aligned(runner: Any) -> bool:
+def is_aligned(runner: Runner) -> bool:
     """Tell whether the prefix cache keeps states."""
     return str(runner.vllm_config.cache_config.mamba_cache_mode) == "align"
 
@@ -68,7 +67,7 @@ def copies_differ() -> str | None:
     return check_methods(Own, METHODS)
 
 
-def block_tables(runner: Any, groups: list[str]) -> BlockTables:
+def block_tables(runner: Runner, groups: list[str]) -> BlockTables:
     """Return the block tables of a runner's groups; a table has a line for each place of a batch.
 
     Args:
@@ -83,7 +82,7 @@ def block_tables(runner: Any, groups: list[str]) -> BlockTables:
     return BlockTables.build(tuple(tables), int(spec.block_size))
 
 
-def tables_of_batch(runner: Any, groups: list[str]) -> list[Tensor]:
+def tables_of_batch(runner: Runner, groups: list[str]) -> list[Tensor]:
     """Return the block tables of a runner's groups, with a line for each place of a batch."""
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 gathers the lines of the batch
@@ -185,7 +184,7 @@ def part_of(context: Any, chosen: Tensor) -> Any:
     return part
 
 
-def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
+def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
     """Let vLLM copy the one state that each request has.
 
     Args:
@@ -210,12 +209,12 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
     )
 
 
-def context_of(runner: Any) -> Any:
+def context_of(runner: Runner) -> Any:
     """Return the context of copies of a runner whose caches exist."""
     return runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
 
 
-def tables_of_requests(runner: Any, groups: list[str]) -> list[Tensor]:
+def tables_of_requests(runner: Runner, groups: list[str]) -> list[Tensor]:
     """Return the block tables whose lines the context of copies counts by.
 
     Args:
@@ -364,7 +363,7 @@ class HostCopies:
         self._size = next(iter(sizes.values()))  # one for all groups
         self._columns: dict[str, int] = {}
 
-    def begin(self, scheduler_output: Any) -> None:
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Remember the columns of the states before vLLM has prepared a step."""
         self._columns = dict(self._runner.mamba_state_idx)
         told = scheduler_output
@@ -392,13 +391,13 @@ class HostCopies:
         return found
 
 
-def lacks_context(runner: Any) -> bool:
+def lacks_context(runner: Runner) -> bool:
     """Tell whether a runner copies states without the context: V1 does where nothing is drafted."""
     return not hasattr(runner, "model_state") and runner.speculative_config is None
 
 
 def tell_copies(
-    runner: Any, groups: Iterable[str], carry: Carry, *, held: bool = False
+    runner: Runner, groups: Iterable[str], carry: Carry, *, held: bool = False
 ) -> Callable[[], None]:
     """Let a runner's context tell of the copies that it makes.
 

@@ -16,8 +16,15 @@ from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from . import audited, audited_steps
 from .audited import Rows
-from .protocols.layers import BatchMetadata, ForwardContext
-from .protocols.runners import BlockTable, Prepared, Runner, RunnerV1, SamplerOutput
+from .runner_protocols import (
+    BatchMetadata,
+    BlockTable,
+    ForwardContext,
+    Prepared,
+    Runner,
+    RunnerV1,
+    SamplerOutput,
+)
 
 
 def rows_with_logits(prepared: Prepared) -> Tensor:

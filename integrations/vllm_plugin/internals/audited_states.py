@@ -18,8 +18,7 @@ from ....audit import StateGroup, Window
 from ....layers import LayerRef
 from . import aligned_states, audited
 from .audited import Rows
-from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
-from .protocols.runners import Runner, RunnerV1
+from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.

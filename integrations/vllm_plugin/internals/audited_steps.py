@@ -18,7 +18,8 @@ from ....audit import RowGroup
 from ....audit.step_input import StepInput
 from . import audited
 from .audited import Rows
-from .protocols.runners import (
+from .runner_protocols import (
+    Array,
     BlockTable,
     DraftCounts,
     InputBatchV2,
@@ -43,7 +44,7 @@ class GpuStepReader:
         self._runner: Final = runner
         self._input: Final = step_input
         self._known: Final[dict[tuple[int, ...], Rows]] = {}
-        self._lasting: tuple[Any, ...] = ()
+        self._lasting: tuple[object, ...] = ()
         number, device = int(runner.max_num_reqs), torch.device(runner.device)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
@@ -51,14 +52,14 @@ class GpuStepReader:
         self._on_device: Final = numpy.zeros(number, numpy.int32)  # what ``_there`` has
         self._drafts = b""
 
-    def _forget_unless(self, lasting: tuple[Any, ...]) -> None:
+    def _forget_unless(self, lasting: tuple[object, ...]) -> None:
         """Forget what is remembered, unless the runner's buffers are those of the last step."""
         changed = len(lasting) != len(self._lasting) or any(map(is_not, lasting, self._lasting))
         if changed or len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
         self._lasting = lasting
 
-    def _put_drafts(self, there: Tensor, drafts: Any) -> None:
+    def _put_drafts(self, there: Tensor, drafts: Array) -> None:
         """Put the drafts of each request in place, unless they are there.
 
         Args:
@@ -213,7 +214,7 @@ class SampledReader:
         return self._buffers[width]
 
 
-def num_rows_v2(batch: Any) -> int:
+def num_rows_v2(batch: InputBatchV2) -> int:
     """Return the rows of a V2 runner's step, without padding."""
     return int(batch.num_tokens)
 

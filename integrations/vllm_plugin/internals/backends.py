@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....errors import KVTxnError
 from . import Foreign
-from .protocols.layers import (
+from .runner_protocols import (
     AttentionLayer,
     FlashBuilder,
     FlashImpl,

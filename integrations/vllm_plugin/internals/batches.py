@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ....errors import LayerError
-from .protocols.engine import SchedulerOutput
-from .protocols.layers import AttentionLayer, BatchMetadata, MetadataBuilder
-from .protocols.runners import (
+from .engine_protocols import SchedulerOutput
+from .runner_protocols import (
     Array,
+    AttentionLayer,
+    BatchMetadata,
     InputBatchV2,
+    MetadataBuilder,
     Prepared,
     Runner,
     RunnerV1,

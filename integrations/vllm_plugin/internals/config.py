@@ -20,8 +20,8 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT
 from ..policy.settings import asked_states
 from ..policy.state_rules import TOKENS
 from . import backends, workers
-from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
-from .protocols.runners import Runner
+from .engine_protocols import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
+from .runner_protocols import Runner
 
 
 def config_from(engine_args: Mapping[str, Any]) -> VllmConfig:

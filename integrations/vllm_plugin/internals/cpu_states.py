@@ -22,18 +22,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...serving.state_steps import StateRows
+from ...serving.eager_steps import StateRows
 from ..policy.engine import MAMBA2, SHORT_CONV
 from .hooks import method_of, not_called
-from .protocols.layers import (
+from .runner_protocols import (
     GatedDeltaLayer,
     GatedDeltaMetadata,
     Mamba2Layer,
     RecurrentLayer,
+    RunnerV1,
     SelectiveMetadata,
     ShortConvLayer,
 )
-from .protocols.runners import RunnerV1
 from .state_layers import StateLayer, Substitute, state_slots
 
 #: vLLM's function, in its module of the operator; by its parameters it is recognised.

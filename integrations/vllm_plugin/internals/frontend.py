@@ -17,7 +17,7 @@ from ....errors import ConfigError, KVTxnError
 from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols.engine import (
+    from .engine_protocols import (
         AsyncClient,
         AsyncEngine,
         Client,

@@ -21,11 +21,11 @@ from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
-from . import Foreign, aligned_states, config
+from . import aligned_states, config
 from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .hooks import not_called, not_used
-from .protocols.runners import Runner
 from .replayed_rows import REPLAYED, ReplayedRows, staged_bytes
+from .runner_protocols import Runner, RunnerV2
 from .state_commits import (
     BRANCHES,
     STEPS,
@@ -64,7 +64,7 @@ _TABLES: Final[Mapping[str, str]] = {
 _FUSED_COLUMNS: Final = 8
 
 
-def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
+def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
 
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
@@ -134,7 +134,7 @@ class HeldStates:
 
     def __init__(
         self,
-        runner: Any,
+        runner: Runner,
         note: Callable[[Exception], None],
         make: Capture | None = None,
         *,
@@ -279,7 +279,7 @@ class HeldStates:
                 known = self._known = STEPS[first.kind](given, metadata)
         return known
 
-    def _prepare(self, layer: StateLayer, metadata: Any, *, captured: bool) -> None:
+    def _prepare(self, layer: StateLayer, metadata: object, *, captured: bool) -> None:
         """Name the blocks of a group's requests to its kernels.
 
         vLLM takes the most rows of a request from the number of columns of its own table, which
@@ -398,7 +398,7 @@ class HeldStates:
         return None if self.graphs is None else self.graphs.make
 
 
-def model_state(runner: Any) -> Foreign:
+def model_state(runner: RunnerV2) -> object:
     """Return the part of a V2 runner that makes the metadata of its steps."""
     return runner.model_state
 

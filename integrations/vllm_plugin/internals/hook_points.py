@@ -68,7 +68,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.engine.llm_engine.LLMEngine.__init__",
         "vllm.v1.engine.async_llm.AsyncLLM.__init__",
         "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async",
-        "vllm.v1.engine.core_client.InprocClient.shutdown",
         "vllm.v1.engine.core_client.MPClient.shutdown",
         "vllm.forward_context.ForwardContext",
         f"{_LATENT}.MLACommonMetadata",
@@ -110,8 +109,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
         f"{_KV}.SlidingWindowSpec",
         f"{_KV}.ChunkedLocalAttentionSpec",
-        "vllm.v1.kv_offload.base.TransferResult",
-        "vllm.v1.kv_offload.cpu.spec.CPUOffloadingSpec.get_worker",
     ),
     "gpu": (
         *_of(_V1, (each for each in batches.V1_GPU_METHODS if each not in batches.V1_METHODS)),
@@ -125,7 +122,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager", ("capture", "run_fullgraph")),
         *_of("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager", whole_graphs.METHODS),
         "vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor",
-        "vllm.config.compilation.CUDAGraphMode",
         # When pipeline stages hear what was accepted; ``serving.pipeline_steps`` builds on it.
         f"{_V2}._remove_request",
         *_of(
@@ -152,7 +148,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             ),
         ),
         *_of(f"{_FLASH}.FlashAttentionImpl", ("__init__", *layers.ATTENTION_METHODS)),
-        *_of(f"{_FLASH}.FlashAttentionBackend", ("get_impl_cls", "get_builder_cls")),
         f"{_FLASH}.FlashAttentionMetadata",
         f"{_TRITON}.TritonAttentionMetadataBuilder.build",
         *_of(f"{_TRITON}.TritonAttentionImpl", layers.ATTENTION_METHODS),

@@ -105,6 +105,20 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
     return undo
 
 
+def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[], None]:
+    """Give an object a method of its own; returns a function that takes it away again."""
+    before = vars(target).get(name)
+    setattr(target, name, method)
+
+    def undo() -> None:
+        if before is None:
+            delattr(target, name)
+        else:
+            setattr(target, name, before)
+
+    return undo
+
+
 def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
     """Call a function with each result of an object's method, whoever else has hooked it.
 
@@ -118,34 +132,23 @@ def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[],
     """
     own = getattr(target, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         result = own(*args, **kwargs)
         after(result)
         return result
 
-    setattr(target, name, call)
-    return lambda: delattr(target, name)
+    return shadow(target, name, call)
 
 
 def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
-    """Call a function with the arguments of an object's method, before the method.
-
-    Args:
-        target: the object.
-        name: the method's name.
-        before: gets the arguments.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Call a function with the arguments of an object's method, before it; else as ``follow``."""
     own = getattr(target, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         before(*args, **kwargs)
         return own(*args, **kwargs)
 
-    setattr(target, name, call)
-    return lambda: delattr(target, name)
+    return shadow(target, name, call)
 
 
 def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:

@@ -25,8 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .protocols.engine import VllmConfig, VllmEngine, Worker
-from .protocols.layers import KVCacheSpec
+from .engine_protocols import KVCacheSpec, VllmConfig, VllmEngine, Worker
 from .state_layers import one_block_each
 
 

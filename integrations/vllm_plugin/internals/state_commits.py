@@ -9,23 +9,23 @@ states are the same to the bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ....backends.state_tables.block_boundaries import BlockTables
-    from ....backends.state_tables.commit_table import CommitNames
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final
-
 from ....backends.launching.graph_launch import replay_of
 from ....cuda_graphs import GraphCache, capture
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
+from .runner_protocols import GatedDeltaMetadata, Runner, SelectiveMetadata
+
+if TYPE_CHECKING:
+    from ....backends.state_tables.block_boundaries import BlockTables
+    from ....backends.state_tables.commit_table import CommitNames
 
 
 @attrs.frozen(eq=False)
@@ -228,30 +228,36 @@ class VerifyStep:
     metadata: Any
 
 
-class StateCommits(Protocol):
+class StateCommits(abc.ABC):
     """An object that verifies the rows of one layer, or of several, and commits their states.
 
     Attributes:
-        may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills.
+        may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills. Else there
+            is one kernel.
     """
 
-    may_fuse: bool
+    may_fuse = False
 
     def was_fused(self, step: VerifyStep) -> bool:
         """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+        return False
 
     def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
         """Make metadata of a step that the fused kernel verifies, and the layer's name.
 
         None where there is no such kernel.
         """
+        return None
 
+    @abc.abstractmethod
     def hook(self) -> None:
         """Let the layers verify without writing a state, and keep their rows."""
 
+    @abc.abstractmethod
     def unhook(self) -> None:
         """Give the layers their own methods back."""
 
+    @abc.abstractmethod
     def commit(self, step: VerifyStep) -> None:
         """Write the states after the rows that ``StateTables.name_commits`` was told."""
 
@@ -473,6 +479,6 @@ class CommitGraphs:
         return size
 
 
-def uses_graphs(runner: Any) -> bool:
+def uses_graphs(runner: Runner) -> bool:
     """Tell whether an engine runs captured graphs."""
     return str(runner.compilation_config.cudagraph_mode.name) != "NONE"

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
+from .engine_protocols import KVCacheSpec
 from .hooks import method_of, with_globals
-from .protocols.layers import GatedDeltaLayer, KVCacheSpec, Mamba2Layer
-from .protocols.runners import Runner, RunnerV1
+from .runner_protocols import GatedDeltaLayer, Mamba2Layer, Runner, RunnerV1
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
 METHODS: Final = {"get_kv_cache_spec": ()}
@@ -60,7 +60,7 @@ class StateLayer:
 class Substitute:
     """A layer with some attributes of its own, for a function of vLLM's that is given a layer."""
 
-    def __init__(self, layer: Foreign, **own: object) -> None:
+    def __init__(self, layer: object, **own: object) -> None:
         vars(self).update(own, _layer=layer)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,18 +9,19 @@ bit.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from .hooks import method_of, with_globals
-from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
+from .runner_protocols import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
 from .state_commits import StateCommits, StateTables, VerifyStep
 from .state_layers import (
     FUSED,
@@ -63,11 +64,24 @@ _MOST_PROGRAMS: Final = 65535
 _FUSED_PARTS: Final = 3
 
 
-class VerifiedRows(StateCommits, Protocol):
+class VerifiedRows(StateCommits):
     """The rows of one layer in the present step, and the layer's own kernels."""
 
+    _tables: StateTables
+    _group: int
+
+    @abc.abstractmethod
     def keep(self, parts: Sequence[Tensor]) -> None:
-        """Keep the rows of a verify step for its commit; see the layer's class for ``parts``."""
+        """Copy the rows of a verify step in one launch; rows beyond the buffers' are left out.
+
+        Args:
+            parts: ``[num_rows, width]`` each, as the layer's class says.
+        """
+
+    def _sources(self, requests: int) -> Tensor:
+        """Return the table by which so many requests are verified; name it in a captured graph."""
+        self._tables.name_in_graph(self._group, self)
+        return self._tables.sources[self._group, :requests]
 
 
 def row_elements(module: Any, kind: str) -> int:
@@ -83,7 +97,7 @@ def row_elements(module: Any, kind: str) -> int:
     return 0
 
 
-class GatedDeltaRows:
+class GatedDeltaRows(VerifiedRows):
     """A gated delta net of Qwen3-Next or Qwen3.5; vLLM has a Triton kernel, and a fused one.
 
     Args:
@@ -168,9 +182,8 @@ class GatedDeltaRows:
             return kernel(**given)
         parts = [given[name][0].flatten(1) for name in ("q", "k", "v")]
         self.keep([*parts, given["a"], given["b"]])
-        self._tables.name_in_graph(self._group, self)
         count = given["cu_seqlens"].shape[0] - 1
-        given["ssm_state_indices"] = self._tables.sources[self._group, :count]
+        given["ssm_state_indices"] = self._sources(count)
         given["num_accepted_tokens"] = self._tables.whole[:count]
         return kernel(**given)
 
@@ -282,17 +295,8 @@ class GatedDeltaRows:
         )
 
 
-class Mamba2Rows:
+class Mamba2Rows(VerifiedRows):
     """A Mamba-2 layer; for the arguments see ``GatedDeltaRows``."""
-
-    may_fuse = False
-
-    def was_fused(self, _: VerifyStep) -> bool:
-        """Tell that there is one kernel."""
-        return False
-
-    def metadata(self, *_: object) -> None:
-        """Make none: there is one kernel."""
 
     def __init__(
         self,
@@ -338,9 +342,7 @@ class Mamba2Rows:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given
         self.keep([x.flatten(1), dt[:, :, 0], b.flatten(1), c.flatten(1)])
-        self._tables.name_in_graph(self._group, self)
-        count = named["cu_seqlens"].shape[0] - 1
-        named |= self._table(self._tables.sources[self._group, :count])
+        named |= self._table(self._sources(named["cu_seqlens"].shape[0] - 1))
         return kernel(*given, **named)
 
     def _table(self, blocks: Tensor) -> dict[str, Tensor]:
@@ -424,7 +426,7 @@ def _olmo_elements(module: GatedDeltaLayer) -> int:
     return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // module.tp_size)
 
 
-class OlmoDeltaRows:
+class OlmoDeltaRows(VerifiedRows):
     """A gated delta net of OLMo hybrid, for which vLLM has one Triton kernel.
 
     The kernel is given the decay and the step size of each row, where the kernels of other gated
@@ -438,8 +440,6 @@ class OlmoDeltaRows:
         dtype: the model's.
     """
 
-    may_fuse = False
-
     def __init__(
         self, layer: StateLayer, tables: StateTables, group: int, rows: int, dtype: torch.dtype
     ) -> None:
@@ -451,13 +451,6 @@ class OlmoDeltaRows:
         self._value = torch.zeros(rows, heads * module.head_v_dim, dtype=dtype, device=device)
         self._decay = torch.zeros(rows, heads, dtype=torch.float32, device=device)
         self._beta = torch.zeros_like(self._decay)
-
-    def was_fused(self, _: VerifyStep) -> bool:
-        """Tell that there is one kernel."""
-        return False
-
-    def metadata(self, *_: object) -> None:
-        """Make none: there is one kernel."""
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
@@ -491,9 +484,8 @@ class OlmoDeltaRows:
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
         self.keep([given[name][0].flatten(1) for name in ("k", "v", "g", "beta")])
-        self._tables.name_in_graph(self._group, self)
         count = given["cu_seqlens"].shape[0] - 1
-        given["ssm_state_indices"] = self._tables.sources[self._group, :count]
+        given["ssm_state_indices"] = self._sources(count)
         given["num_accepted_tokens"] = self._tables.whole[:count]
         return kernel(**given)
 

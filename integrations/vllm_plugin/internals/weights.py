@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
-from .workers import shadow
+from .hooks import shadow
 
 if TYPE_CHECKING:
-    from .protocols.engine import WorkerWrapper
-    from .protocols.runners import Runner
+    from .engine_protocols import WorkerWrapper
+    from .runner_protocols import Runner
 
 #: The names of the weights that change apart, for ``kvtxn.audit``.
 TARGET: Final = "target"

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 
 import attrs
 import torch
+from torch import nn
 
-from . import Foreign
 from .hooks import is_swapped, restore_class, swap_class
 
 #: Methods of the runner's graph manager that a mixin overrides, with the parameters that it takes;
@@ -27,7 +27,7 @@ from .hooks import is_swapped, restore_class, swap_class
 METHODS: Final = {"capture": "model", "run_fullgraph": "desc"}
 
 
-def differs(owner: Any) -> bool:
+def differs(owner: object) -> bool:
     """Tell whether a graph manager's methods are not those of ``METHODS``."""
     for name, first in METHODS.items():
         code = getattr(getattr(owner, name, None), "__code__", None)
@@ -49,7 +49,7 @@ def mode(batch_desc: Any) -> object:
     return batch_desc.cg_mode
 
 
-def before_each(model: Any, call: Callable[[int], None]) -> Callable[[], None]:
+def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], None]:
     """Call a function at the beginning of each forward of a model, with the forward's rows.
 
     Forwards that are captured in pieces are left out.
@@ -58,7 +58,7 @@ def before_each(model: Any, call: Callable[[int], None]) -> Callable[[], None]:
         A function that undoes it.
     """
 
-    def begins(module: Any, given: Any) -> None:
+    def begins(module: nn.Module, given: object) -> None:
         rows = _rows()
         if rows:
             call(rows)
@@ -148,7 +148,7 @@ class BegunGraphs:
     graphs: Mapping[object, object]
     kvtxn_beginnings: list[_Counted]
 
-    def capture(self, model: Any, *others: Any, **named: Any) -> None:
+    def capture(self, model: nn.Module, *others: Any, **named: Any) -> None:
         """Capture each forward with its beginnings; vLLM runs each once beforehand."""
         with ExitStack() as undo:
             for each in self.kvtxn_beginnings:
@@ -158,14 +158,15 @@ class BegunGraphs:
                 undo.callback(before_each(model, each.begins))
             super().capture(model, *others, **named)  # type: ignore[misc]
 
-    def run_fullgraph(self, desc: Any) -> Any:
+    def run_fullgraph(self, desc: object) -> object:
         """Tell the beginnings, then replay."""
         for each in self.kvtxn_beginnings:
             each.beginning.before_replay(included=each.included(len(self.graphs)))
-        return super().run_fullgraph(desc)  # type: ignore[misc]
+        found: object = super().run_fullgraph(desc)  # type: ignore[misc]
+        return found
 
 
-def let_graphs_begin(runner: Foreign, beginning: Beginning) -> Callable[[], None] | None:
+def let_graphs_begin(runner: object, beginning: Beginning) -> Callable[[], None] | None:
     """Let a runner's graphs of whole forwards begin with launches, before any of them is captured.
 
     Returns:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
-from .hooks import when_imported
+from .hooks import shadow, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols.engine import VllmConfig, Worker, WorkerWrapper
+    from .engine_protocols import VllmConfig, Worker, WorkerWrapper
 
 # Names of the methods that kvtxn gives to vLLM's workers, called by ``collective_rpc``.
 #: Returns a worker's counters.
@@ -191,20 +191,6 @@ def around_sleep(
     hook("discard", discard)
     hook("wake_up", after=awake)
     return undo.close
-
-
-def shadow(owner: object, name: str, method: Callable[..., object]) -> Callable[[], None]:
-    """Give a worker or a model a method of its own; returns a function that takes it away again."""
-    before = vars(owner).get(name)
-    setattr(owner, name, method)
-
-    def undo() -> None:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return undo
 
 
 def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Callable[[], None]:

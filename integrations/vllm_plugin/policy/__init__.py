@@ -7,7 +7,7 @@ imported. ``policy.settings`` checks the settings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeGuard
+from typing import Final, TypeGuard
 
 from ....errors import BackendUnavailableError, ConfigError, KVTxnError
 
@@ -23,7 +23,7 @@ class RequiredError(KVTxnError, RuntimeError):
 STOPS_THE_START: Final = (BackendUnavailableError, ConfigError, RequiredError)
 
 
-def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
+def is_asked(additional_config: object) -> TypeGuard[Mapping[str, object]]:
     """Tell whether ``additional_config`` has settings of kvtxn."""
     return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
 

@@ -105,7 +105,8 @@ def asked_states(additional_config: object) -> str:
 
 def asked_rows(additional_config: object) -> int | None:
     """Return the user's setting ``max_rows``, which ``settings`` has checked; None without it."""
-    return additional_config["kvtxn"].get("max_rows") if is_asked(additional_config) else None
+    given = additional_config["kvtxn"] if is_asked(additional_config) else None
+    return given.get("max_rows") if isinstance(given, Mapping) else None
 
 
 def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:

@@ -2,7 +2,7 @@
 
 Releases (``releases.json``), model runners, attention backends, cache formats and KV connectors.
 ``policy.rules`` turns an engine outside of these lists away, and names the list in its reason. The
-engines that the ledger can watch are more, and are told here, too.
+engines that the ledger can watch are more, and stand here as well.
 """
 
 from __future__ import annotations

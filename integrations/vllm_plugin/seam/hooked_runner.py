@@ -21,7 +21,7 @@ from ....log import get_logger
 from ...serving.parts import Parts
 from ..internals import Foreign
 from ..internals.hooks import check_methods, restore_class, swap_class
-from ..internals.protocols.runners import Runner, RunnerV1, RunnerV2
+from ..internals.runner_protocols import Runner, RunnerV1, RunnerV2
 from ..policy import RequiredError
 from ..policy.settings import PluginSettings
 

@@ -23,7 +23,6 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import slot_reading
     from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
-        FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,
     )
@@ -68,13 +67,9 @@ def test_a_step_without_a_window_is_vllms_own(flash, monkeypatch):
 def test_a_captured_forward(flash, monkeypatch, shown):
     """A captured forward serves steps with a window, whose drafts wait, and steps without."""
     batch = Batch(monkeypatch, [3, 1], [4, 4])
-    batch.begin([3, 3])
+    batch.begin([3, 3], captured=True)
     if not shown:
         batch.steps.windows.mark(None)
-    batch.steps._window = None  # a graph is not told
-    found = batch.plain_metadata()
-    found.kvtxn = FlashReading(batch.steps, True, batch.builder)
-    batch.metadata = dict.fromkeys(batch.metadata, found)
     for number in range(2):
         batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
     assert [call["block_size"] for call in flash.calls] == [1, 1]
@@ -135,7 +130,7 @@ def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, make
     monkeypatch.setattr(WindowFlashBuilder, "_get_scheduler_metadata", schedule)
     for number in range(2):
         batch.check(number, left_out={1, 2, 4, 5})
-    found = batch.plain_metadata()
+    found = batch.plain()
     assert len(asked) == makes
     for given in asked:
         assert given.pop("seqlens").equal(found.seq_lens)

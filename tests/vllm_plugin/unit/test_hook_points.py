@@ -21,9 +21,7 @@ from kvtxn.integrations.vllm_plugin.policy.releases import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
-MEASURED = {
-    PLUGIN / "internals" / name for name in ("measuring.py", "operators.py", "scheduled.py")
-}
+MEASURED = {PLUGIN / "internals" / "measuring.py"}
 FILES = sorted(set(PLUGIN.rglob("*.py")) - MEASURED)
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}
@@ -31,7 +29,7 @@ WORDS = {word for name in NAMES for word in name.split(".")}
 PUBLIC = {
     *("vllm", "SamplingParams", "TokensPrompt", "RequestOutputKind", "current_platform", "envs"),
     *("EngineArgs", "AsyncEngineArgs", "StreamingInput", "RequestError", "register_backend"),
-    "OffloadingWorker",
+    *("OffloadingWorker", "TransferResult", "CPUOffloadingSpec", "CUDAGraphMode"),
 }
 #: Functions without parameters, and classes of which only the type is looked at: the import fails
 #: in a release without them.

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.serving.state_steps import StateSteps
+from kvtxn.integrations.serving.eager_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
 from kvtxn.integrations.vllm_plugin.internals import batches, cpu_states, state_layers

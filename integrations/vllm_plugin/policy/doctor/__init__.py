@@ -11,8 +11,8 @@ from .....config import POLICIES
 from .....errors import ConfigError
 from ...internals import audited, workers
 from ...internals import config as engine_config
+from ...internals.engine_protocols import VllmConfig
 from ...internals.hook_points import HOOK_POINTS, places_of
-from ...internals.protocols.engine import VllmConfig
 from .. import releases, supported
 from ..engine import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix

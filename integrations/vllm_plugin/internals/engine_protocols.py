@@ -3,8 +3,8 @@
 They are named as vLLM names them, so a type checker sees a name that is misspelt or of another
 class. The docstring of each begins with vLLM's class; ``tests/vllm_plugin/unit/test_protocols.py``
 looks for its attributes there. Attributes that some releases lack are not here: code asks for them
-by ``getattr`` with a default. Model runners are in ``runners``, layers and their metadata
-in ``layers``.
+by ``getattr`` with a default. Model runners, layers and their metadata
+are in ``runner_protocols``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-
-from .layers import KVCacheSpec, Layer
 
 # -- configuration --------------------------------------------------------------------
 
@@ -185,6 +183,22 @@ class VllmConfig(Protocol):
 
 
 # -- the KV cache ---------------------------------------------------------------------
+
+
+class KVCacheSpec(Protocol):
+    """``vllm.v1.kv_cache_interface.KVCacheSpec``: the cache of a layer, or of a group of them."""
+
+    block_size: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        """The bytes of a block in one layer."""
+
+
+class Layer(Protocol):
+    """``vllm.model_executor.layers.attention_layer_base.AttentionLayerBase``: one with a cache."""
+
+    kv_cache: Tensor | tuple[Tensor, ...]
 
 
 class KVCacheGroup(Protocol):
