@@ -8,7 +8,7 @@ Memory contract of ``compare_rows`` and ``compare_states``:
 - ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically, and ``TELLING``, which no
   program reads here: a request is told of a wrong row by each program that sees one.
 - ``own`` and ``journal`` are read, ``found`` is written by ``reports.record_violation`` alone.
-- ``counters`` are added to atomically.
+- ``counters`` and ``ages`` are added to atomically.
 - Padding and malformed requests are left out, as by ``write_rows``.
 - A table is read up to its width; a column beyond, or a block outside the group, leads nowhere and
   counts as unwritten. Every address is computed in int64.
@@ -28,16 +28,24 @@ from .reports import (
     IS_FOREIGN,
     IS_OWNER,
     IS_REJECTED,
+    IS_STALE,
     IS_UNWRITTEN,
     STATE,
     record_violation,
 )
 from .requests import fill_first, rows_of
-from .words import REJECTED, UNWRITTEN, as_word
+from .words import REJECTED, TARGET_AGE, UNWRITTEN, age_of, as_word
 
 STEP = tl.constexpr(book.STEP)
 ROWS_CHECKED = tl.constexpr(book.ROWS_CHECKED)
 STATES_CHECKED = tl.constexpr(book.STATES_CHECKED)
+EPOCH = tl.constexpr(book.EPOCH)
+ALARM = tl.constexpr(book.ALARM)
+ROWS = tl.constexpr(book.ROWS)
+DRAFT_ROWS = tl.constexpr(book.DRAFT_ROWS)
+STATES = tl.constexpr(book.STATES)
+NUM_AGED = tl.constexpr(book.NUM_AGED)
+AGES = tl.constexpr(book.AGES)
 SERIAL = tl.constexpr(book.SERIAL)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT = tl.constexpr(book.KEPT)
@@ -56,6 +64,7 @@ RING = tl.constexpr(group_lines.RING)
 SALT = tl.constexpr(group_lines.SALT)
 IS_STATE = tl.constexpr(group_lines.IS_STATE)
 OWNERS = tl.constexpr(group_lines.OWNERS)
+AGED_BY = tl.constexpr(group_lines.AGED_BY)
 FIELDS = tl.constexpr(group_lines.FIELDS)
 
 
@@ -89,7 +98,7 @@ def judge(
     digests: tl.tensor,
     words: tl.tensor,
     durable: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Look rows up through a block table.
 
     Args:
@@ -103,8 +112,9 @@ def judge(
         durable: positions from here on count as drafts.
 
     Returns:
-        A number of ``FOUND`` per row, -1 where it is in order, and where its word lies, -1 where
-        the table leads nowhere.
+        A number of ``FOUND`` per row, -1 where it is in order; where its word lies, -1 where the
+        table leads nowhere; and the word less the one that is expected. A stale row is foreign
+        here: see ``judge_ages``.
     """
     size = tl.load(group + BLOCK_SIZE)
     at = table_place(group, position)
@@ -121,7 +131,52 @@ def judge(
     wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
     code = tl.where(word == wanted, code, wrong)
     code = tl.where(live, code, -1)
-    return code, tl.where(inside, place, -1)
+    return code, tl.where(inside, place, -1), word - wanted
+
+
+@triton.jit
+def judge_ages(
+    code: tl.tensor,
+    apart: tl.tensor,
+    position: tl.tensor,
+    durable: tl.tensor,
+    group: tl.tensor,
+    counters: tl.tensor,
+    STEPPING: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Take stale rows out of what ``judge`` found, unless a step reads them and they shall alarm.
+
+    Args:
+        code: of ``judge``, ``[RUN]``.
+        apart: of ``judge``, int64 ``[RUN]``.
+        position: int64 ``[RUN]``.
+        durable: positions from here on count as drafts.
+        group: the group's line of the plan.
+        counters: of the books.
+        STEPPING: a step reads the rows.
+
+    Returns:
+        The new numbers of ``FOUND``, and the rows' ages, int64 ``[RUN]``; 0 where none is stale.
+    """
+    age = tl.where(code == IS_FOREIGN, age_of(apart, tl.load(counters + EPOCH)), 0)
+    right = tl.where(position >= durable, IS_DRAFT, -1)
+    stale = age & tl.load(group + AGED_BY)
+    if STEPPING:
+        right = tl.where((stale > 0) & (tl.load(counters + ALARM) != 0), IS_STALE, right)
+    return tl.where(age > 0, right, code), stale
+
+
+@triton.jit
+def count_age(
+    ages: tl.tensor, line: tl.tensor, KIND: tl.constexpr, age: tl.tensor, number: tl.tensor
+) -> None:
+    """Count what the request of a line has read of one age; nothing of age 0.
+
+    Pointers:
+        ages: int64 ``[num_lines + 1, NUM_AGED, AGES]``.
+    """
+    at = (line * NUM_AGED + KIND) * AGES + tl.minimum(age, AGES) - 1
+    tl.atomic_add(ages + at, number, mask=age > 0)
 
 
 @triton.jit(
@@ -139,6 +194,7 @@ def compare_rows(
     journal: tl.tensor,
     found: tl.tensor,
     counters: tl.tensor,
+    ages: tl.tensor,
     kind: tl.int64,
     num_rows: tl.int64,
     own_stride: tl.int64,
@@ -160,6 +216,7 @@ def compare_rows(
             of a step, int ``[num_requests + 1]``.
         tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
         found: int64 ``[capacity, NUM_FIELDS]``.
+        ages: int64 ``[num_lines + 1, NUM_AGED, AGES]``; unread unless ``STEPPING``.
         kind: of the violations; -1: by what was found.
         num_rows: unread unless ``STEPPING``.
         STEPPING: a step reads, so only rows that its groups' queries see are compared.
@@ -196,12 +253,27 @@ def compare_rows(
     for at in range(begin, end, SPLITS * RUN):
         position = at + tl.arange(0, RUN).to(tl.int64)
         live = (position >= first) & (position < end)
-        code, place = judge(position, live, table, width, group, digests, words, durable)
+        code, place, apart = judge(position, live, table, width, group, digests, words, durable)
+        age = position * 0
+        if tl.max(code, axis=0) >= 0:
+            code, age = judge_ages(code, apart, position, durable, group, counters, STEPPING)
+            if STEPPING:
+                left_to_count = age
+                while tl.max(left_to_count, axis=0) > 0:
+                    one = tl.max(left_to_count, axis=0)
+                    of_one = left_to_count == one
+                    number_of_one = tl.sum(of_one.to(tl.int64), axis=0)
+                    count_age(ages, line, ROWS, one & TARGET_AGE, number_of_one)
+                    count_age(ages, line, DRAFT_ROWS, one >> 32, number_of_one)
+                    left_to_count = tl.where(of_one, 0, left_to_count)
         if tl.max(code, axis=0) >= 0:
             size = tl.load(group + BLOCK_SIZE)
             inner = live & (position > first) & (position % RUN != 0)
             inner = inner & (table_place(group, position) % size != 0)
-            before, _ = judge(position - 1, inner, table, width, group, digests, words, durable)
+            before, _, apart = judge(
+                position - 1, inner, table, width, group, digests, words, durable
+            )
+            before, _ = judge_ages(before, apart, position - 1, durable, group, counters, STEPPING)
             heads = ((code >= 0) & ((inner & (before == code)) == 0)).to(tl.int32)
             left = tl.sum(heads, axis=0)
             while left > 0:
@@ -209,6 +281,8 @@ def compare_rows(
                 lane = position == here
                 what = tl.sum(tl.where(lane, code, 0), axis=0).to(tl.int64)
                 where = tl.sum(tl.where(lane, place, 0), axis=0)
+                aged = tl.sum(tl.where(lane, age, 0), axis=0)
+                aged = tl.where(what == IS_STALE, aged, -1)
                 is_new = tl.full((), True, tl.int1)
                 if STEPPING:  # noqa: SIM102 - one is known when this is compiled, the other is not
                     if where < 0:
@@ -223,7 +297,7 @@ def compare_rows(
                     slot = tl.where(where >= 0, slot, -1)
                     record_violation(
                         tl.where(kind < 0, what, kind), tl.load(counters + STEP), line,
-                        number, here, where, slot, what, where * 0 - 1, own, own_stride, facts,
+                        number, here, where, slot, what, aged, own, own_stride, facts,
                         num_lines, journal, journal_size, found, capacity, counters, GROUPS, TILE,
                     )  # fmt: skip
                 heads = tl.where(lane, 0, heads)
@@ -251,6 +325,7 @@ def compare_states(
     journal: tl.tensor,
     found: tl.tensor,
     counters: tl.tensor,
+    ages: tl.tensor,
     num_rows: tl.int64,
     own_stride: tl.int64,
     num_lines: tl.int64,
@@ -294,15 +369,22 @@ def compare_states(
                     word = tl.load(words + place, mask=inside, other=UNWRITTEN)
                     owner = tl.load(owners + tl.load(group + OWNERS) + block, mask=inside, other=-1)
                     digest = tl.load(own + line * own_stride + first)
-                    right = word == as_word(digest + tl.load(group + SALT))
-                    code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, -1)
+                    apart = word - as_word(digest + tl.load(group + SALT))
+                    age = age_of(apart, tl.load(counters + EPOCH))
+                    right = (apart == 0) | (age > 0)
+                    age = age & TARGET_AGE
+                    alarms = (age > 0) & (tl.load(counters + ALARM) != 0)
+                    code = tl.where(alarms, IS_STALE, -1)
+                    code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, code)
                     wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
                     wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
                     code = tl.where(right, code, wrong).to(tl.int64)
+                    count_age(ages, line, STATES, age, age * 0 + 1)
                     if code >= 0:
                         record_violation(
-                            STATE, step, line, number, first - 1, place,
-                            tl.where(inside, block, -1), code, nowhere, own, own_stride, facts,
+                            tl.where(code == IS_STALE, code, STATE), step, line, number, first - 1,
+                            place, tl.where(inside, block, -1), code,
+                            tl.where(code == IS_STALE, age, nowhere), own, own_stride, facts,
                             num_lines, journal, journal_size, found, capacity, counters, GROUPS,
                             TILE,
                         )  # fmt: skip

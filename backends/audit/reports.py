@@ -31,6 +31,8 @@ IS_REJECTED = tl.constexpr(FOUND_NUMBER["rejected"])
 IS_FOREIGN = tl.constexpr(FOUND_NUMBER["foreign"])
 IS_DRAFT = tl.constexpr(FOUND_NUMBER["draft"])
 IS_OWNER = tl.constexpr(FOUND_NUMBER["owner"])
+#: The number of the kind, too.
+IS_STALE = tl.constexpr(FOUND_NUMBER["stale"])
 IS_COUNT = tl.constexpr(FOUND_NUMBER["count"])
 
 

@@ -151,8 +151,8 @@ class TritonPasses(Passes):
             step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
             self._groups, books.words, books.owners, books.own, books.facts, books.journal,
-            books.found, books.counters, step.num_rows, *self._sizes(), step.told is not None,
-            step.first is None, self._num_groups, _ENTRIES,
+            books.found, books.counters, books.ages, step.num_rows, *self._sizes(),
+            step.told is not None, step.first is None, self._num_groups, _ENTRIES,
         )  # fmt: skip
         recurs = self._as_they_are("sources", step.sources)
         self._comparing_states.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
@@ -195,7 +195,7 @@ class TritonPasses(Passes):
         return (len(lines), self._num_groups, self.splits), (
             lines, low, high, self._table("tables", tables, torch.int32), self._groups,
             books.words, books.own, books.facts, books.journal, books.found, books.counters,
-            -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
+            books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
             kind is None, kind == "exported", self._num_groups, self.splits, _ENTRIES,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ MAX_POSITION = tl.constexpr(digest.MAX_POSITION)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 REJECTED = tl.constexpr(digest.REJECTED)
 RESERVED = tl.constexpr(digest.RESERVED)
+TARGET_AGE = tl.constexpr(digest.TARGET_AGE)
 
 _FIRST, _SECOND = digest.ROUNDS
 SHIFT_1 = tl.constexpr(_FIRST[0])
@@ -57,6 +58,13 @@ def token_of(word: tl.tensor, key: tl.tensor) -> tl.tensor:
     word = (word - tl.load(key + 1)) * INVERSE_1
     word = word ^ shifted(word, SHIFT_1) ^ shifted(word, 2 * SHIFT_1)
     return (word ^ tl.load(key)) & TOKEN_MASK
+
+
+@triton.jit
+def age_of(apart: tl.tensor, epoch: tl.tensor) -> tl.tensor:
+    """Return the ages of rows whose words are ``apart`` from those expected; 0 where none is."""
+    known = (apart > 0) & ((apart & TARGET_AGE) <= (epoch & TARGET_AGE))
+    return tl.where(known & ((apart >> 32) <= (epoch >> 32)), apart, 0)
 
 
 @triton.jit

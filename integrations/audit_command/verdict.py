@@ -31,6 +31,8 @@ MEANING: Final[Mapping[str, str]] = {
     "imported": "a connector brought rows of other tokens",
     "changed": "bytes changed after they were written",
     "ranks": "ranks wrote different rows",
+    "stale": "rows that earlier weights had computed were read",
+    "weights": "weights changed, and nobody had said so",
 }
 
 #: By finding: the fault of a row that a connector brought.
@@ -48,6 +50,7 @@ _AFTER_THAT: Final[Mapping[str, str]] = {
     "draft": ", a draft that nobody had accepted yet",
     "bytes": ", and its bytes have changed since",
     "owner": ": the state of the same tokens, but of another request",
+    "stale": ", by weights that have changed since",
 }
 
 #: By finding: the fault, if the writer is not known.
@@ -130,7 +133,7 @@ def judge(
     if not rows and not states:
         headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
-    compared = _compared(counters) + _unverified(counters)
+    compared = _compared(counters) + _unverified(counters) + _stale(counters)
     if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = (
@@ -195,6 +198,20 @@ def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
     ]
 
 
+def _stale(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a sentence on the rows, and one on the states, that earlier weights had computed."""
+    found = []
+    for what in ("rows", "states"):
+        prefix = f"kvtxn_audit_{what}_read_by_age_"
+        ages: Counter[str] = Counter()
+        for each in counters:
+            ages.update({k.removeprefix(prefix): int(v) for k, v in each.items() if prefix in k})
+        del ages["0"]
+        if by_age := ", ".join(f"{number:,} of age {age}" for age, number in ages.items()):
+            found.append(f"{what.title()} of earlier weights, by age in epochs: {by_age}.")
+    return found
+
+
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
     """Return a sentence on requests that could not be judged in a step, with the reasons."""
     counts = {reason: _total(counters, f"unjudged_total_{reason}") for reason in _UNJUDGED}
@@ -211,6 +228,11 @@ def tell(violation: Told) -> str:
     begin = f"In step {violation['step']} {request}"
     if violation["kind"] == "ranks":
         return f"In step {violation['step']} two ranks wrote different rows."
+    if violation["kind"] == "weights":
+        return (
+            f"In step {violation['step']} the {violation['weights']}'s weights had changed, and "
+            "nobody had said so."
+        )
     if found == "count":
         return (
             f"{begin} was told a number of accepted drafts that is not the sampler's, at its "

@@ -7,15 +7,24 @@ from .plugin import register, unregister
 
 if TYPE_CHECKING:
     from .audit.violations import audit_report
+    from .audit.weights import new_weights
     from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
             "audit_report": ".audit.violations",
+            "new_weights": ".audit.weights",
             "last_snapshots": ".metrics",
             "snapshots": ".metrics",
         },
     )
 
-__all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]
+__all__ = [
+    "audit_report",
+    "last_snapshots",
+    "new_weights",
+    "register",
+    "snapshots",
+    "unregister",
+]

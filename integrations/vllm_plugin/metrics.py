@@ -30,7 +30,7 @@ from .internals import frontend as front
 from .internals import workers
 from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
 from .internals.hooks import is_swapped, restore_class, swap_class
-from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
 from .policy.settings import asks_for_windows, is_audited
 
@@ -300,6 +300,12 @@ def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
     return [] if watch is None else watch.report()
 
 
+def _ages(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
+    """Return the rows of earlier weights that each request has read."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.ages()
+
+
 def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
     """Return the life of every slot, if it is recorded."""
     runner = workers.runner_of(wrapper)
@@ -314,11 +320,17 @@ _AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
     SNAPSHOT: _snapshot,
     REPORT: _report,
     RECORDING: _recording,
+    AGES: _ages,
 }
+_TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
 
 
 def answer(name: str, wrapper: WorkerWrapper) -> object:
     """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
+    if name in _TOLD:
+        from .audit import weights
+
+        return weights.changed(wrapper, _TOLD[name])
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ...errors import shown
 from . import asked_by_tests as tests
 from .internals import Foreign, frontend, scheduling, workers
-from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .internals.workers import ANSWERS
 from .policy import STOPS_THE_START, RequiredError, is_asked, wants
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def register() -> None:
     if _undo:
         return
     try:
-        answers = {name: _answer(name) for name in (SNAPSHOT, REPORT, RECORDING)}
+        answers = {name: _answer(name) for name in ANSWERS}
         _undo.append(workers.hook_workers(_on_worker, answers))
         _undo.append(frontend.hook_engines(_before_engine, _after_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))

@@ -73,7 +73,8 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
     from .audit import violations
     from .internals import audited
 
-    if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
+    evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
+    if not is_audited(asked) or not evicts:
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
@@ -146,6 +147,7 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
         if wanted.audit == "off":
             return
         parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
+        _follow_updates(wrapper, wanted)
         if facts.device != "cpu":
             runner_watch.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
@@ -178,7 +180,7 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
     if why is None:
-        why = audited.uncontained(config) if wanted.on_violation == "contain" else None
+        why = audited.uncontained(config) if wanted.evicts else None
         if why is not None and wanted.required:
             stay_out(why, rank, required=True)
         if why is not None and rank == 0 and audited.foreign_scheduler(config) is not None:
@@ -203,6 +205,7 @@ def _attach(
     parts.attach(runner, wanted, rank, facts, windows=True)
     if not is_hooked(runner):
         return
+    _follow_updates(wrapper, wanted)
     runner.kvtxn_on_trial = on_trial(facts)
     if runner.kvtxn_on_trial or facts.device != "cpu":
         _after_warm_up(wrapper, facts)
@@ -229,6 +232,16 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
             log.warning(
                 "kvtxn.attention_taken", rank=rank, backend=name, why=str(error), effect=effect
             )
+
+
+def _follow_updates(wrapper: WorkerWrapper, wanted: PluginSettings) -> None:
+    """Let the audit of a hooked runner's worker hear of weights that vLLM changes."""
+    from .audit import weights
+    from .internals import workers
+
+    runner = workers.runner_of(wrapper)
+    if wanted.audit != "off" and is_hooked(runner):
+        runner.kvtxn_unhook.callback(weights.follow_updates(wrapper))
 
 
 def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:

@@ -3,6 +3,7 @@
 from .admission import Admission
 from .byte_books import Window
 from .digest import Key
+from .epochs import ReadAges
 from .groups import RowGroup, StateGroup
 from .ledger import Ledger
 from .passes import Stretch
@@ -11,12 +12,14 @@ from .recording import RecordingLedger
 from .scrub import Scrub
 from .step import Step
 from .violation import KINDS, Violation
+from .weights import WeightWatch
 
 __all__ = [
     "KINDS",
     "Admission",
     "Key",
     "Ledger",
+    "ReadAges",
     "RecordingLedger",
     "RowGroup",
     "Scrub",
@@ -24,6 +27,7 @@ __all__ = [
     "Step",
     "Stretch",
     "Violation",
+    "WeightWatch",
     "Window",
     "compare_ranks",
 ]

@@ -38,7 +38,11 @@ OPENING: Final = 9
 UNRESOLVED: Final = 10
 #: The number of rows and states that were taken for right because nobody knows what they are.
 UNVERIFIED: Final = 11
-BY_KIND: Final = 12
+#: The age of the oldest row that there can be; see ``epochs``.
+EPOCH: Final = 12
+#: 1 if a stale row that is read is a violation; else it is counted by age alone.
+ALARM: Final = 13
+BY_KIND: Final = 14
 NUM_COUNTERS: Final = BY_KIND + len(KINDS)
 
 #: Indices into one journal entry, int64: the step, the writer's serial number, the row's position,
@@ -77,6 +81,14 @@ IMPORTED: Final = MAX_POSITION
 TELLING: Final = 7
 NUM_FACTS: Final = 8
 
+#: Indices into the second dimension of ``Books.ages``: what is counted by age.
+ROWS: Final = 0
+DRAFT_ROWS: Final = 1
+STATES: Final = 2
+NUM_AGED: Final = 3
+#: Ages that are told apart; the last stands for older rows, too.
+AGES: Final = 16
+
 #: The number of latest steps whose fingerprints are kept, to be compared between ranks.
 FINGERPRINTS: Final = 256
 
@@ -111,8 +123,8 @@ class Sizes:
     def num_bytes(self, groups: Sequence[Group]) -> int:
         """Return the bytes that a ledger of these sizes takes on its device, without making it.
 
-        8 per slot and group (once for groups of one pool), 8 per request and position, and a
-        constant: the journal, the violations that wait, the counters.
+        8 per slot and group (once for groups of one pool), 8 per request and position, some 500
+        per request, and a constant: the journal, the violations that wait, the counters.
         """
         layout = Layout.of(groups)
         numbers = (
@@ -124,6 +136,8 @@ class Sizes:
             + self.capacity * len(FIELDS)
             + NUM_COUNTERS
             + FINGERPRINTS * len(groups)
+            + (self.max_requests + 1) * NUM_AGED * AGES
+            + self.capacity * (1 + NUM_AGED * AGES)
         )
         return numbers * WORD_BYTES
 
@@ -151,6 +165,10 @@ class Books:
         counters: int64 ``[NUM_COUNTERS]``.
         fingerprints: int64 ``[FINGERPRINTS, num_groups]``, a ring: by step, a word over
             everything that each group wrote until then.
+        ages: int64 ``[max_requests + 1, NUM_AGED, AGES]``, by line the rows and states of each age
+            from 1 on that its request has read; the last line has those of requests that ended.
+        ended: int64 ``[capacity, 1 + NUM_AGED * AGES]``, a ring: serial numbers of requests that
+            ended, -1 for none, and what they had read.
     """
 
     key: Key
@@ -166,6 +184,8 @@ class Books:
     found: Tensor
     counters: Tensor
     fingerprints: Tensor
+    ages: Tensor
+    ended: Tensor
 
     @classmethod
     def new(cls, key: Key, groups: Sequence[Group], sizes: Sizes, device: torch.device) -> Books:
@@ -190,6 +210,8 @@ class Books:
                 found=full(sizes.capacity, len(FIELDS)),
                 counters=full(NUM_COUNTERS),
                 fingerprints=full(FINGERPRINTS, len(groups)),
+                ages=full(sizes.max_requests + 1, NUM_AGED, AGES),
+                ended=full(sizes.capacity, 1 + NUM_AGED * AGES, value=-1),
             )
             books.counters[LIMIT] = sizes.capacity
         return books
@@ -200,5 +222,6 @@ class Books:
         tensors = (
             *(self.words, self.owners, self.own, self.facts, self.first),
             *(self.journal, self.found, self.counters, self.fingerprints),
+            *(self.ages, self.ended),
         )
         return sum(t.numel() * t.element_size() for t in tensors)

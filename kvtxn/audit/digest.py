@@ -14,14 +14,15 @@ The key is drawn once per engine and never leaves it. It keeps users from buildi
 of one digest; it mixes well, but it is not cryptography.
 
 The word of a slot is the digest plus a salt of its group, so that a row of another group is never
-taken for one of this group. Three words are reserved; see ``UNWRITTEN``.
+taken for one of this group, plus the age of the row: see ``epochs``. Three words are reserved; see
+``UNWRITTEN``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import attrs
@@ -35,6 +36,11 @@ UNWRITTEN: Final = 0
 #: The word of a slot that holds the row of a draft that was taken back.
 REJECTED: Final = 1
 RESERVED: Final = 2
+
+#: What one epoch of some weights adds to the age of a row, and so to its word.
+EPOCH: Final[Mapping[str, int]] = {"target": 1, "drafter": 1 << 32}
+#: The bits of an age that count epochs of the target; those above count the drafter's.
+TARGET_AGE: Final = (1 << 32) - 1
 
 #: A term's word has the token in its low bits and the position above them.
 TOKEN_BITS: Final = 40
@@ -202,6 +208,24 @@ def is_encodable(text: str) -> bool:
 def as_word(digest: Tensor) -> Tensor:
     """Return digests, salt included, as words of slots; a reserved word is replaced by another."""
     return digest + RESERVED * ((digest >= 0) & (digest < RESERVED))
+
+
+def age_of(word: Tensor, expected: Tensor, epoch: Tensor) -> Tensor:
+    """Return the age of each row, int64; 0 for a row that is new, or is none of these tokens.
+
+    Args:
+        word: int64, the words that are there.
+        expected: int64, of the same shape, the words of the readers' tokens at age 0.
+        epoch: int64, the age of the oldest row that there can be.
+    """
+    age = word - expected
+    known = (age > 0) & ((age & TARGET_AGE) <= (epoch & TARGET_AGE)) & (age >> 32 <= epoch >> 32)
+    return torch.where(known, age, 0)
+
+
+def older(word: Tensor, age: int) -> Tensor:
+    """Return the words of rows that are older by an age, int64; reserved words stay."""
+    return word + age * ((word < 0) | (word >= RESERVED))
 
 
 def _shifted(word: Tensor, shift: int) -> Tensor:

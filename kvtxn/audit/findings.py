@@ -10,6 +10,7 @@ from ..metrics import Family
 from . import books as book
 from .books import Books
 from .counter_copy import CounterCopy
+from .epochs import BY_AGE
 from .groups import Group
 from .request_table import RequestTable
 from .violation import KINDS, Violation, decode
@@ -49,6 +50,7 @@ AUDIT_FAMILIES: Final = (
         "Rows and states taken for right although nobody can vouch for where they are from.",
         per_rank=True,
     ),
+    *BY_AGE,
 )
 
 

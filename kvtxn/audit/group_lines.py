@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .books import Books
+from .digest import TARGET_AGE
 
 #: int64 columns of a group's line; -1 stands for None.
 BASE: Final = 0
@@ -20,8 +21,10 @@ RING: Final = 6
 SALT: Final = 7
 IS_STATE: Final = 8
 OWNERS: Final = 9
+#: The bits of an age that concern the group.
+AGED_BY: Final = 10
 #: Columns.
-FIELDS: Final = 10
+FIELDS: Final = 11
 
 
 def group_lines(books: Books) -> Tensor:
@@ -35,6 +38,7 @@ def group_lines(books: Books) -> Tensor:
                 *(place.base, place.stride, group.block_size, group.num_blocks),
                 *(-1 if number is None else number for number in given),
                 *(books.salts[place.written], int(group.is_state), place.owners),
+                -1 if group.drafter else TARGET_AGE,
             ]
         )
     return torch.tensor(lines, dtype=torch.int64, device="cpu").to(books.words.device)

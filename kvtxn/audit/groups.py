@@ -85,6 +85,8 @@ class RowGroup:
         ring: for a request's ring, its size: position p lies at ring position ``p % ring``.
         pool: groups of one pool share its blocks; None: the group has blocks of its own.
         reads: the name of another group whose rows this group's layers read; they write none.
+        drafter: a drafter's layers may be among the group's: its rows grow older with the drafter's
+            weights.
     """
 
     name: str = attrs.field(validator=_text)
@@ -95,6 +97,7 @@ class RowGroup:
     ring: int | None = attrs.field(default=None, kw_only=True, validator=positive)
     pool: str | None = attrs.field(default=None, kw_only=True, validator=_text)
     reads: str | None = attrs.field(default=None, kw_only=True, validator=_text)
+    drafter: bool = attrs.field(default=True, kw_only=True)
 
     is_state = False
 
@@ -132,6 +135,7 @@ class StateGroup:
     block_size = 1
     window = chunk = ring = reads = None
     is_state = True
+    drafter = False
 
 
 Group = RowGroup | StateGroup

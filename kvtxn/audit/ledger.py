@@ -18,6 +18,7 @@ from .books import Sizes
 from .byte_books import ByteBooks
 from .counter_copy import CounterCopy
 from .digest import UNWRITTEN, Key
+from .epochs import Epochs, ReadAges
 from .findings import Findings
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
@@ -57,8 +58,9 @@ class Ledger:
     bit. Two digests are equal by chance with a probability of about 2^-64 per wrong row: see
     ``kvtxn.audit.digest``.
 
-    An adapter is a part of a row's identity (``extras`` of ``admit``), the model's weights are not
-    yet: rows that weights before an update computed count as right, unless ``reset`` forgets them.
+    An adapter is a part of a row's tokens (``extras`` of ``admit``). The model's weights have an
+    epoch, which ``new_epoch`` begins; rows that earlier weights computed are *stale*, not foreign:
+    they are counted by age, or alarm as ``stale`` says, unless ``reset`` has forgotten them.
 
     Args:
         groups: all groups of layers.
@@ -70,6 +72,8 @@ class Ledger:
         capacity: violations that can wait to be read.
         backend: ``"torch"``, ``"numba"`` (CPUs), ``"triton"`` (GPUs), ``"auto"``, or a subclass of
             ``Passes``.
+        stale: ``"count"`` counts the rows of earlier weights that are read; ``"alarm"`` makes them
+            violations of kind ``stale`` as well.
 
     Raises:
         ConfigError: groups or sizes do not fit together, or an argument is something else.
@@ -88,6 +92,7 @@ class Ledger:
         journal: int = 1 << 16,
         capacity: int = 1024,
         backend: str | type[Passes] = "auto",
+        stale: str = "count",
     ) -> None:
         sizes = Sizes(max_requests, max_length, journal, capacity)
         self.books: Final = arguments.new_books(key, groups, sizes, device)
@@ -98,7 +103,8 @@ class Ledger:
         requests = RequestTable(max_requests)
         self._state: Final = LedgerState(self.books, self.passes, self.input, requests)
         self._requests: Final = requests
-        self._changes: Final = RequestChanges(self._state)
+        self._epochs: Final = Epochs(self._state, stale)
+        self._changes: Final = RequestChanges(self._state, self._epochs)
         self._transfers: Final = RowTransfers(self._state)
         self._states: Final = StateMoves(self._state)
         self.findings: Final = Findings(self.books, self.groups, requests)
@@ -108,7 +114,11 @@ class Ledger:
         self._parted = False
 
     def reset(self) -> None:
-        """Forget every row and every request; call it when the engine clears its caches."""
+        """Forget every row and every request; call it when the engine clears its caches.
+
+        The epoch of the weights stays, and what was counted.
+        """
+        self._epochs.keep(self._requests.lines)
         self._requests.clear()
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
@@ -124,6 +134,7 @@ class Ledger:
         books.counters[book.LIMIT] = books.sizes.capacity
         books.journal.fill_(NOBODY)
         books.fingerprints.zero_()
+        self._epochs.restart()
         if self._state.bytes is not None:
             self._state.bytes.seals.zero_()
             self._state.bytes.compared.zero_()
@@ -161,6 +172,35 @@ class Ledger:
             ConfigError: these are no names.
         """
         return self._requests.lines_of(requests)
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def new_epoch(self, weights: str = "target") -> None:
+        """Begin an epoch, because weights have changed: each row that is there is older by one.
+
+        Call it between two steps, after an update of any part of the weights. It does not wait for
+        the device. Rows that are computed again, or that come back from outside as they left, keep
+        the epoch of the weights that computed them.
+
+        A state that a step has continued counts as that step's, like a row, even if earlier
+        weights took in its first tokens.
+
+        Args:
+            weights: ``"target"``, or ``"drafter"`` for the rows that a drafter's layers have in the
+                same slots.
+
+        Raises:
+            ConfigError: there are no weights of this name.
+        """
+        self._epochs.begin(weights)
+
+    def read_ages(self) -> list[ReadAges]:
+        """Return the rows of earlier weights that each request has read. Waits for the device.
+
+        Requests that read none are left out, and so are those that ended before the last
+        ``capacity`` ones that did.
+        """
+        return self._epochs.read(self._requests)
 
     # -- requests and blocks -----------------------------------------------------------------
 
@@ -458,7 +498,8 @@ class Ledger:
         The arguments and errors are those of ``publish``.
 
         Returns:
-            int64 ``[end - first]`` on the ledger's device, the ``digests`` for ``import_rows``.
+            int64 ``[end - first]`` on the ledger's device, the ``digests`` for ``import_rows``;
+            they say the epoch of each row's weights, too.
         """
         return self._transfers.export(self.inspect, request, group, table, first, end)
 
@@ -600,6 +641,11 @@ class Ledger:
         """
         self._states.leave(lines, blocks, lengths)
 
+    @property
+    def steps(self) -> int:
+        """Number of steps that were written. Waits for the device."""
+        return int(self.books.counters[book.STEP])
+
     # -- what came of it -----------------------------------------------------------------------
 
     @property
@@ -634,6 +680,7 @@ class Ledger:
         Those of a scrub are among them if there is one.
         """
         found = self.findings.counters()
+        found |= self._epochs.counters(found["kvtxn_audit_rows_checked_total"])
         if self._state.bytes is not None:
             found["kvtxn_audit_bytes_compared_total"] = int(self._state.bytes.compared)
         return found

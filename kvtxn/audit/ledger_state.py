@@ -42,6 +42,7 @@ class LedgerState:
         step: the last step, until it is resolved.
         unread: that step was not given to ``check`` yet.
         later: lines of requests that have begun since it was written.
+        epoch: the age of a row that is as old as the ledger; see ``epochs``.
     """
 
     books: Final[Books]
@@ -52,6 +53,7 @@ class LedgerState:
     step: Step | None = None
     unread: bool = False
     later: list[int] = attrs.field(factory=list)
+    epoch: int = 0
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from . import checks
 from .admission import Admission, admissions_of, own_words
 from .arguments import listed, mapped
 from .changes import Change
+from .epochs import Epochs
 from .groups import Place
 from .ledger_state import Ints, LedgerState
 from .new_requests import NewRequests
@@ -28,10 +29,12 @@ class RequestChanges:
 
     Args:
         state: the ledger's state.
+        epochs: keeps what requests that end have read.
     """
 
-    def __init__(self, state: LedgerState) -> None:
+    def __init__(self, state: LedgerState, epochs: Epochs) -> None:
         self._state: Final = state
+        self._epochs: Final = epochs
         self._books: Final = state.books
 
     def change(
@@ -82,6 +85,7 @@ class RequestChanges:
         leaving = [name for name in gone if name in table]
         table.require_room(names, leaving)
         left = [line for line in map(table.release, leaving) if line is not None]
+        self._epochs.keep(left)
         if not names:
             return [], left, None
         again = [name in table for name in names]

@@ -30,6 +30,11 @@ class RequestTable:
     def __contains__(self, request: str) -> bool:
         return request in self._lines
 
+    @property
+    def lines(self) -> list[int]:
+        """The lines of the admitted requests."""
+        return [line for line, _ in self._lines.values()]
+
     def admit(self, requests: Sequence[str]) -> list[tuple[int, int]]:
         """Return the line and the serial number of each request; give it new ones if it has none.
 

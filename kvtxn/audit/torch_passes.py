@@ -14,7 +14,8 @@ from torch import Tensor
 from ..host_values import to_device
 from . import books as book
 from .changes import Change
-from .digest import EMBEDDED, REJECTED, UNWRITTEN, as_word
+from .digest import EMBEDDED, REJECTED, UNWRITTEN, age_of, as_word
+from .epochs import age_in, count_ages
 from .groups import Place
 from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
 from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
@@ -36,6 +37,7 @@ from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
 from .violation_record import record_violation
 
 _FOREIGN = FOUND_NUMBER["foreign"]
+_STALE = FOUND_NUMBER["stale"]  # the kind's number as well
 
 
 class TorchPasses(Passes):
@@ -261,7 +263,10 @@ class TorchPasses(Passes):
             self.books.counters[book.ROWS_CHECKED] += len(owner)
             position = first[owner] + within
             where = through(place, tables[place.group.name], owner, position)
-            bad = self._found(place, lines[owner], position, where, kind) >= 0
+            found, age = self._found(place, lines[owner], position, where, kind)
+            if kind is None:
+                count_ages(self.books, lines[owner], age)
+            bad = found >= 0
             wrong[owner[bad]] = True
         for index in wrong.nonzero().flatten().tolist():
             for place, (first, end) in bounds.items():
@@ -270,19 +275,28 @@ class TorchPasses(Passes):
 
     def _found(
         self, place: Place, line: Tensor, position: Tensor, where: Tensor, kind: str | None
-    ) -> Tensor:
-        """Judge rows: return a number of ``FOUND`` for each wrong row, -1 for each right row."""
+    ) -> tuple[Tensor, Tensor]:
+        """Judge rows: return a number of ``FOUND`` for each wrong row, -1 for each right row.
+
+        A stale row is wrong where a step reads it and the ledger is to alarm.
+
+        Returns:
+            int64 ``[num_rows]``, and the rows' ages, int64 ``[num_rows]``.
+        """
         books = self.books
         word = torch.where(where >= 0, books.words[where.clamp(min=0)], UNWRITTEN)
         wanted = as_word(books.own[line, position + 1] + books.salts[place.written])
         found = torch.full_like(position, -1)
         if kind == "exported":
             found[position >= books.facts[book.DURABLE][line]] = FOUND_NUMBER["draft"]
-        wrong = word != wanted
+        age = age_of(word, wanted, books.counters[book.EPOCH])
+        wrong = (word != wanted) & (age == 0)
         found[wrong] = _FOREIGN
         found[wrong & (word == REJECTED)] = FOUND_NUMBER["rejected"]
         found[wrong & (word == UNWRITTEN)] = FOUND_NUMBER["unwritten"]
-        return found
+        if kind is None and bool(books.counters[book.ALARM]):
+            found[age_in(place, age) > 0] = _STALE
+        return found, age_in(place, age)
 
     def _report_rows(
         self,
@@ -296,7 +310,7 @@ class TorchPasses(Passes):
         """Report one request's wrong rows of one group, and note up to where it was told."""
         table = tables[place.group.name]
         where = through(place, table, torch.full_like(position, index), position)
-        found = self._found(place, line.expand_as(position), position, where, kind)
+        found, age = self._found(place, line.expand_as(position), position, where, kind)
         wrong = found >= 0
         within = in_ring(place, position) % place.group.block_size
         goes_on = (within != 0) & (position % RUN != 0)
@@ -308,9 +322,9 @@ class TorchPasses(Passes):
             if kind is None and int(where[head]) < 0 and not self._is_new_outside(place, line):
                 continue
             number = code if kind is None else KIND_NUMBER[kind]
-            record_violation(
-                self.books, number, line, place, int(position[head]), int(where[head]), code
-            )
+            at, word = int(position[head]), int(where[head])
+            aged = int(age[head]) if code == _STALE else NOBODY
+            record_violation(self.books, number, line, place, at, word, code, aged)
         if bool((wrong & (found != FOUND_NUMBER["draft"])).any()):
             telling = self.books.facts[book.TELLING]
             telling[line] = telling[line].maximum(position[-1] + 1)
@@ -339,19 +353,25 @@ class TorchPasses(Passes):
             word = torch.where(inside, books.words[where.clamp(min=0)], UNWRITTEN)
             wanted = as_word(books.own[line, first] + books.salts[name])
             owner = books.owners[torch.where(inside, place.owners + block, 0)]
-            found = torch.where(word == wanted, -1, _FOREIGN)
+            age = torch.where(reads, age_of(word, wanted, books.counters[book.EPOCH]), 0)
+            right, age = (word == wanted) | (age > 0), age_in(place, age)
+            count_ages(books, line, age, states=True)
+            found = torch.where(right, -1, _FOREIGN)
             theirs = (owner >= 0) & (owner != facts[book.SERIAL][line])
-            found[(word == wanted) & theirs] = FOUND_NUMBER["owner"]
+            if bool(books.counters[book.ALARM]):
+                found[age > 0] = _STALE
+            found[right & theirs] = FOUND_NUMBER["owner"]
             found[word == REJECTED] = FOUND_NUMBER["rejected"]
             found[word == UNWRITTEN] = FOUND_NUMBER["unwritten"]
             found[~reads] = -1
             books.counters[book.STATES_CHECKED] += reads.sum()
-            faults.append((place, where, found))
+            faults.append((place, where, found, age))
         told = None
         if step.told is not None:
             kept, given = facts[book.KEPT][line], step.told[:number]
             told = batch.live & (first > 0) & (given >= 0) & (kept >= 0) & (given != kept)
-        if not any(bool((f >= 0).any()) for *_, f in faults) and (told is None or not told.any()):
+        wrong = any(bool((found >= 0).any()) for _, _, found, _ in faults)
+        if not wrong and (told is None or not told.any()):
             return
         self._report_states(batch.lines, first, faults, told)
 
@@ -359,17 +379,20 @@ class TorchPasses(Passes):
         self,
         lines: Tensor,
         first: Tensor,
-        faults: list[tuple[Place, Tensor, Tensor]],
+        faults: list[tuple[Place, Tensor, Tensor, Tensor]],
         told: Tensor | None,
     ) -> None:
         """Report wrong states, request by request."""
         state = KIND_NUMBER["state"]
         for index in range(len(lines)):
             position = int(first[index]) - 1
-            for place, where, found in faults:
+            for place, where, found, age in faults:
                 at, code = int(where[index]), int(found[index])
                 if code >= 0:
-                    record_violation(self.books, state, lines[index], place, position, at, code)
+                    kind, aged = (state, NOBODY) if code != _STALE else (_STALE, int(age[index]))
+                    record_violation(
+                        self.books, kind, lines[index], place, position, at, code, aged
+                    )
             if told is not None and told[index]:
                 record_violation(
                     self.books, state, lines[index], None, position, -1, FOUND_NUMBER["count"]

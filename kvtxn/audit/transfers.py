@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from . import books as book
 from . import checks
 from .arguments import described
-from .digest import UNWRITTEN, as_word
+from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
 from .passes import Stretch
@@ -127,7 +127,7 @@ class RowTransfers:
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, writer].expand_as(first)
         terms = [before[0] - before[1], before[1] - before[2]]
-        last = before[0] + books.salts[place.written]
+        last = before[0] + books.salts[place.written] - self._state.epoch
         return torch.stack([step, serial, first, last, *terms], 1)
 
     def import_state(
@@ -196,7 +196,8 @@ class RowTransfers:
         self._inspect(inspect, operation, "exported", request, place, table, first, end)
         where = self._words(place, table, first, end)
         words = self._books.words
-        return torch.where(where >= 0, words[where.clamp(min=0)], UNWRITTEN)
+        found = torch.where(where >= 0, words[where.clamp(min=0)], UNWRITTEN)
+        return older(found, -self._state.epoch) if self._state.epoch else found
 
     def _import(
         self,
@@ -226,6 +227,8 @@ class RowTransfers:
                     hint="give what export returned for these rows; nothing was changed",
                 )  # fmt: skip
             words = given.to(self._state.device, non_blocking=True)
+            if self._state.epoch:  # they are of the first epoch's age
+                words = older(words, self._state.epoch)
         writers = self._bringer(line, end - first)
         if origin is not None:
             writers = self._storer(operation, origin, digests, end - first)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import attrs
 
-from .digest import EMBEDDED, MAX_POSITION, Key
+from .digest import EMBEDDED, MAX_POSITION, TARGET_AGE, Key
 
 #: All kinds of violations; the device stores an index into this tuple.
 KINDS: Final = (
@@ -20,6 +20,8 @@ KINDS: Final = (
     "imported",
     "changed",
     "ranks",
+    "stale",
+    "weights",
 )
 KIND_NUMBER: Final = {name: number for number, name in enumerate(KINDS)}
 
@@ -34,6 +36,8 @@ FOUND: Final = (
     "bytes",  # other bytes than were written
     "nan",  # an output that is not a number, where dead rows are filled with NaN
     "length",  # attention that reads more or fewer rows than the request has, from there on
+    "stale",  # a row of the right tokens that earlier weights computed
+    "weights",  # weights that have changed, and nobody said so
 )
 FOUND_NUMBER: Final = {name: number for number, name in enumerate(FOUND)}
 
@@ -56,7 +60,7 @@ FIELDS: Final = (
     "written_0",
     "written_1",
     "written_2",
-    "layer",
+    "layer",  # of a stale row or state its age: it concerns all layers
 )
 FIELD: Final = {name: number for number, name in enumerate(FIELDS)}
 NOBODY: Final = -1
@@ -123,6 +127,9 @@ class Violation:
         differs: a key of ``DIFFERENCES``: the first, by their order, in which a row of other tokens
             (``found`` is "foreign") differs from the one expected; None if it was found to be
             something else, or if it is not known for which tokens it was written.
+        age: for a stale row, how often the weights have changed since it was computed.
+        weights: whose weights these are, "target" or "drafter": those that computed a stale row, or
+            those that have changed although nobody said so.
     """
 
     kind: str
@@ -141,6 +148,8 @@ class Violation:
     written_request: str | None = None
     brought: bool = False
     differs: str | None = None
+    age: int | None = None
+    weights: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a flat dict, with tokens as lists."""
@@ -152,11 +161,15 @@ class Violation:
         begin = f"{self.kind}: in step {self.step}"
         if self.kind == "ranks":
             return f"{begin} this rank wrote other rows of group {self.group!r} than another rank"
+        if self.kind == "weights":
+            return f"{begin} the {self.weights}'s weights had changed, and nobody had said so"
         what = f"position {self.position}"
         if self.position is None:
             what = "the state before its first token"
         text = f"{begin} {_named(self.request)} {self._deed()} {what}"
         text += f"; found {self.found}"
+        if self.age is not None:
+            text += f", of {self.weights} weights {self.age} epoch{'s' * (self.age > 1)} before"
         if self.written_step is not None:
             deed, by = ("written", "by")
             if self.brought:
@@ -224,12 +237,19 @@ def decode(
     if FOUND[field["found"]] == "foreign" and written_for:
         seeds = [seed_of(field[name]) for name in ("serial", "writer_serial")]
         differs = _difference((position, expected), (written_at, written_for), seeds)
+    layer = layers[field["layer"]] if 0 <= field["layer"] < len(layers) else None
+    age, weights = None, None
+    if KINDS[field["kind"]] == "stale":
+        age, weights = field["layer"] & TARGET_AGE, "target"
+        if not age:
+            age, weights = field["layer"] >> 32, "drafter"
+        layer = None
     return Violation(
         kind=KINDS[field["kind"]],
         step=field["step"],
         request=name_of(field["serial"]),
         group=group,
-        layer=layers[field["layer"]] if 0 <= field["layer"] < len(layers) else None,
+        layer=layer,
         position=position if position >= 0 else None,
         block=None if slot is None else slot // block_size,
         slot=slot,
@@ -241,6 +261,8 @@ def decode(
         written_request=name_of(field["writer_serial"]) if known else None,
         brought=brought,
         differs=differs,
+        age=age,
+        weights=weights,
     )
 
 

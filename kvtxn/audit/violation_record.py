@@ -16,6 +16,7 @@ from .violation import FIELD, FIELDS, FOUND_NUMBER, KIND_NUMBER, NOBODY
 #: Kinds of violations that are found before their step is counted.
 _BEFORE_THE_STEP: Final = (KIND_NUMBER["state"], KIND_NUMBER["changed"])
 _NAN: Final = FOUND_NUMBER["nan"]
+_STALE: Final = KIND_NUMBER["stale"]
 
 
 def record_violation(
@@ -38,8 +39,10 @@ def record_violation(
         position: the position that was read.
         where: the index of its word in ``Books.words``; -1 if the table led outside the group.
         found: a number of ``FOUND``.
-        layer: the layer's number among the layers of a scrub; -1 if not known.
+        layer: the layer's number among the layers of a scrub, or -1; of a stale row its age.
     """
+    is_state = place is not None and place.group.is_state
+    before = (kind in _BEFORE_THE_STEP and found != _NAN) or (kind == _STALE and is_state)
     number = int(books.counters[book.FOUND])
     books.counters[book.FOUND] += 1
     books.counters[book.BY_KIND + kind] += 1
@@ -48,7 +51,7 @@ def record_violation(
     record = torch.full((len(FIELDS),), NOBODY, dtype=torch.int64)
     values = {
         "kind": kind,
-        "step": int(books.counters[book.STEP]) + (kind in _BEFORE_THE_STEP and found != _NAN),
+        "step": int(books.counters[book.STEP]) + before,
         "serial": int(books.facts[book.SERIAL][line]),
         "group": NOBODY if place is None else place.index,
         "position": position,

@@ -15,7 +15,7 @@ GROUPS: Final[Mapping[str, Sequence[Group]]] = {
     "plain": (RowGroup("full", 4, 40),),
     "sliding": (
         RowGroup("full", 4, 60, pool="pages"),
-        RowGroup("sliding", 2, 60, window=7, pool="pages"),
+        RowGroup("sliding", 2, 60, window=7, pool="pages", drafter=False),
     ),
     "shared": (RowGroup("full", 4, 40), RowGroup("reader", 4, 40, window=5, reads="full")),
     "rings": (RowGroup("ring", 3, 60, ring=9, window=6), RowGroup("chunks", 4, 40, chunk=8)),
@@ -28,12 +28,13 @@ MAX_REQUESTS: Final = 12
 MAX_LENGTH: Final = 60
 
 
-def live(engine: SmallEngine, steps: int) -> None:
+def live(engine: SmallEngine, steps: int, updates: float = 0.0) -> None:
     """Run an engine with requests that come, end, are preempted, stored and continued.
 
     Args:
         engine: an engine without requests.
         steps: the number of forward passes.
+        updates: the chance that weights change before a forward pass.
     """
     chance = engine.random
     beginnings = [[engine.token() for _ in range(24)] for _ in range(3)]
@@ -57,6 +58,8 @@ def live(engine: SmallEngine, steps: int) -> None:
         if chance.random() < 0.1:
             for pool in engine.pools.values():
                 pool.forget()
+        if updates and chance.random() < updates:
+            engine.tell("new_epoch", chance.choice(("target", "target", "drafter")))
         engine.step()
 
 
@@ -77,6 +80,16 @@ def new_ledger(name: str, **named: Any) -> Ledger:
     return Ledger(GROUPS[name], max_requests=MAX_REQUESTS + 4, max_length=MAX_LENGTH + 8, **named)
 
 
-def new_model(name: str) -> LedgerModel:
+def new_model(name: str, stale: str = "count") -> LedgerModel:
     """Make a model for the groups called ``name``."""
-    return LedgerModel(GROUPS[name])
+    return LedgerModel(GROUPS[name], stale)
+
+
+def ages_of(ledger: Ledger) -> dict[tuple[str | None, str, int], int]:
+    """Return a ledger's reads of stale rows and states as a model's ``ages`` has them."""
+    return {
+        (each.request, what, age): number
+        for each in ledger.read_ages()
+        for what in ("rows", "draft_rows", "states")
+        for age, number in getattr(each, what).items()
+    }

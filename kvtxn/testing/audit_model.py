@@ -6,12 +6,14 @@ compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 from torch import Tensor
 
+from ..audit.books import AGES
 from ..audit.groups import Group
 from ..audit.step import Step
 
@@ -28,12 +30,14 @@ class Row:
         prefix: the request's seed and tokens, up to the row's own token.
         writer: the request that wrote the row.
         step: the step that wrote the row; 0 for imported rows.
+        epochs: how often the target's and the drafter's weights had changed by then.
     """
 
     group: str
     prefix: tuple[object, ...]
     writer: str | None
     step: int
+    epochs: tuple[int, int] = (0, 0)
 
 
 @attrs.frozen
@@ -49,6 +53,7 @@ class Finding:
     found: str
     writer: str | None = None
     written_step: int | None = None
+    age: int | None = None
 
 
 REJECTED = "rejected"
@@ -74,9 +79,13 @@ class LedgerModel:
 
     Args:
         groups: the groups, as given to the ledger.
+        stale: as given to the ledger.
+
+    Attributes:
+        ages: reads of stale rows and states, by reader, what is counted, and age.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], stale: str = "count") -> None:
         self.groups = {group.name: group for group in groups}
         self.words: dict[Word, Row | str] = {}
         self.writers: dict[Word, tuple[str | None, int]] = {}
@@ -85,10 +94,18 @@ class LedgerModel:
         self.findings: list[Finding] = []
         self.step = 0
         self.rows_checked = self.states_checked = 0
+        self.ages: Counter[tuple[str, str, int]] = Counter()
+        self._epochs, self._alarms = (0, 0), stale == "alarm"
         self._free: list[int] = list(range(1 << 12, -1, -1))
         self._open: tuple[Step, list[tuple[_Request, int, int, int, int]]] | None = None
 
     # -- requests and blocks -----------------------------------------------------------------
+
+    def new_epoch(self, weights: str = "target") -> None:
+        """Model of ``Ledger.new_epoch``: rows know the epochs of their weights."""
+        target, drafter = self._epochs
+        is_target = weights == "target"
+        self._epochs = (target + is_target, drafter + (not is_target))
 
     def admit(self, request: str, tokens: Sequence[int], *, extras: Iterable[int] = ()) -> int:
         """Model of ``Ledger.admit`` with token prefixes in dicts."""
@@ -198,7 +215,7 @@ class LedgerModel:
     ) -> None:  # fmt: skip
         word = self._target(step, name, row, within, count)
         if word is not None:
-            self.words[word] = Row(name, prefix, request.name, self.step)
+            self.words[word] = Row(name, prefix, request.name, self.step, self._epochs)
             self.writers[word] = (request.name, self.step)
             if self.groups[name].is_state:
                 self.owners[(name, word[1])] = request.name
@@ -283,7 +300,7 @@ class LedgerModel:
             assert word is not None
             content: Row | str | None
             if digests is None:
-                content = Row(group, tuple(known.own[: position + 2]), None, 0)
+                content = Row(group, tuple(known.own[: position + 2]), None, 0, self._epochs)
             else:
                 content = digests[position - first]
             self.words.pop(word, None)
@@ -344,6 +361,10 @@ class LedgerModel:
             slot, word = self._through(name, table, position)
             prefix = tuple(request.own[: position + 2])
             found = self._judge(word, name, prefix)
+            age = None
+            if found is None and kind is None:
+                age = self._count_age(word, request, "rows", name)
+                found = "stale" if self._alarms and age is not None else None
             if kind == "exported" and found is None and position >= request.durable:
                 found = "draft"
             at = position if group.ring is None else position % group.ring
@@ -351,21 +372,32 @@ class LedgerModel:
             first_outside = slot is not None or kind is not None or name not in request.outside
             if found is not None and not goes_on and first_outside:
                 request.outside |= {name} if slot is None and kind is None else set()
-                self._find(kind or found, request, name, position, slot, word, found)
+                self._find(kind or found, request, name, position, slot, word, found, age)
             before = found
             if found not in (None, "draft"):
                 request.telling = max(request.telling, end)
 
     def _find(
         self, kind: str, request: _Request, name: str, position: int | None, slot: int | None,
-        word: Word | None, found: str,
+        word: Word | None, found: str, age: int | None = None,
     ) -> None:  # fmt: skip
         writer: tuple[Any, Any] = (None, None)
         if word is not None and found != "unwritten":
             writer = self.writers.get(word, writer)
         self.findings.append(
-            Finding(kind, self.step, request.name, name, position, slot, found, *writer)
+            Finding(kind, self.step, request.name, name, position, slot, found, *writer, age)
         )
+
+    def _count_age(self, word: Word | None, request: _Request, what: str, name: str) -> int | None:
+        """Count the read of a stale row or state; return its age, None if it is not stale."""
+        content = None if word is None else self.words[word]
+        assert isinstance(content, Row)
+        ages = [now - then for now, then in zip(self._epochs, content.epochs, strict=True)]
+        ages[1] *= self.groups[name].drafter
+        for counted, age in zip((what, "draft_rows"), ages, strict=True):
+            if age:
+                self.ages[request.name, counted, min(age, AGES)] += 1
+        return ages[0] or ages[1] or None
 
     def _check_states(self, step: Step, index: int, request: _Request, first: int) -> None:
         position = first - 1 if first else None  # of the last token that the state has taken in
@@ -377,12 +409,16 @@ class LedgerModel:
             inside = 0 <= block < self.groups[name].num_blocks
             word = self._word(name, block) if inside else None
             found = self._judge(word, name, tuple(request.own[: first + 1]))
-            owner = self.owners.get((name, block))
+            owner, age, kind = self.owners.get((name, block)), None, "state"
+            if found is None:
+                age = self._count_age(word, request, "states", name)
             if found is None and owner not in (None, request.name):
-                found = "owner"
+                found, age = "owner", None
+            elif found is None and age is not None and self._alarms:
+                kind = found = "stale"
             if found is not None:
                 slot = block if inside else None
-                self._find("state", request, name, position, slot, word, found)
+                self._find(kind, request, name, position, slot, word, found, age)
         told = -1 if step.told is None else int(step.told[index])
         if first > 0 and told >= 0 and request.kept >= 0 and told != request.kept:
             self._find("state", request, "", position, None, None, "count")
@@ -393,7 +429,7 @@ def finding_of(violation: Mapping[str, Any]) -> Finding:
     v = violation
     return Finding(
         v["kind"], v["step"], v["request"], v["group"], v["position"], v["slot"], v["found"],
-        v["written_request"], v["written_step"],
+        v["written_request"], v["written_step"], v["age"],
     )  # fmt: skip
 
 

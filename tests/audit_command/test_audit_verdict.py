@@ -209,3 +209,21 @@ def test_what_is_not_known_is_not_told():
     state = tell({**VIOLATION, "kind": "state"})
     assert state.startswith("In step 37 session 5 went on from state 1187 of group.0 as its ")
     assert " published slot 1187" in tell({**VIOLATION, "kind": "published"})
+
+
+def test_rows_of_earlier_weights_are_said_and_no_violation():
+    name = "kvtxn_audit_rows_read_by_age"
+    counts = {"kvtxn_audit_rows_checked_total": 120, name: 120, f"{name}_0": 20, f"{name}_1": 96}
+    counts |= {f"{name}_16+": 4, "kvtxn_audit_states_read_by_age": 0}
+    verdict = judge([counts], [], 2)
+    assert verdict.exit_code == 0
+    assert verdict.sentences == [
+        "Rows of earlier weights, by age in epochs: 96 of age 1, 4 of age 16+."
+    ]
+
+
+def test_stale_rows_and_weights_that_nobody_told_of():
+    stale = {**VIOLATION, "kind": "stale", "found": "stale", "differs": None, "age": 2}
+    assert tell(stale).endswith(", tokens ...[5 7 12], by weights that have changed since.")
+    weights = {**VIOLATION, "kind": "weights", "request": None, "weights": "target"}
+    assert tell(weights) == ("In step 37 the target's weights had changed, and nobody had said so.")

@@ -94,6 +94,18 @@ def test_an_adapter_that_is_replaced():
     assert_texts_differ(result, readers=1)
 
 
+def test_weights_that_are_updated_while_a_request_runs():
+    """Six full blocks of the old weights, and the rows of the request that runs."""
+    result = found("stale_rows.py")
+    assert set(result["kinds"]) == {"stale"}
+    after = [v for v in result["violations"] if v["request"] == "after"]
+    assert [v["position"] for v in after] == [32 * block for block in range(6)]
+    for violation in after:
+        assert (violation["written_request"], violation["age"]) == ("before", 1)
+    assert {v["request"] for v in result["violations"]} == {"after", "runs"}
+    assert_texts_differ(result, readers=1)
+
+
 def test_sessions_that_end_the_engine():
     assert {*found("ended_by_session.py").values()} == {"EngineDeadError"}
 

@@ -233,6 +233,7 @@ const DIFFERENCES = {
 };
 
 function tellViolation(v) {
+  if (v.kind === "weights") return `weights: the ${v.weights}'s had changed, and nobody had said so`;
   const deed = v.found === "count" ? "was told a wrong number of accepted drafts" : DEEDS[v.kind] ?? "read it";
   let text = `${v.kind}: ${v.request ?? "a request"} ${deed}, position ${v.position}, `;
   text += `tokens ${tokensText(v.expected)}`;
@@ -241,6 +242,7 @@ function tellViolation(v) {
   else if (v.written_step !== null)
     text += `; ${v.brought ? "stored" : "written"} in step ${v.written_step} by ` +
       `${v.written_request ?? "a copy"}, tokens ${tokensText(v.written_for)}`;
+  if (v.kind === "stale") text += `, by ${v.weights} weights ${v.age} epoch${v.age > 1 ? "s" : ""} before`;
   if (v.differs in DIFFERENCES) text += `, with ${DIFFERENCES[v.differs]}`;
   return text;
 }

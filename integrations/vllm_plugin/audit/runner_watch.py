@@ -35,6 +35,7 @@ from ..seam.hooked_runner import HookedRunner, stay_out
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .violations import AuditError
 from .watch import Watch
+from .weights import follow_weights
 
 log = get_logger()
 
@@ -121,6 +122,7 @@ def open_watch(runner: HookedRunner) -> Watch | None:
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch)
     follow_transfers(runner, watch)
+    follow_weights(runner, watch)
     say_active(runner, watch)
     return watch
 
@@ -156,6 +158,7 @@ def open_device_watch(
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes_on_device(runner, watch, facts)
     follow_transfers(runner, watch, mixin)
+    follow_weights(runner, watch)
     try:
         _follow_copies(runner, watch)
         watch.warm_up()
@@ -218,6 +221,7 @@ def _watch_of_all_ranks(
                 device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
                 lines=lines,
+                stale=wanted.stale,
             )
             watch.found.log_tokens = wanted.log_tokens
     except Exception as failed:

@@ -25,7 +25,7 @@ from ..internals import frontend as front
 from ..internals.engine_protocols import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
 from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.scheduling import Wrong
-from ..internals.workers import REPORT
+from ..internals.workers import AGES, REPORT
 from ..seam.hooked_runner import stay_out
 from .rank_agreement import RankReport
 
@@ -59,13 +59,16 @@ class FoundViolations:
     Attributes:
         log_tokens: the user wants tokens in the log; without them a line has positions and names of
             requests, and none of the text. ``report`` has the tokens in any case.
+        evicts_stale: blocks with rows of earlier weights leave the prefix cache, whatever becomes
+            of other violations.
     """
 
     def __init__(self, ledger: Ledger, rank: int) -> None:
         self._ledger: Final = ledger
         self._rank: Final = rank
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
-        self.log_tokens = False
+        self.log_tokens = self.evicts_stale = False
+        self._stale: set[int] = set()
         self._number = self._lines = 0
         self._report_of_step = RankReport()
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
@@ -96,7 +99,9 @@ class FoundViolations:
         if self._dropped:
             new = [violation for violation in new if not self._withdraw(violation)]
         for violation in new:
-            if on_violation == "contain":
+            if violation.kind == "stale" and self.evicts_stale:
+                self._stale.update(() if violation.block is None else (violation.block,))
+            elif on_violation == "contain":
                 self._report_of_step |= RankReport(wrong=_wrong(violation))
             elif on_violation == "raise":
                 self._report_of_step |= RankReport(violation=str(violation))
@@ -108,6 +113,11 @@ class FoundViolations:
     def take_report(self) -> RankReport:
         """Return what the violations that were taken since the last call ask of all ranks."""
         found, self._report_of_step = self._report_of_step, RankReport()
+        return found
+
+    def take_stale(self) -> frozenset[int]:
+        """Return the blocks that are to leave the prefix cache, found since the last call."""
+        found, self._stale = frozenset(self._stale), set()
         return found
 
     def _log(self, run: Sequence[Violation]) -> None:
@@ -191,7 +201,7 @@ class LateCounters:
             self._copy = self._ledger.copy_counters(self._spare, prints=False)
 
 
-def audit_report(llm: object) -> list[list[dict[str, Any]]]:
+def audit_report(llm: object, *, ages: bool = False) -> list[list[dict[str, Any]]]:
     """Return what the audit of each worker found, by rank; the engine has to be up.
 
     The result has users' text: the last tokens of prompts and outputs. kvtxn's log has none, unless
@@ -199,15 +209,18 @@ def audit_report(llm: object) -> list[list[dict[str, Any]]]:
 
     Args:
         llm: a vLLM ``LLM`` or ``LLMEngine``.
+        ages: return the rows of earlier weights that each request has read, in place of violations.
 
     Returns:
-        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict. An
-        empty one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
+        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict; or,
+        with ``ages``, those of ``kvtxn.audit.ReadAges.as_dict``. An empty one where nothing was
+        found, or nothing is watched: see ``kvtxn_audit_active``.
 
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    found: list[list[dict[str, Any]]] = front.ask_engine(llm, "audit_report", REPORT)
+    method = AGES if ages else REPORT
+    found: list[list[dict[str, Any]]] = front.ask_engine(llm, "audit_report", method)
     return found
 
 
@@ -237,6 +250,11 @@ def _contain(
 ) -> None:
     """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
     try:
+        if wrong.stale:
+            scheduling.evict(scheduler, wrong.stale)
+            log.debug("kvtxn.audit_evicted_stale", blocks=sorted(wrong.stale))
+        if not wrong.requests:
+            return
         names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
     except Exception as error:
         say_logged_alone(f"containing failed: {error!r}", error)

@@ -15,7 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ....audit import Key, Ledger, RecordingLedger, RowGroup, Scrub, StateGroup, Step
+from ....audit import (
+    Key,
+    Ledger,
+    RecordingLedger,
+    RowGroup,
+    Scrub,
+    StateGroup,
+    Step,
+    WeightWatch,
+)
 from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
@@ -62,6 +71,8 @@ class Watch:
             None where the host knows all numbers of a step, as on a CPU.
         lines: the most requests that the ledger knows at one time; None: the running ones and as
             many that wait.
+        stale: ``"count"``, ``"alarm"`` or ``"contain"``, what becomes of rows of earlier weights
+            that are read.
 
     Attributes:
         ledger: the ledger.
@@ -70,6 +81,7 @@ class Watch:
         left_out: names of the KV-cache groups that are not watched.
         kept_states: the tokens of a block in groups whose states the prefix cache keeps.
         transfers: follows the rows of a KV connector; None without a connector.
+        weights: begins an epoch when weights have changed; None if nobody can tell.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
@@ -98,6 +110,7 @@ class Watch:
         device: torch.device | str = "cpu",
         drafts: int | None = None,
         lines: int | None = None,
+        stale: str = "count",
     ) -> None:
         # Beside the running requests those that wait: preempted, or for a session's next turn.
         most = 2 * room.requests + 8 if lines is None else lines
@@ -110,11 +123,13 @@ class Watch:
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
-            every, max_requests=most + 1, max_length=room.length, key=key, device=device
-        )
+            every, max_requests=most + 1, max_length=room.length, key=key, device=device,
+            stale="count" if stale == "count" else "alarm",
+        )  # fmt: skip
         self.left_out: Sequence[str] = ()
         self.kept_states: Mapping[str, int] = {}
         self.transfers: TransferWatch | None = None
+        self.weights: WeightWatch | None = None
         self.scrub: Scrub | None = None
         self.drafts_late = False
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
@@ -144,6 +159,7 @@ class Watch:
             else PublishedBlocks(self.ledger, groups.values(), drafts)
         )
         self.found: Final = FoundViolations(self.ledger, rank)
+        self.found.evicts_stale = stale == "contain"
 
     def join_stages(self) -> None:
         """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
@@ -219,6 +235,8 @@ class Watch:
         """Tell the ledger the changes that a step makes before its forward."""
         if self.stopped:
             return
+        if self.weights is not None:  # before rows come from outside: they may be of the new ones
+            self.weights.begin_step(hits=any(each.computed for each in changes.arrivals))
         self.under_way = None
         if self._unsealed is not None:
             self._seal()
@@ -444,6 +462,14 @@ class Watch:
         Raises:
             AuditError: on all ranks, if one found a violation and ``on_violation`` is "raise".
         """
+        wrong = self._end_step()
+        if not (stale := self.found.take_stale()):
+            return wrong
+        # All ranks have the same rows of the same age, and vLLM hears one of them.
+        return (wrong or Wrong()) | Wrong(stale=stale)
+
+    def _end_step(self) -> Wrong | None:
+        """Do what ``end_step`` says, but for rows of earlier weights."""
         alone = self.peers is None
         if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
@@ -516,6 +542,12 @@ class Watch:
         self.compare_ranks()
         self._try(self._say)
         return self.found.report()
+
+    def ages(self) -> list[dict[str, Any]]:
+        """Return the rows of earlier weights that each request has read, oldest request first."""
+        found: list[dict[str, Any]] = []
+        self._try(lambda: found.extend(each.as_dict() for each in self.ledger.read_ages()))
+        return found
 
     def recording(self) -> dict[str, Any] | None:
         """Return the life of every slot; None without a recording."""

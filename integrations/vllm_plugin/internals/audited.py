@@ -15,6 +15,7 @@ from ..policy.supported import cannot_watch
 from . import batches
 from .adapters import Adapters, hash_of
 from .engine_protocols import BlockCopy, NewRequest, RequestContent, SchedulerOutput, VllmConfig
+from .layers import draft_layers
 from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
@@ -173,6 +174,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
     from vllm.v1 import kv_cache_interface as kinds
 
     config = runner.kv_cache_config
+    drafters = draft_layers(runner)
     others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
     # Not every release has all of these kinds.
     unknown = ("CircularBufferSpec", "HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec")
@@ -195,6 +197,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
             window=int(spec.sliding_window) if sliding else None,
             chunk=int(spec.attention_chunk_size) if chunked else None,
             pool="blocks",
+            drafter=any(layer in drafters for layer in group.layer_names),
         )
     return found
 

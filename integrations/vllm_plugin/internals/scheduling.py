@@ -86,17 +86,20 @@ class Wrong:
         blocks: the blocks that are known to be wrong.
         changed: those of them whose bytes changed at an unknown time, so that steps before may have
             read them as well.
+        stale: blocks with rows of earlier weights; no request that reads them is spoilt.
     """
 
     requests: frozenset[str] = frozenset()
     blocks: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
+    stale: frozenset[int] = frozenset()
 
     def __or__(self, other: Wrong) -> Wrong:
         return Wrong(
             self.requests | other.requests,
             self.blocks | other.blocks,
             self.changed | other.changed,
+            self.stale | other.stale,
         )
 
 
@@ -118,6 +121,11 @@ def marks(output: object) -> Wrong | None:
 def scheduled(scheduler_output: SchedulerOutput) -> Mapping[str, int]:
     """Return how many tokens of each request a step has."""
     return scheduler_output.num_scheduled_tokens
+
+
+def evict(scheduler: Scheduler, blocks: Collection[int]) -> None:
+    """Take blocks out of the prefix cache; requests that have them go on with them."""
+    scheduler.kv_cache_manager.evict_blocks(set(blocks) - {_NOBODYS})
 
 
 def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) -> set[str]:

@@ -23,6 +23,12 @@ SNAPSHOT: Final = "kvtxn_snapshot"
 REPORT: Final = "kvtxn_audit_report"
 #: Returns the life of every slot, if the audit records it.
 RECORDING: Final = "kvtxn_audit_recording"
+#: Returns the rows of earlier weights that each request has read.
+AGES: Final = "kvtxn_audit_ages"
+#: Tells its audit that weights have changed.
+NEW_WEIGHTS: Final = {"target": "kvtxn_new_weights", "drafter": "kvtxn_new_draft_weights"}
+#: All of them.
+ANSWERS: Final = (SNAPSHOT, REPORT, RECORDING, AGES, *NEW_WEIGHTS.values())
 
 
 def version() -> str:

@@ -17,6 +17,7 @@ import torch
 from .... import registry
 from ....acceptance import Acceptance
 from ....audit.byte_books import EVERY
+from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError, meant
 from ....policy import choose_policy
@@ -38,6 +39,8 @@ RECURRENT: Final = ("off", "exact", "fast", "auto")
 #: The values of ``audit`` and ``on_violation``, and what a violation does.
 AUDITS: Final = ("off", "ledger", "bytes")
 ON_VIOLATION: Final = ("log", "raise", "contain")
+#: The values of ``stale``: what becomes of rows of earlier weights that are read.
+STALE: Final = ("count", "alarm", "contain")
 
 #: Numbers that a scrub takes are below this one.
 _TOO_LARGE: Final = 1 << 31
@@ -60,6 +63,9 @@ class PluginSettings:
         log_tokens: logged violations have the tokens that ``audit_report`` has; they are users'.
         audit_every: audit "bytes" compares one slot in this many in each step.
         poison: audit "bytes" fills dead rows and states with NaN; on a GPU alone.
+        stale: one of ``STALE``.
+        weights_every: a sample of each parameter is hashed every so many steps, to find weights
+            that have changed although nobody said so.
     """
 
     txn: TxnConfig
@@ -73,6 +79,13 @@ class PluginSettings:
     audit_every: int = EVERY
     poison: bool = False
     log_tokens: bool = False
+    stale: str = "count"
+    weights_every: int = WEIGHTS_EVERY
+
+    @property
+    def evicts(self) -> bool:
+        """True if the scheduler has to take blocks out of the prefix cache."""
+        return "contain" in (self.on_violation, self.stale)
 
 
 def is_audited(additional_config: object) -> bool:
@@ -139,6 +152,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         )
     _check_policy(given)
     audit_every, poison = _audit_every(given, audit), _poison(given, audit, device)
+    stale, weights_every = _one_of(given, "stale", STALE), _weights_every(given)
     required, record = _flag(given, "required"), _flag(given, "record")
     unchecked, log_tokens = _flag(given, "unchecked"), _flag(given, "log_tokens")
     if unchecked and given.get("policy") is None:
@@ -150,7 +164,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         )
     if given.get("policy") is None:
         _check_no_window(given)
-    for name in ("on_violation", "record", "log_tokens") if audit == "off" else ():
+    named = ("on_violation", "record", "log_tokens", "stale", "weights_every")
+    for name in named if audit == "off" else ():
         if name in given:
             raise ConfigError(
                 _WHERE,
@@ -177,6 +192,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         *(txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every),
         poison=poison,
         log_tokens=log_tokens,
+        stale=stale,
+        weights_every=weights_every,
     )
 
 
@@ -233,21 +250,34 @@ def _audit_every(given: Mapping[str, object], audit: str) -> int:
     """Return the number of slots of which an audit of bytes compares one in each step."""
     if "audit_every" not in given:
         return EVERY
-    value = given["audit_every"]
     if audit != "bytes":
         raise ConfigError(
             _WHERE,
             "audit_every has no effect without an audit of bytes",
-            got=repr(value),
+            got=repr(given["audit_every"]),
             hint='add "audit": "bytes", or leave audit_every out',
         )
+    hint = f"leave audit_every out for {EVERY}; 1 compares every slot in each step"
+    return _steps(given, "audit_every", hint)
+
+
+def _weights_every(given: Mapping[str, object]) -> int:
+    """Return the number of steps from one sample of the weights to the next."""
+    if "weights_every" not in given:
+        return WEIGHTS_EVERY
+    return _steps(given, "weights_every", f"leave weights_every out for {WEIGHTS_EVERY}")
+
+
+def _steps(given: Mapping[str, object], name: str, hint: str) -> int:
+    """Return a setting that is a positive number; ``hint`` is for one that is not."""
+    value = given[name]
     if type(value) is not int or not 1 <= value < _TOO_LARGE:
         raise ConfigError(
             _WHERE,
-            "audit_every is not valid",
+            f"{name} is not valid",
             expected=f"an int from 1 to {_TOO_LARGE - 1}",
             got=repr(value),
-            hint=f"leave audit_every out for {EVERY}; 1 compares every slot in each step",
+            hint=hint,
         )
     return value
 

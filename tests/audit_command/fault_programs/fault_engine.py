@@ -29,6 +29,8 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 sys.path.append(str(Path(__file__).resolve().parents[2] / "vllm_plugin" / "grid"))
 
+#: Kinds of violations that are wrong reads.
+_READ = ("unwritten", "foreign", "stale")
 #: What vLLM appends to a request's name.
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 
@@ -51,10 +53,11 @@ class SmallEngine:
 
     Args:
         folder: the model is written there.
+        kvtxn: more settings of kvtxn.
         options: arguments of vLLM's ``LLM``.
     """
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, kvtxn: dict[str, Any] | None = None, **options: Any) -> None:
         import model_files
         from vllm import LLM
 
@@ -68,7 +71,7 @@ class SmallEngine:
             enable_prefix_caching=True,
             async_scheduling=False,
             skip_tokenizer_init=True,
-            additional_config={"kvtxn": {"audit": "ledger", "required": True}},
+            additional_config={"kvtxn": {"audit": "ledger", "required": True, **(kvtxn or {})}},
             **options,
         )
         self.engine = self.llm.llm_engine
@@ -149,7 +152,7 @@ def _lines(
     lines = [f"{kind}, {number}: {MEANING[kind]}." for kind, number in kinds.items()]
     for name in readers:
         own = [violation for violation in faulty.violations if violation["request"] == name]
-        read = [violation for violation in own if violation["kind"] in ("unwritten", "foreign")]
+        read = [violation for violation in own if violation["kind"] in _READ]
         lines += [
             textwrap.fill(f"- {tell(violation)}", WIDTH, subsequent_indent="  ")
             for violation in read[:1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtxn.integrations.vllm_plugin import audit_report, metrics, snapshots
+from kvtxn.integrations.vllm_plugin.audit import weights
 from planting import Rig, around, texts
 
 
@@ -31,6 +32,7 @@ def live(llm: Any) -> dict[str, Any]:
             "same": found == stock,
             "violations": rig.found()[:5],
         }
+    report["ages"] = audit_report(llm, ages=True)[0]  # of weights that came back, or were read anew
     report["forgotten"] = _without_reset(llm, rig, prompts)
     report["steps"] = snapshots(llm)[0]["kvtxn_audit_steps_total"]
     return report
@@ -119,8 +121,9 @@ def pretend(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     worker.sleep, worker.wake_up, worker.discard = sleep, wake_up, lose
     worker.reload_weights = lambda: None
-    undo = metrics.let_sleep(wrapper)
+    undo = (metrics.let_sleep(wrapper), weights.follow_updates(wrapper))
     report = live(llm)
-    undo()
+    for each in reversed(undo):
+        each()
     report["undone"] = worker.sleep is sleep and ledger.counters == known
     return report

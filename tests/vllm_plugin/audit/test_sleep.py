@@ -17,6 +17,7 @@ def test_an_engine_that_sleeps_finds_nothing_afterwards(reports):
         assert found["violations"] == [], way
         assert found["same"], way
     assert report["ways"]["keep"]["running"] == 4
+    assert report["ages"] == []
     assert report["steps"] > 100
 
 

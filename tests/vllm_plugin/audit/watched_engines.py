@@ -14,6 +14,7 @@ import planted_engines
 import ranks_apart
 import recurrent_models
 import sleeping_engines
+import stale_engines
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
@@ -202,6 +203,37 @@ ENGINES |= {
         "kvtxn": {"audit": "bytes"},
         "faults": (),
         "work": failing_engines.report,
+    },
+    **{
+        name: {
+            "model": "llama",
+            "faults": (),
+            "work": stale_engines.find,
+            **more,
+            "kvtxn": {"weights_every": 1, **more.get("kvtxn", {})},
+        }
+        for name, more in {
+            "stale": {},
+            "stale-alarm": {
+                "kvtxn": {"stale": "alarm"},
+                "ways": (stale_engines.reload, stale_engines.and_reset),
+            },
+            "stale-contain": {
+                "kvtxn": {"stale": "contain"},
+                "ways": (stale_engines.reload, stale_engines.while_a_request_runs),
+            },
+            "stale-connector": {
+                "connector": "example",
+                "options": WHOLE_PROMPTS,
+                "ways": (stale_engines.and_reset_all,),
+            },
+            "stale-states": {
+                "model": "qwen3_next",
+                "states": True,
+                "options": RECURRENT,
+                "ways": (stale_engines.in_the_middle,),
+            },
+        }.items()
     },
     "sleeps": {
         "model": "llama",

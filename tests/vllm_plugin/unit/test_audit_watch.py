@@ -25,6 +25,7 @@ from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 from kvtxn import ConfigError
 from kvtxn.audit import RowGroup, Violation
 from kvtxn.audit.byte_books import EVERY
+from kvtxn.audit.weights import EVERY as WEIGHTS_EVERY
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 
@@ -43,6 +44,9 @@ def test_an_audit_needs_no_policy():
     assert asked(audit="bytes", on_violation="contain").audit == "bytes"
     assert both.record is alone.record is False
     assert asked(audit="ledger", record=True).record
+    assert (alone.stale, alone.weights_every, alone.evicts) == ("count", WEIGHTS_EVERY, False)
+    contains = asked(audit="ledger", stale="contain", weights_every=8)
+    assert (contains.stale, contains.weights_every, contains.evicts) == ("contain", 8, True)
     assert asked(audit="bytes").audit_every == EVERY
     assert asked(audit="bytes", audit_every=64).audit_every == 64
     assert is_audited({"kvtxn": {"audit": "ledger"}})
@@ -58,6 +62,10 @@ def test_an_audit_needs_no_policy():
         ({"audit": "ledger", "record": "yes"}, "record is not valid; expected true or false"),
         ({"audit": "ledger", "log_tokens": 1}, "log_tokens is not valid; expected true or false"),
         ({"policy": "undo", "log_tokens": True}, "log_tokens has no effect without an audit"),
+        ({"audit": "ledger", "stale": "alarms"}, "stale is not valid; .*did you mean 'alarm'"),
+        ({"policy": "undo", "stale": "count"}, "stale has no effect without an audit"),
+        ({"policy": "undo", "weights_every": 9}, "weights_every has no effect without an audit"),
+        ({"audit": "ledger", "weights_every": 0}, "weights_every is not valid; expected an int"),
         ({"audit": "off"}, "names no policy"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
         ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),
@@ -170,6 +178,16 @@ STARTS = "required -> the engine starts, unless its loaded model"
              "required -> the start stops: kvtxn is required, but an engine with pipeline stages"],
         ),
         (CONTAIN, {}, {}, ["audit ledger -> ledger", "on_violation contain -> contain"]),
+        (
+            {"audit": "ledger", "stale": "alarm"}, {}, {},
+            ["audit ledger -> ledger", "on_violation log -> log",
+             "stale alarm -> alarm (untold changes of weights are looked for every 64 steps)"],
+        ),
+        (
+            {"audit": "ledger", "stale": "contain"}, {}, {"work": "pooling"},
+            ["audit ledger -> ledger", "on_violation log -> log",
+             "stale contain -> alarm (a pooling engine ends"],
+        ),
         (
             CONTAIN, {}, {"work": "pooling"},
             ["audit ledger -> ledger", "on_violation contain -> log (a pooling engine ends"],

@@ -187,3 +187,10 @@ def test_an_error_while_containing_does_not_end_the_engine(monkeypatch, lines, p
     (line,) = lines
     assert "kvtxn.audit_cannot_contain" in line
     assert "planted" in line
+
+
+def test_stale_blocks_leave_the_prefix_cache_and_their_readers_go_on():
+    scheduler = WholeScheduler(set())
+    assert taken_in(scheduler, Wrong(stale=frozenset({0, 2, 4}))) == ["a", "b", "c"]
+    assert scheduler.evicted == {2, 4}
+    assert scheduler.preempted == []

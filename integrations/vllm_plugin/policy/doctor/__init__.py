@@ -234,10 +234,15 @@ def _outcomes(
     found = wanted.audit if unread is None else "ledger"
     rate = f"a slot in {wanted.audit_every} is compared in each step" if found == "bytes" else None
     yield _Outcome("audit", wanted.audit, found, unread or rate)
-    kept = audited.uncontained(config) if wanted.on_violation == "contain" else None
+    kept = audited.uncontained(config) if wanted.evicts else None
+    contains = kept if wanted.on_violation == "contain" else None
     yield _Outcome(
-        "on_violation", wanted.on_violation, "log" if kept else wanted.on_violation, kept
+        "on_violation", wanted.on_violation, "log" if contains else wanted.on_violation, contains
     )
+    if wanted.stale != "count":
+        evicts = kept if wanted.stale == "contain" else None
+        rate = f"untold changes of weights are looked for every {wanted.weights_every} steps"
+        yield _Outcome("stale", wanted.stale, "alarm" if evicts else wanted.stale, evicts or rate)
 
 
 @attrs.frozen

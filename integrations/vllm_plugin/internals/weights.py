@@ -1,0 +1,145 @@
+"""vLLM's weights: the calls that change them, and the parameters that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+
+from .hooks import shadow
+
+if TYPE_CHECKING:
+    from .engine_protocols import WorkerWrapper
+    from .runner_protocols import Runner
+
+#: The names of the weights that change apart, for ``kvtxn.audit``.
+TARGET: Final = "target"
+DRAFTER: Final = "drafter"
+
+#: Methods of a worker that change weights; not every release has all of them.
+_UPDATES: Final = ("reload_weights", "update_weights", "finish_weight_update", "reset_weights")
+#: Methods that begin an update, and whose weights it is of.
+_BEGIN: Final = {"start_weight_update": TARGET, "start_draft_weight_update": DRAFTER}
+#: From this level on sleep loses the weights.
+_LOSES_WEIGHTS: Final = 2
+
+
+def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Callable[[], None]:
+    """Call a function whenever a worker has changed weights, or has lost them in its sleep.
+
+    It is called if the update fails, too: some of the weights may have changed by then.
+
+    Args:
+        wrapper: the worker's wrapper.
+        changed: gets the name of the weights.
+
+    Returns:
+        A function that undoes the hooks.
+    """
+    worker, undo = wrapper.worker, ExitStack()
+    updated, slept = TARGET, 0
+
+    def hook(name: str, then: Callable[..., None]) -> None:
+        own = getattr(worker, name, None)
+        if own is None:
+            return
+
+        def call(*args: Any, **kwargs: Any) -> object:
+            try:
+                return own(*args, **kwargs)
+            finally:
+                then(*args, **kwargs)
+
+        undo.callback(shadow(worker, name, call))
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        changed(updated)
+
+    def begin(weights: str) -> Callable[..., None]:
+        def then(*args: Any, **kwargs: Any) -> None:
+            nonlocal updated
+            updated = weights
+
+        return then
+
+    def sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
+        nonlocal slept
+        slept = level
+
+    def wake_up(tags: Sequence[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        nonlocal slept
+        if slept >= _LOSES_WEIGHTS and (tags is None or "weights" in tags):
+            slept = 0
+            changed(TARGET)
+            changed(DRAFTER)
+
+    for name in _UPDATES:
+        hook(name, update)
+    for name, weights in _BEGIN.items():
+        hook(name, begin(weights))
+    hook("sleep", sleep)
+    hook("wake_up", wake_up)
+    return undo.close
+
+
+def follow_loads(runner: Runner, changed: Callable[[str], None]) -> Callable[[], None]:
+    """Call a function whenever the ``load_weights`` of a runner's model or drafter has run.
+
+    Training frameworks call it on the model itself, once for each parameter or for many.
+
+    Args:
+        runner: the runner, its models loaded.
+        changed: gets the name of the weights.
+
+    Returns:
+        A function that undoes the hooks.
+    """
+    undo = ExitStack()
+
+    def hook(model: Any, weights: str) -> None:
+        own = model.load_weights
+
+        def load_weights(*args: Any, **kwargs: Any) -> object:
+            try:
+                return own(*args, **kwargs)
+            finally:
+                changed(weights)
+
+        undo.callback(shadow(model, "load_weights", load_weights))
+
+    for weights, model in _models(runner).items():
+        if hasattr(model, "load_weights"):
+            hook(model, weights)
+    return undo.close
+
+
+def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
+    """Return functions that list the parameters of a runner's models, by name of the weights.
+
+    What a drafter has from its target counts as the target's. There are none where the engine moves
+    experts between ranks by itself: their bytes change, and no weights.
+    """
+    if getattr(runner.vllm_config.parallel_config, "enable_eplb", False):
+        return {}
+    models = _models(runner)
+    target = models[TARGET]
+
+    def own() -> list[Tensor]:
+        shared = {id(each) for each in target.parameters()}
+        return [each for each in models[DRAFTER].parameters() if id(each) not in shared]
+
+    found: dict[str, Callable[[], Iterable[Tensor]]] = {TARGET: target.parameters}
+    return found if DRAFTER not in models else {**found, DRAFTER: own}
+
+
+def _models(runner: Runner) -> dict[str, nn.Module]:
+    """Return a runner's models by the name of their weights."""
+    found: dict[str, nn.Module] = {TARGET: runner.get_model()}
+    for name in ("drafter", "speculator"):  # of the V1 and the V2 runner
+        model = getattr(getattr(runner, name, None), "model", None)
+        model = getattr(model, "unwrap", lambda model=model: model)()  # out of its graphs
+        if isinstance(model, nn.Module):
+            found[DRAFTER] = model
+    return found
