@@ -8,7 +8,7 @@ import torch
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, ReadAges, RowGroup, Step
 from kvtxn.audit.books import AGES
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import (
     GROUPS,
     ages_of,
@@ -53,7 +53,7 @@ def test_the_model_counts_and_finds_the_same(name, stale):
     ages = 0
     for seed in range(2):
         ledger, model = new_ledger(name, stale=stale), new_model(name, stale)
-        live(new_engine(ConnectedEngine, name, [ledger, model], seed=seed), 30, updates=0.2)
+        live(new_engine(SmallEngine, name, [ledger, model], seed=seed), 30, updates=0.2)
         assert said(ledger) == model.findings
         assert ages_of(ledger) == dict(model.ages)
         kinds = {finding.kind for finding in model.findings}

@@ -8,7 +8,7 @@ from kernels_here import ON_GPU
 from kvtxn.backends.audit_numba import NumbaPasses
 from ledger_pairs import DEVICE, FewPrograms, assert_equal_books, step_of
 
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import ages_of, live, new_engine, new_ledger, new_model, said
 
 PASSES = [FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses]
@@ -31,7 +31,7 @@ def pair(request):
 @pytest.mark.parametrize("name", ["sliding", "states"])
 def test_a_life_with_updates(pair, name, stale):
     ledgers, model = pair(name, stale), new_model(name, stale)
-    engine = new_engine(ConnectedEngine, name, [*ledgers, model], seed=4, device=DEVICE)
+    engine = new_engine(SmallEngine, name, [*ledgers, model], seed=4, device=DEVICE)
     live(engine, 60 if ON_GPU else 14, updates=0.3)
     ages = [ages_of(ledger) for ledger in ledgers]
     assert ages[0] == ages[1] == dict(model.ages) != {}
