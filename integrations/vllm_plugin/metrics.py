@@ -330,7 +330,8 @@ def answer(name: str, wrapper: WorkerWrapper) -> object:
     if name in _TOLD:
         from .audit import weights
 
-        return weights.changed(wrapper, _TOLD[name])
+        weights.changed(wrapper, _TOLD[name])
+        return None
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]
 

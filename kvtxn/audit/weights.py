@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import attrs
@@ -149,7 +149,7 @@ class WeightWatch:
                 self._ledger.findings.add(untold(self._ledger.steps + 1, name))
                 self._ledger.new_epoch(name)
 
-    def _hash(self, elements: Iterable[Sequence[Tensor]]) -> Tensor:
+    def _hash(self, elements: Iterable[list[Tensor]]) -> Tensor:
         """Return a hash of elements, int64, on the device; those of one dtype are together."""
         total = torch.zeros((), dtype=torch.int64, device=self._ledger.device)
         for some in elements:
@@ -188,7 +188,7 @@ class _Elements:
         self._uses = 0
         self._listed, self._addresses, self._elements = [], [], {}
 
-    def now(self) -> Iterable[Sequence[Tensor]]:
+    def now(self) -> Iterable[list[Tensor]]:
         """Return views of the elements, by dtype."""
         moved = [each.data_ptr() for each in self._listed] != self._addresses
         if moved or self._uses % _LISTED == 0:
@@ -232,6 +232,8 @@ def _some_of(parameter: Tensor) -> Tensor:
         reach = 1
         for stride, size in dense:
             if stride != reach and size > 1:
-                return parameter[(*[0] * (parameter.ndim - 1), slice(number))]
+                while parameter.ndim > 1:  # by views alone, which follow the parameter
+                    parameter = parameter.select(0, 0)
+                return parameter[:number]
             reach = max(reach, stride * size)
     return parameter.as_strided((number,), (count // number,), parameter.storage_offset())
