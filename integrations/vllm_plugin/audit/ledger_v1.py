@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...serving.parts import Part
+from ...serving.parts import Outputs, Part
 from ..internals import (
     Foreign,
     audited,
@@ -37,13 +37,13 @@ class StepsV1(Protocol):
     def open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Read what has to be known before a step changes requests and blocks."""
 
     def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
 
 
@@ -73,10 +73,10 @@ class LedgerV1(Part):
         """Open a ledger over new caches, or log why there is none."""
         self._runner.kvtxn_audit = join_stages(self._runner, self._steps.open())
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Forget a step that was dropped half-way."""
         self._in_forward = False
-        self._steps.begin(scheduled)
+        self._steps.begin()
 
     def requests_changed(self, scheduled: Any) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
@@ -101,20 +101,21 @@ class LedgerV1(Part):
             self._in_forward = False
             self._runner.kvtxn_tell(take_back)
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
         rows, watch = self._outputs, self._runner.kvtxn_audit
-        looks = watch is not None and watch.scrub is not None
-        if rows is not None and logits is not None and looks:
-            self._runner.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
+        if rows is not None and watch is not None and watch.scrub is not None:
+            logits, _ = outputs()
+            if logits is not None:
+                self._runner.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Tell which drafts were accepted."""
         rows, self._outputs = self._outputs, None
-        if rows is not None:
-            self._runner.kvtxn_tell(partial(self._steps.tell_sampled, output))
+        if rows is not None and ids is not None:
+            self._runner.kvtxn_tell(partial(self._steps.tell_sampled, ids))
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """End the step, and mark the requests that read wrong rows in its output.
 
         Raises:
@@ -154,7 +155,7 @@ class CpuSteps:
             self._samples = audited_cpu.SampledReader(self._runner, given)
         return watch
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Read nothing: no state moves on the host's word."""
 
     def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
@@ -170,9 +171,9 @@ class CpuSteps:
             states = audited_states.states(runner, watch.states, rows.starts, rows.first)
         watch.forward(rows, partial(audited.returning, runner), states)
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        watch.sampled(*self._samples.of_step(output, watch.rows))
+        watch.sampled(*self._samples.of_step(ids, watch.rows))
         if self._leaves and watch.under_way is not None:
             watch.ledger.leave(watch.under_way.lines, self._leaves)
 
@@ -206,9 +207,9 @@ class DeviceSteps:
                 self._copies = carried_states.HostCopies(runner, watch.kept_states)
         return watch
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Note the columns of states before vLLM moves them."""
-        copies = self._copies
+        copies, scheduled = self._copies, self._runner.kvtxn_scheduled
         if copies is not None:
             self._runner.kvtxn_tell(lambda watch: copies.begin(scheduled))
 
@@ -228,7 +229,7 @@ class DeviceSteps:
         metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(self._runner)
         return rows, self._states.read(metadata, rows, total)
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        watch.sampled(*self._samples.sampled(output))
+        watch.sampled(*self._samples.sampled(ids))
         leave(watch, self._states)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...serving.parts import Part
+from ...serving.parts import Outputs, Part
 from ..internals import (
     Foreign,
     audited_states,
@@ -24,6 +24,7 @@ from ..internals import (
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..internals.class_swaps import follow, mix_in
+from ..internals.protocols.engine import SchedulerOutput
 from ..seam.hooked_runner import HookedRunnerV2
 from .opening import join_stages, new_state_reader, open_device_watch
 from .step_ends import end_step, fail_step, leave, take_back
@@ -106,11 +107,12 @@ class LedgerV2(Part):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Forget a step that was dropped half-way; note which blocks a connector takes."""
         self._in_forward = False
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.transfers is not None:
+            scheduled = self._runner.kvtxn_scheduled
             watch.transfers.tell(partial(self._note_leaving, scheduled, watch.transfers))
 
     def requests_changed(self, scheduled: Any) -> None:
@@ -138,13 +140,13 @@ class LedgerV2(Part):
             self._in_forward = False
             self._runner.kvtxn_tell(take_back)
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.scrub is not None:
-            self._runner.kvtxn_tell(partial(_tell_outputs, *logits))
+            self._runner.kvtxn_tell(lambda watch: watch.came_out(*outputs()))
 
-    def outcome_kept(self, ids: Any, counts: Any) -> None:
+    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
         """Tell which drafts were accepted.
 
         Pipeline stages before the last are told of an earlier step, and have no drafts here.
@@ -152,7 +154,7 @@ class LedgerV2(Part):
         if self._runner.kvtxn_audit is not None and audited_v2.samples(self._runner):
             self._runner.kvtxn_tell(partial(self._tell_sampled, ids, counts))
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """End the step, and mark the requests that read wrong rows in its output.
 
         Raises:
@@ -170,7 +172,7 @@ class LedgerV2(Part):
 
     # -- what the watch is told --------------------------------------------------------------
 
-    def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
+    def _note_leaving(self, scheduled: SchedulerOutput, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
         audited_v2.note_requests(self._runner.kvtxn_requests, scheduled)
@@ -215,11 +217,6 @@ class TellingConnector:
         """Begin the step's transfers; then the step is ready."""
         super().pre_forward(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_then()
-
-
-def _tell_outputs(hidden_states: Tensor, batch: Foreign, watch: Watch) -> None:
-    """Tell a watch what a forward computed."""
-    watch.came_out(*audited_v2.sampled_outputs(hidden_states, batch))
 
 
 def _unknown(name: str) -> Any:

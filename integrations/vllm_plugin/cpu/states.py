@@ -26,7 +26,6 @@ from ..internals.class_swaps import check_methods
 from ..internals.config import runner_facts
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
-from ..internals.protocols.layers import KVCacheSpec
 from ..internals.protocols.runners import Prepared
 from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer
@@ -213,9 +212,9 @@ class States(Part):
             runner.kvtxn_unhook.callback(state_layers.hold_one_state(runner))
             runner.kvtxn_one_state = True
 
-    def caches_described(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-        """Ask for one block per request and state, if the windows will hold the states."""
-        return state_layers.one_block_each(specs) if self._runner.kvtxn_one_state else specs
+    def wants_one_state(self) -> bool:
+        """Tell whether the windows will hold the states."""
+        return self._runner.kvtxn_one_state
 
     def caches_made(self) -> None:
         """Refuse an engine without windows, which cannot run over these caches.

@@ -18,7 +18,7 @@ from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ..internals import batches
 from ..internals.layers import TargetLayer
-from ..internals.protocols.runners import Prepared, SamplerOutput
+from ..internals.protocols.runners import Prepared
 from ..policy.engine import EngineFacts
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps
@@ -102,7 +102,7 @@ class Windows(Part):
         """Make steps over new caches, or log why there are none."""
         self._runner.kvtxn = open_steps(self._runner, self._caches.facts, self._caches.make_steps)
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Abort a window that an abandoned step left open."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
@@ -123,10 +123,10 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def sampled(self, output: SamplerOutput) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.commit(lambda: batches.sampled_ids(output))
+        if self._runner.kvtxn is not None and ids is not None:
+            self._runner.kvtxn.commit(lambda: ids)
 
     def raised(self, error: Exception) -> None:
         """Let an error of a window's be heard, whichever rank meets it."""

@@ -239,19 +239,19 @@ class WindowsV1(Part):
             manager, batches.query_len(runner), batches.vocab_size(runner), rows
         )
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Abort a window that an abandoned step left open."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def batch_ordered(self, scheduled: Any) -> None:
+    def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
         """Let requests with drafts lead, so that windows have no other rows.
 
         Where the order decides about sums it stays vLLM's, and the windows take other requests in.
         """
         steps = self._runner.kvtxn
         if steps is not None and steps.deferred and not self.keeps_order:
-            batches.lead_with_drafts(self._runner, scheduled)
+            lead_with_drafts()
 
     def planned(self, batch: Any, prepared: Any) -> None:
         """Plan the step, now that its slots are in place."""
@@ -261,10 +261,10 @@ class WindowsV1(Part):
             slots = batches.slots_of_groups(self._runner, list(steps.manager.groups))
             steps.begin_among(*rows, slots)
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.commit_ids(batches.sampled_ids(output))
+        if self._runner.kvtxn is not None and ids is not None:
+            self._runner.kvtxn.commit_ids(ids)
 
 
 class WindowsV2(Part):
@@ -335,7 +335,7 @@ class WindowsV2(Part):
         if isinstance(steps, PipelineSteps):
             steps.settle()
 
-    def graph_chosen(self, graph: Any) -> None:
+    def graph_chosen(self, graph: object) -> None:
         """Note in which mode the forward will run."""
         self._mode = whole_graphs.mode(graph)
 
@@ -349,16 +349,16 @@ class WindowsV2(Part):
             alike = batches.alike(batch, steps.query_len)
             steps.begin(*batches.batch_rows(batch), replayed, alike)
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit at once if the engine has a KV connector.
 
         In any release the scheduler may hand a request's blocks on once it has the sampled tokens;
         so what a connector loads into them must not come before this step's last write.
         """
-        if self._runner.kvtxn is not None and self.connected:
-            self._runner.kvtxn.commit(batches.num_sampled(output))
+        if self._runner.kvtxn is not None and self.connected and counts is not None:
+            self._runner.kvtxn.commit(counts)
 
-    def outcome_known(self, counts: Any) -> None:
+    def outcome_known(self, counts: Tensor) -> None:
         """Commit before the drafter runs."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(counts)

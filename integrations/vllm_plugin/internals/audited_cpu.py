@@ -15,7 +15,7 @@ from ....audit.step_input import StepBuffers, StepInput
 from . import audited, audited_v1, given_forwards
 from .audited import Rows
 from .protocols.layers import BatchMetadata, ForwardContext
-from .protocols.runners import BlockTable, Prepared, RunnerV1, SamplerOutput
+from .protocols.runners import BlockTable, Prepared, RunnerV1
 
 
 def rows_with_logits(prepared: Prepared) -> Tensor:
@@ -222,12 +222,12 @@ class SampledReader(audited_v1.SampledReader):
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
     """
 
-    def of_step(self, output: SamplerOutput, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    def of_step(self, ids: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids, as ``sampled`` does.
 
         Args:
-            output: the sampler's.
+            ids: that were sampled, int ``[num_requests, n]``.
             rows: the rows of the step; None if they are not known. A request has no more tokens
                 than drafts and one.
         """
-        return self.sampled(output, None if rows is None else rows.drafts)
+        return self.sampled(ids, None if rows is None else rows.drafts)

@@ -86,17 +86,20 @@ def query_len(runner: RunnerV1 | RunnerV2) -> int:
     return runner.decode_query_len
 
 
-def sampled_ids(output: SamplerOutput) -> Tensor:
-    """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
-    return output.sampled_token_ids
+def sampled_ids(output: SamplerOutput) -> Tensor | None:
+    """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none.
+
+    None for an output without ids.
+    """
+    return getattr(output, "sampled_token_ids", None)
 
 
-def kept_counts(output: SamplerOutput) -> Tensor:
+def kept_counts(ids: Tensor) -> Tensor:
     """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
 
     By this count vLLM finds the past of a convolution in the next step.
     """
-    return (sampled_ids(output) != -1).sum(1, dtype=torch.int32)
+    return (ids != -1).sum(1, dtype=torch.int32)
 
 
 # -- on a CPU -------------------------------------------------------------------------
@@ -234,9 +237,12 @@ def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
     return entry.idx_mapping_np, now != entry.gen_at_receive_np
 
 
-def num_sampled(output: tuple[object, Tensor, *tuple[object, ...]]) -> Tensor:
-    """Return how many tokens the V2 runner's ``sample`` got for each request, int32."""
-    return output[1]
+def num_sampled(output: object) -> Tensor | None:
+    """Return how many tokens the V2 runner's ``sample`` got for each request, int32.
+
+    None of a release whose ``sample`` does not say so; windows have none there.
+    """
+    return output[1] if isinstance(output, tuple) else None
 
 
 def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
@@ -283,10 +289,13 @@ class StepRows:
 
 
 def metadata_by_layer(
-    built: tuple[Mapping[str, object], *tuple[object, ...]],
+    built: tuple[Mapping[str, object], *tuple[object, ...]] | Mapping[str, object],
 ) -> Mapping[str, object]:
-    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made."""
-    return built[0]
+    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made.
+
+    Not every release makes a tuple; it is the same in each that has windows over states.
+    """
+    return built[0] if isinstance(built, tuple) else built
 
 
 def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> None:

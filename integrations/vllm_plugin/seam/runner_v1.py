@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ...serving.parts import Parts
+from ..internals import batches, state_layers
+from ..internals.protocols.engine import SchedulerOutput
 
 
 class AdapterV1:
@@ -22,6 +25,7 @@ class AdapterV1:
         kvtxn_parts: the parts that hear what the runner does.
         kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own, such
             as a warm-up.
+        kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
@@ -29,6 +33,7 @@ class AdapterV1:
 
     kvtxn_parts: Parts = Parts()
     kvtxn_prepared: Any = None
+    kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
     kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
@@ -41,10 +46,11 @@ class AdapterV1:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def get_kv_cache_spec(self) -> Any:
-        """Let the parts say what they need of the caches."""
+        """Ask for one state per request and layer, if a part wants that."""
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return self.kvtxn_parts.caches_described(specs)
+        wanted = self.kvtxn_parts.wants_one_state()
+        return state_layers.one_block_each(specs) if wanted else specs
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
@@ -74,7 +80,8 @@ class AdapterV1:
     def _update_states(self, scheduler_output: Any) -> Any:
         """Tell that a step begins, and which requests and blocks it changes."""
         self.kvtxn_prepared = None
-        self.kvtxn_parts.step_begins(scheduler_output)
+        self.kvtxn_scheduled = scheduler_output
+        self.kvtxn_parts.step_begins()
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
         self.kvtxn_parts.requests_changed(scheduler_output)
         return result
@@ -82,7 +89,8 @@ class AdapterV1:
     def _may_reorder_batch(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
         """Let the parts change the order of the batch."""
         super()._may_reorder_batch(scheduler_output, *others, **named)  # type: ignore[misc]
-        self.kvtxn_parts.batch_ordered(scheduler_output)
+        lead = partial(batches.lead_with_drafts, self, scheduler_output)  # type: ignore[arg-type]
+        self.kvtxn_parts.batch_ordered(lead)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Tell which rows the step has; their slots are in place."""
@@ -101,7 +109,7 @@ class AdapterV1:
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the parts the attention metadata; before a capture these describe padding alone."""
         made = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
-        self.kvtxn_parts.attention_described(made)
+        self.kvtxn_parts.attention_described(batches.metadata_by_layer(made))
         return made
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +133,13 @@ class AdapterV1:
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Tell what the forward computed, and what was sampled."""
-        self.kvtxn_parts.sampling_begins(logits)
+        self.kvtxn_parts.sampling_begins(lambda: (logits, None))
         try:
             output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         except BaseException as error:
             self.kvtxn_parts.failed(error)
             raise
-        self.kvtxn_parts.sampled(output)
+        self.kvtxn_parts.sampled(batches.sampled_ids(output), None)
         return output
 
     # -- the ledger --------------------------------------------------------------------------

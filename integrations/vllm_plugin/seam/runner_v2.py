@@ -12,9 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ...serving.parts import Parts
+from ..internals import audited_v2, batches, state_layers
+from ..internals.protocols.engine import SchedulerOutput
 
 
 class AdapterV2:
@@ -22,12 +27,14 @@ class AdapterV2:
 
     Attributes:
         kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
     kvtxn_parts: Parts = Parts()
+    kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
     kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
@@ -40,10 +47,11 @@ class AdapterV2:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def get_kv_cache_spec(self) -> Any:
-        """Let the parts say what they need of the caches."""
+        """Ask for one state per request and layer, if a part wants that."""
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return self.kvtxn_parts.caches_described(specs)
+        wanted = self.kvtxn_parts.wants_one_state()
+        return state_layers.one_block_each(specs) if wanted else specs
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
@@ -78,7 +86,8 @@ class AdapterV2:
 
     def update_requests(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
         """Tell that a step begins, and which requests and blocks it changes."""
-        self.kvtxn_parts.step_begins(scheduler_output)
+        self.kvtxn_scheduled = scheduler_output
+        self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
         self.kvtxn_parts.requests_changed(scheduler_output)
 
@@ -118,19 +127,21 @@ class AdapterV2:
         From 0.33 on vLLM asks connectors for their results after this, before
         ``postprocess_sampled``.
         """
-        self.kvtxn_parts.sampling_begins((hidden_states, input_batch))
+        self.kvtxn_parts.sampling_begins(
+            partial(audited_v2.sampled_outputs, hidden_states, input_batch)
+        )
         output = super().sample(  # type: ignore[misc]
             hidden_states, input_batch, grammar_output
         )
-        self.kvtxn_parts.sampled(output)
+        self.kvtxn_parts.sampled(None, batches.num_sampled(output))
         return output
 
     def postprocess_sampled(
         self,
-        idx_mapping: Any,
-        sampled_tokens: Any,
-        num_sampled: Any,
-        num_rejected: Any,
+        idx_mapping: object,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        num_rejected: object,
         *others: Any,
         **named: Any,
     ) -> None:

@@ -310,9 +310,8 @@ def drawn(ids, rows, discarded=(False,)):
         discard_request_mask=SimpleNamespace(gpu=torch.tensor(discarded)),
         max_num_reqs=len(ids),
     )
-    output = SimpleNamespace(sampled_token_ids=torch.tensor(ids, dtype=torch.int32))
     reader = audited_cpu.SampledReader(runner, watch().ledger.input)
-    return reader.of_step(output, rows)
+    return reader.of_step(torch.tensor(ids, dtype=torch.int32), rows)
 
 
 def test_what_is_no_token_was_not_sampled():
