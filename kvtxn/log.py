@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import structlog
@@ -19,7 +19,18 @@ def _with_name(_: object, __: str, rendered: str) -> str:
     return f"kvtxn {rendered}"
 
 
+_listeners: list[Callable[[Mapping[str, Any]], None]] = []
+
+
+def _heard(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Hand an event to the listeners."""
+    for listener in _listeners:
+        listener(event)
+    return event
+
+
 _PROCESSORS: list[Any] = [
+    _heard,
     structlog.stdlib.filter_by_level,
     structlog.processors.format_exc_info,
     structlog.processors.KeyValueRenderer(key_order=["event"], sort_keys=False),
@@ -46,6 +57,20 @@ def get_logger() -> structlog.stdlib.BoundLogger:
         cache_logger_on_first_use=True,
     )
     return logger
+
+
+def listen(listener: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+    """Call a function with each event of this process, whether or not a level hides it in the log.
+
+    Args:
+        listener: gets the event's fields, its name as ``event``; it must not raise nor log, since
+            an exception would reach whoever logs.
+
+    Returns:
+        A function that ends it.
+    """
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
 
 
 def configure(level: str = "info") -> None:

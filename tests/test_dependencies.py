@@ -25,6 +25,7 @@ EXTRAS = {
     "backends/audit_numba": ("numba",),
     "integrations": (),
     "integrations/audit_command": ("vllm",),
+    "integrations/pytest_audit": ("testing",),
     "integrations/transformers_cache": ("transformers",),
     "integrations/vllm_plugin": ("vllm",),
     "integrations/demo": ("vllm",),

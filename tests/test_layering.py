@@ -146,8 +146,6 @@ def test_long_files_say_why():
 #: Classes that are cut over files by inheritance: each is nothing without its only subclass. The
 #: list only becomes shorter; a new class is cut into parts that it has, not into bases.
 SLICES = {
-    "kvtxn.captured.saving.SavingWindow",
-    "kvtxn.captured.shared.SharedPlaces",
     "kvtxn.testing.audit_engine.SmallEngine",
     "kvtxn.testing.audit_telling.Telling",
 }

@@ -44,7 +44,7 @@ class StepPlan:
 
     def __init__(
         self,
-        windows: SharedPlaces,
+        windows: object,
         layout: RowLayout,
         launches: LayoutLaunches | None,
         marks: Tensor | None,

@@ -25,15 +25,15 @@ from ..layers import LayerRef
 from ..layout import RowLayout
 from ..lifecycle import Lifecycle
 from ..staged_input import check_ref
-from ..states import TRANSITIONS, Event, WindowState
-from .saving import SavingWindow
+from ..states import TRANSITIONS, Event, WindowState, allowed
+from ..window import Window
 from .shared import OPEN, STAGED, SharedPlaces, StepPlan
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
 
 
-class CapturedWindow(SavingWindow):
+class CapturedWindow(Window):
     """A transaction over a captured forward; made by ``CapturedWindows.begin``, used once.
 
     Under ``deferred`` the window is OPEN until ``note_staged`` has noted every layer, or until its
@@ -51,6 +51,7 @@ class CapturedWindow(SavingWindow):
     _to_stage = "call note_staged for every layer, or fall_back"
     _only_holds = False
     _noted: dict[str, LayerRef] | None = None
+    _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
         self.number = number
@@ -136,6 +137,66 @@ class CapturedWindow(SavingWindow):
             state=self.state.name,
             hint="call note_staged(ref) where the host sees the forward",
         )
+
+    # -- old rows, which an abort puts back ---------------------------------------------------
+
+    def save(self) -> None:
+        """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
+        self._shared.save_slots()
+        if self.plan.launches is not None:
+            self.plan.launches.save()
+            return
+        txn = self._life.txn
+        assert txn is not None
+        for group in self._context.groups:
+            self._context.save(txn, group)
+
+    def save_failed(self, error: Exception) -> None:
+        """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
+        self._unsaved = self.plan.launches is not None  # one launch saves them all, or none
+        life, self._unsaved = self._life, False
+        life.go_direct("begin", error)
+        life.missing.clear()  # the forward writes every row, and no state
+        txn = life.txn
+        assert txn is not None
+        if self._context.policy == "deferred":
+            stored = self._shared.stored(txn.layout.num_rows)
+            txn.staged.update({name: row for name, row in stored.items() if row.ref.states})
+        life.or_fail(lambda: recovery.save_rings(self._context, txn))
+
+    def before_forward(self, *, saves: bool) -> None:
+        """Say that the forward comes now, if ``begin`` left the saving of old rows to it.
+
+        Until then an abort puts nothing back, as nothing was overwritten. Does nothing to a window
+        whose rows were saved when it began.
+
+        Args:
+            saves: the forward begins with ``CapturedWindows.save_in_forward``, for as many rows as
+                the window has. Else the rows are saved now; if that fails, the window is DIRECT.
+
+        Raises:
+            Exception: what saving raised, under ``on_error="raise"``.
+        """
+        if not self._unsaved or self._state is None:
+            return
+        self._unsaved = False
+        if saves:
+            return
+        try:
+            self.save()
+        except Exception as error:
+            self.save_failed(error)
+        except BaseException:
+            self._life.finish(Event.FAIL)
+            raise
+
+    def _miss_saving(self, operation: str) -> None:
+        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back."""
+        life, self._unsaved = self._life, False
+        if allowed(life.state, Event.FALL_BACK):
+            why = "the forward was to save the rows that drafts overwrite, and did not come"
+            hint = "call before_forward right before the forward"
+            self.save_failed(WindowStateError(operation, why, state=life.state.name, hint=hint))
 
     # -- the end of a step ----------------------------------------------------------
 

@@ -37,7 +37,7 @@ log = get_logger()
 _MOST_PLANS: Final = 1024
 
 
-class CapturedWindows(SharedPlaces):
+class CapturedWindows:
     """The windows over one captured forward; made by ``TransactionManager.captured_windows``.
 
     Args:
@@ -64,6 +64,9 @@ class CapturedWindows(SharedPlaces):
         slots: as given.
         deferred: True if drafts wait for commit.
         nbytes: bytes of the marks and the rows, on the device.
+        on_commit: a live view of the callbacks given to ``manager.on_commit``.
+        stored: function of a number of rows; returns that many rows of each layer, by layer name,
+            as ``StagedLayer``.
 
     Raises:
         SlotMappingError: ``slots`` are not as described.
@@ -110,7 +113,11 @@ class CapturedWindows(SharedPlaces):
         self.deferred = context.policy == "deferred"
         self._undoes = context.policy == "undo"
         saves = self._undoes and self._launches is not None
-        super().__init__(context, turn, slots, rows, counters, saves=saves, slots_stay=slots_stay)
+        self.context, self.slots, self.rows, self._turn = context, slots, rows, turn
+        self._shared = SharedPlaces(
+            context, turn, slots, rows, counters, saves=saves, slots_stay=slots_stay
+        )
+        self.on_commit, self.stored = self._shared.on_commit, self._shared.stored
         self._room = min(max_rows, slots.shape[1])
         self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
         #: By number of rows, kept for good: captured forwards read their addresses.
@@ -190,7 +197,7 @@ class CapturedWindows(SharedPlaces):
             found = self._in_forward[count] = self._launches.prepare(whole)
 
         def save() -> None:
-            self.save_slots()
+            self._shared.save_slots()
             found.save()  # looked up in each call: the first one may arrange another method
 
         return save
@@ -226,14 +233,14 @@ class CapturedWindows(SharedPlaces):
                 got=_shown(plan),
                 hint="call plan(layout) once for each layout, and pass its result",
             )
-        turn = self.turn
+        turn, shared = self._turn, self._shared
         if turn.window is not None:
             turn.check_free()
-        self.quiet = not shows(DEBUG)
-        if not self.quiet:  # before there is a window: the caller could not end it if this raises
+        shared.quiet = not shows(DEBUG)
+        if not shared.quiet:  # before there is a window: the caller could not end it if this raises
             rows, policy = plan.layout.num_rows, self.context.policy
             log.debug("window.begin", window=turn.begun, rows=rows, policy=policy)
-        window = turn.window = CapturedWindow(self, turn.begun, plan)
+        window = turn.window = CapturedWindow(shared, turn.begun, plan)
         turn.begun += 1
         try:
             if self.deferred:
@@ -255,9 +262,10 @@ class CapturedWindows(SharedPlaces):
 
     def count_committed(self, plan: StepPlan, number: int) -> None:
         """Count windows of a plan as committed: the caller has ended them, and opened none."""
-        self.turn.begun += number
-        self.metrics.layer_calls += number * plan.stage_operations
-        self.outcomes["committed"] += number
+        self._turn.begun += number
+        metrics = self.context.metrics
+        metrics.layer_calls += number * plan.stage_operations
+        metrics.windows["committed"] += number
 
     def mark(self, plan: StepPlan | None) -> None:
         """Mark the draft rows of the next forward; None marks no row, so that all are written.
@@ -309,9 +317,9 @@ class CapturedWindows(SharedPlaces):
             plan.launches.warm_up(counts)
         elif self.deferred:
             txn = context.new_txn(layout)
-            self.fill(txn, saved=False)
-            txn.counters = torch.zeros_like(self.counters)
-            txn.staged = dict(self.stored(layout.num_rows))
+            self._shared.fill(txn, saved=False)
+            txn.counters = torch.zeros_like(self._shared.counters)
+            txn.staged = dict(self._shared.stored(layout.num_rows))
             failure = recovery.commit(context, txn, counts)
             if failure is not None:
                 raise failure.error

@@ -312,7 +312,7 @@ def tells_nobody() -> Any:
 
     def begin(self: CapturedWindows, plan: Any, *rest: Any) -> Any:
         window = real(self, plan, *rest)
-        self.quiet, self.on_commit = True, ()
+        self._shared.quiet, self._shared.on_commit = True, ()
         return window
 
     real = CapturedWindows.begin

@@ -335,7 +335,7 @@ def prepares_launches_that_know_no_state() -> Any:
     ):
         real(self, context, turn, slots, *rest, **more)
         places = CapturedPlaces(
-            policy=context.policy, slots=slots, rows=self.rows, counters=self.counters
+            policy=context.policy, slots=slots, rows=self.rows, counters=self._shared.counters
         )
         self._launches = context.executor.captured_launches(places)
 

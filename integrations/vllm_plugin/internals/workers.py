@@ -230,6 +230,11 @@ def additional_config(config: VllmConfig) -> object:
     return config.additional_config
 
 
+def replace_additional_config(config: VllmConfig, additional_config: object) -> None:
+    """Set the ``additional_config`` of a ``VllmConfig`` of which nothing has started yet."""
+    config.additional_config = additional_config
+
+
 def runner_of(wrapper: WorkerWrapper) -> Foreign:
     """Return a worker's model runner."""
     return wrapper.worker.model_runner

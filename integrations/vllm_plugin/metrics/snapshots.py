@@ -13,6 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
@@ -177,6 +178,18 @@ def snapshots(llm: object) -> Snapshots:
     if found is None:
         found = front.ask_engine(llm, "snapshots", SNAPSHOT)
     return [dict(counts) for counts in found]
+
+
+def ask_running_engines() -> None:
+    """Ask the workers of this process's running ``LLM``s for their counters.
+
+    An audit looks at a worker's last step when the worker is asked. An engine that does not answer
+    is passed over.
+    """
+    for client in list(_hooked):
+        if isinstance(client, RememberingClient) and not client.kvtxn_ended:
+            with suppress(Exception):
+                front.ask_workers(client, SNAPSHOT)
 
 
 def last_snapshots() -> list[Snapshots]:

@@ -308,6 +308,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("unhooking", 7, "engine_starts:unhooking"),
         ("unchecked", 33, "unchecked_engines:run"),
         ("outlived", 15, "outlived_engines:counters"),
+        ("audited-tests", 40, "audited_tests:run"),
         ("audit-llama", 5, "audit_engines:llama"),
         ("audit-gemma3", 4, "audit_engines:gemma3"),
         ("audit-windows", 3, "audit_engines:windows"),

@@ -1,0 +1,1 @@
+"""``pytest --kvtxn-audit``: every vLLM engine that a test starts is audited."""

@@ -1,0 +1,151 @@
+"""The pytest plug-in behind ``--kvtxn-audit``.
+
+A test in which an audit finds a wrong row fails with what was found; the summary says how many
+workers were watched, and why others were not. An engine that serves several tests fails the test
+in which it was found. Without the option the plug-in does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ..vllm_plugin.asked_by_tests import ACTIVE, UNWATCHED, VARIABLE, VIOLATION
+
+_AUDITS: Final = ("ledger", "bytes")
+#: Violations of one test that are shown.
+_SHOWN: Final = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--kvtxn-audit[=ledger|bytes]``."""
+    parser.getgroup("kvtxn").addoption(
+        "--kvtxn-audit",
+        nargs="?",
+        const=_AUDITS[0],
+        choices=_AUDITS,
+        help="audit the KV cache of every vLLM engine that a test starts; a test in which a wrong "
+        "row is read fails. 'ledger' (the default) compares what rows were computed for, 'bytes' "
+        "their content as well",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Audit engines if the user asks for it."""
+    audit = config.getoption("--kvtxn-audit")
+    if audit is not None:
+        config.pluginmanager.register(AuditedEngines(audit), "kvtxn-audited-engines")
+
+
+class AuditedEngines:
+    """The engines of one pytest process, and what their audits say.
+
+    Args:
+        audit: "ledger" or "bytes".
+    """
+
+    def __init__(self, audit: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="kvtxn-audit-"))
+        self._events = self._folder / "events.jsonl"
+        self._events.touch()
+        self._read = 0
+        self._watched = self._violations = 0
+        self._unwatched: Counter[str] = Counter()
+        self._before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = json.dumps({"audit": audit, "events": str(self._events)})
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a test of which a fixture's engine read a wrong row."""
+        return (yield from self._judged(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a test in which a wrong row was read."""
+        return (yield from self._judged(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a test whose engine says at its end that a wrong row was read."""
+        return (yield from self._judged(item, "teardown"))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say how many workers were watched, and why others were not."""
+        self._take()
+        terminalreporter.section("kvtxn audit")
+        found = f"workers watched: {self._watched}, wrong reads: {self._violations}"
+        terminalreporter.line(found if self._watched else "no engine was watched")
+        for why, number in self._unwatched.most_common():
+            terminalreporter.line(f"not watched, or in part: {number}, because {why}")
+
+    def pytest_unconfigure(self) -> None:
+        """Let engines that start from now on be as they were."""
+        if self._before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = self._before
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _judged(self, item: pytest.Item, when: str) -> Generator[None, object, object]:
+        """Run one phase of a test; fail it, or add to its failure, if a violation was found."""
+        try:
+            result = yield
+        except BaseException:
+            if found := self._found():
+                item.add_report_section(when, "kvtxn audit", found)
+            raise
+        if found := self._found():
+            pytest.fail(found, pytrace=False)
+        return result
+
+    def _found(self) -> str:
+        """Return what audits found since the last call; empty if nothing."""
+        module = sys.modules.get("kvtxn.integrations.vllm_plugin.metrics.snapshots")
+        if module is not None:  # workers look at their last step when they are asked
+            module.ask_running_engines()
+        found = self._take()
+        if not found:
+            return ""
+        lines = [_sentence(event) for event in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"and {len(found) - _SHOWN} more")
+        return "\n".join(["kvtxn's audit found wrong rows in a KV cache:", *lines])
+
+    def _take(self) -> list[dict[str, Any]]:
+        """Read the new lines of the file; return the violations among them."""
+        with self._events.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        events = [json.loads(line) for line in whole.splitlines()]
+        self._watched += sum(event["event"] == ACTIVE for event in events)
+        self._unwatched.update(
+            str(event.get("why") or event.get("effect"))
+            for event in events
+            if event["event"] in UNWATCHED
+        )
+        violations = [event for event in events if event["event"] == VIOLATION]
+        self._violations += sum(event.get("rows", 1) for event in violations)
+        return violations
+
+
+def _sentence(event: dict[str, Any]) -> str:
+    """Return a violation in words, and its fields."""
+    import attrs
+
+    from ...audit import Violation
+    from ..audit_command.verdict import tell
+
+    fields = {name: value for name, value in event.items() if name != "event"}
+    unknown = dict.fromkeys(field.name for field in attrs.fields(Violation))
+    return f"- {tell(unknown | fields)}\n  {fields}"

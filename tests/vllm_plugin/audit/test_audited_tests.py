@@ -1,0 +1,100 @@
+"""``pytest --kvtxn-audit``: tests whose engines read wrong rows fail, and only those."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from engine_jobs import missing
+from kvtxn.integrations.pytest_audit.plugin import AuditedEngines
+from kvtxn.integrations.vllm_plugin import asked_by_tests as engines
+
+from kvtxn import log
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.engines("audited-tests")
+def test_of_real_engines_those_with_wrong_rows_fail(reports):
+    """In the test's own process and in another one; a failure of a test's own keeps its reason."""
+    report = reports("audited-tests")["alone"]
+    out = report["out"]
+    assert report["rc"] == 1, out
+    assert "2 failed, 3 passed" in out
+    for name, outcome in (
+        ("test_that_is_well", "PASSED"),
+        ("test_with_a_lost_write", "FAILED"),
+        ("test_with_a_lost_write_that_fails_anyway", "FAILED"),
+        ("test_that_is_well_again", "PASSED"),
+        ("test_whose_engine_is_in_another_process", "PASSED"),
+    ):
+        assert f"{outcome} test_engines.py::{name}" in out, out
+    assert out.count("kvtxn's audit found wrong rows in a KV cache:") >= 2
+    assert "RuntimeError: a failure of its own" in out
+    assert "nobody had written it since its block was handed out" in out
+    assert "workers watched: 2, wrong reads: " in out
+
+
+@pytest.fixture
+def audits(monkeypatch):
+    """What the plug-in registers, outside of a run of pytest."""
+    monkeypatch.delenv(engines.VARIABLE, raising=False)
+    audits = AuditedEngines("ledger")
+    yield audits
+    audits.pytest_unconfigure()
+    assert engines.VARIABLE not in os.environ
+
+
+def test_lines_that_are_half_written_wait(audits):
+    """A process may be killed while it writes."""
+    path = json.loads(os.environ[engines.VARIABLE])["events"]
+    whole = json.dumps({"event": engines.VIOLATION, "kind": "foreign", "rows": 3})
+    with open(path, "a") as file:
+        file.write(whole[:20])
+        file.flush()
+        assert audits._take() == []
+        file.write(f"{whole[20:]}\n")
+    assert [event["rows"] for event in audits._take()] == [3]
+    assert audits._violations == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (None, {"audit": "ledger", "log_tokens": True}),
+        ({"other": 1}, {"audit": "ledger", "log_tokens": True}),
+        ({"kvtxn": {"policy": "undo"}}, {"policy": "undo", "audit": "ledger", "log_tokens": True}),
+        ({"kvtxn": {"audit": "bytes"}}, {"audit": "bytes"}),
+    ],
+)
+def test_an_engine_keeps_what_it_asks_for(audits, given, asked):
+    """The audit is added; other settings, and an audit of the engine's own, stay."""
+    before = json.dumps(given)
+    found = engines.with_audit(given)
+    assert found["kvtxn"] == asked
+    assert {**found, "kvtxn": None} == {**(given or {}), "kvtxn": None}
+    assert json.dumps(given) == before
+
+
+def test_settings_that_are_no_mapping_stay(audits):
+    """vLLM takes other objects there as well."""
+    given = object()
+    assert engines.with_audit(given) is given
+
+
+@pytest.mark.parametrize("given", [None, {"kvtxn": {"policy": "undo"}}])
+def test_without_the_option_nothing_is_asked_for(monkeypatch, given):
+    """Every engine of vLLM comes by here."""
+    monkeypatch.delenv(engines.VARIABLE, raising=False)
+    assert engines.with_audit(given) is given
+
+
+def test_events_of_all_levels_are_heard():
+    """A level that hides an event in the log hides it from no listener."""
+    heard = []
+    end = log.listen(heard.append)
+    logger = log.get_logger()
+    logger.debug("kvtxn.one", number=1)
+    end()
+    logger.debug("kvtxn.two")
+    assert heard == [{"event": "kvtxn.one", "number": 1}]
