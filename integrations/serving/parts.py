@@ -15,23 +15,20 @@ events of a step where its engine has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from .step import Changes, Outputs, PlannedStep
+
 _Arguments = ParamSpec("_Arguments")
 _Output = TypeVar("_Output")
-
-#: Returns what a forward computed for the rows that are sampled, float ``[n, width]``, and the
-#: numbers of these rows in the step, int ``[n]``; None for numbers that were in the step's plan.
-Outputs: TypeAlias = Callable[[], tuple[Tensor | None, Tensor | None]]
 
 
 class Part:
     """Hears what an engine does. Every event does nothing here; a part overrides what it needs.
 
-    What an adapter hands over with an event is the engine's own object. Readers that know this
-    engine make numbers and tensors of it, so a part is made together with its readers.
+    What an adapter hands over with an event is of ``step``: it knows no engine.
     """
 
     # -- caches ------------------------------------------------------------------------------
@@ -71,11 +68,11 @@ class Part:
         The step before it may have been dropped half-way.
         """
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Hear which requests come and go, and which blocks are handed out.
 
         Args:
-            scheduled: as for ``step_begins``.
+            changes: reads it.
         """
 
     def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
@@ -85,12 +82,11 @@ class Part:
             lead_with_drafts: moves the requests with drafts to the front.
         """
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Hear which rows the step has, and which of them are drafts.
 
         Args:
-            batch: the requests of the step and their rows.
-            prepared: what the engine prepared for the forward.
+            step: the step.
         """
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
@@ -110,11 +106,11 @@ class Part:
             metadata: by the layer's name, the engine's own.
         """
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Hear that the forward is about to run.
 
         Args:
-            prepared: as for ``planned``; None for a forward without requests, such as a warm-up.
+            step: as for ``planned``; None for a forward without requests, such as a warm-up.
             inputs: the arguments of the forward, by name.
         """
 
@@ -244,20 +240,20 @@ class Parts(Part):
         for part in self._parts:
             part.step_begins()
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.requests_changed(scheduled)
+            part.requests_changed(changes)
 
     def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.batch_ordered(lead_with_drafts)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.planned(batch, prepared)
+            part.planned(step)
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Tell the parts."""
@@ -274,10 +270,10 @@ class Parts(Part):
         for part in self._parts:
             part.attention_described(metadata)
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.forward_begins(prepared, inputs)
+            part.forward_begins(step, inputs)
 
     def forward_ended(self) -> None:
         """Tell the parts."""

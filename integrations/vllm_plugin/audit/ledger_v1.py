@@ -7,24 +7,24 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from ...serving.parts import Outputs, Part
+from ...serving.parts import Part
+from ...serving.step import Changes, Outputs, PlannedStep, Rows
 from ..internals import (
-    Foreign,
     audited,
     audited_cpu,
     audited_states,
     audited_v1,
     carried_states,
 )
-from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..internals.batches import PlannedV1
 from ..seam.hooked_runner import HookedRunnerV1
 from .opening import join_stages, new_state_reader, open_device_watch, open_watch
 from .step_ends import end_step, fail_step, leave, take_back
@@ -40,7 +40,7 @@ class StepsV1(Protocol):
     def begin(self) -> None:
         """Read what has to be known before a step changes requests and blocks."""
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
 
     def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
@@ -78,18 +78,17 @@ class LedgerV1(Part):
         self._in_forward = False
         self._steps.begin()
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
-        runner = self._runner
-        runner.kvtxn_tell(lambda watch: watch.change(audited.changes(runner, scheduled)))
+        self._runner.kvtxn_tell(lambda watch: watch.change(changes()))
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Tell which rows and states the forward writes and reads; nothing of a warm-up."""
         self._outputs = None
-        if prepared is not None:
-            self._outputs = audited_cpu.rows_with_logits(prepared)
+        if step is not None:
+            self._outputs = step.outputs()
             self._in_forward = True
-            self._runner.kvtxn_tell(partial(self._steps.tell_forward, prepared, inputs))
+            self._runner.kvtxn_tell(partial(self._steps.tell_forward, step, inputs))
 
     def forward_ended(self) -> None:
         """Note that the rows of the forward are there."""
@@ -158,10 +157,11 @@ class CpuSteps:
     def begin(self) -> None:
         """Read nothing: no state moves on the host's word."""
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
         runner = self._runner
-        rows = self._reader.rows(prepared, *audited_cpu.ids_and_positions(inputs))
+        assert isinstance(step, PlannedV1)
+        rows = self._reader.rows(step.prepared, *audited_cpu.ids_and_positions(inputs))
         states, self._leaves = None, {}
         if watch.states and audited_states.has_single_states(runner):
             states = audited_states.single_states(runner, list(watch.states), rows)
@@ -213,17 +213,18 @@ class DeviceSteps:
         if copies is not None:
             self._runner.kvtxn_tell(lambda watch: copies.begin(scheduled))
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
         if self._copies is not None:
             for group, (source, target) in self._copies.take().items():
                 if source:
                     watch.ledger.copy(group, source, target)
-        watch.step(partial(self._read, prepared), partial(audited.returning, self._runner))
+        watch.step(partial(self._read, step), partial(audited.returning, self._runner))
 
-    def _read(self, prepared: Foreign) -> tuple[Rows, States | None]:
+    def _read(self, step: PlannedStep) -> tuple[Rows, States | None]:
         """Read the rows of the step that is about to run, and its states if any are watched."""
-        rows = self._reader.rows(prepared)
+        assert isinstance(step, PlannedV1)
+        rows = self._reader.rows(step.prepared)
         if self._states is None:
             return rows, None
         metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(self._runner)

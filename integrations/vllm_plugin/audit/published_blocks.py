@@ -11,7 +11,7 @@ from torch import Tensor
 from ....audit import Ledger, RowGroup, Step, Stretch
 from ....audit.rows import first_of
 from ....host_values import to_device
-from ..internals.audited import Arrival
+from ...serving.step import Arrival
 
 
 class PublishedBlocks:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Step
-from ..internals.audited import Rows
+from ...serving.step import Rows
 from ..internals.audited_states import States
 
 #: Steps that are remembered; beyond, all are forgotten.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....audit import Admission, Ledger, RowGroup
 from ....audit.books import REFUSED
-from ..internals.audited import Arrival, Changes
+from ...serving.step import Arrival, Changes
 
 
 def fresh_blocks(

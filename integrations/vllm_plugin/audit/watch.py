@@ -19,7 +19,7 @@ from ....audit import Key, Ledger, RecordingLedger, RowGroup, Scrub, StateGroup,
 from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
-from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
+from ...serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .found_violations import AuditError, FoundViolations

@@ -7,7 +7,6 @@ longer speculate over these caches: if kvtxn cannot make its steps, the engine d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -21,12 +20,12 @@ from ....recurrent import Recurrence, RowPart, ShortConv
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ...serving.state_steps import StateSteps
+from ...serving.step import PlannedStep, drafts_and_ends
 from ..internals import Foreign, batches, gated_delta, mixers, state_layers
 from ..internals.class_swaps import check_methods
 from ..internals.config import runner_facts
 from ..internals.layers import TargetLayer
 from ..internals.mixers import StateBatch, step_batch
-from ..internals.protocols.runners import Prepared
 from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
@@ -224,17 +223,17 @@ class States(Part):
         """
         refuse_without_windows(self._runner)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Remember the drafts of each request."""
         steps = self._runner.kvtxn
         if steps is not None:
             try:
-                self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
+                self._drafts, _ = drafts_and_ends(step.rows())
             except Exception as error:  # without them no state can be committed: read them again
                 steps.manager.note_fallback("begin", error)
-                self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
+                self._drafts, _ = drafts_and_ends(step.rows())
 
-    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Let the layers know which requests the step has while they compute it."""
         steps = self._runner.kvtxn
         if steps is not None:

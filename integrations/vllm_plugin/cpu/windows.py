@@ -7,7 +7,7 @@ committed before the drafter or a connector sees the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 from torch import Tensor
@@ -16,9 +16,9 @@ from ....config import TxnConfig
 from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
+from ...serving.step import PlannedStep, drafts_and_ends
 from ..internals import batches
 from ..internals.layers import TargetLayer
-from ..internals.protocols.runners import Prepared
 from ..policy.engine import EngineFacts
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps
@@ -107,12 +107,12 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step: which rows are drafts."""
         if self._runner.kvtxn is not None:
-            self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))
+            self._runner.kvtxn.plan(lambda: drafts_and_ends(step.rows()))
 
-    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Open the step's window."""
         steps = self._runner.kvtxn
         if steps is not None:

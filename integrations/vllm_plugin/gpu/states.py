@@ -29,6 +29,7 @@ from ...serving.beside import lies_as_captured
 from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
+from ...serving.step import PlannedStep
 from ..internals import (
     aligned_states,
     batches,
@@ -240,10 +241,9 @@ class StatesV1(Part):
     def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
         """Commit each by itself."""
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Note whether there are prompts in the step."""
-        rows = batches.prepared_rows(self._runner, prepared, batch)
-        self._has_prompts = batches.has_prompts(rows)
+        self._has_prompts = batches.has_prompts(step.rows())
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Let no step with a prompt count as one that verifies drafts alone.

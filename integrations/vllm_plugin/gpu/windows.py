@@ -23,6 +23,7 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.packed_steps import PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
+from ...serving.step import PlannedStep
 from ..internals import (
     Foreign,
     backends,
@@ -253,13 +254,12 @@ class WindowsV1(Part):
         if steps is not None and steps.deferred and not self.keeps_order:
             lead_with_drafts()
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step, now that its slots are in place."""
         steps = self._runner.kvtxn
         if steps is not None:
-            rows = batches.prepared_rows(self._runner, prepared, batch)
             slots = batches.slots_of_groups(self._runner, list(steps.manager.groups))
-            steps.begin_among(*rows, slots)
+            steps.begin_among(*step.rows(), slots)
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
@@ -339,15 +339,14 @@ class WindowsV2(Part):
         """Note in which mode the forward will run."""
         self._mode = whole_graphs.mode(graph)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step, now that its slots are in place."""
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
-            steps.begin(*batches.batch_rows(batch), batches.batch_name(batch))
+            steps.begin(*step.rows(), step.name())
         elif steps is not None:
             replayed = self.whole is not None and self._mode is self.whole
-            alike = batches.alike(batch, steps.query_len)
-            steps.begin(*batches.batch_rows(batch), replayed, alike)
+            steps.begin(*step.rows(), replayed, step.alike(steps.query_len))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit at once if the engine has a KV connector.

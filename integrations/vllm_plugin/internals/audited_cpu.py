@@ -12,19 +12,10 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
+from ...serving.step import Rows
 from . import audited, audited_v1, given_forwards
-from .audited import Rows
 from .protocols.layers import BatchMetadata, ForwardContext
 from .protocols.runners import BlockTable, Prepared, RunnerV1
-
-
-def rows_with_logits(prepared: Prepared) -> Tensor:
-    """Return the rows of a forward whose outputs are sampled, int ``[num_outputs]``.
-
-    Args:
-        prepared: the result of a V1 runner's ``_prepare_inputs``.
-    """
-    return prepared[0]
 
 
 def ids_and_positions(inputs: Mapping[str, object]) -> tuple[object, object]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
+from ...serving.step import Rows
 from . import aligned_states, audited, carried_states
-from .audited import Rows
 from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
 from .protocols.runners import Runner, RunnerV1
 from .state_layers import kind_of, state_slots

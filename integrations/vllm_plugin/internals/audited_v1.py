@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepInput
+from ...serving.step import Rows
 from . import audited
-from .audited import Rows
 from .gpu_step_reader import GpuStepReader
 from .protocols.runners import BlockTable, DraftCounts, Prepared, RunnerV1
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepInput
+from ...serving.step import NO_CHANGES, Arrival, Changes, Rows
 from . import audited, batches
-from .audited import NO_CHANGES, Arrival, Changes, Rows
 from .gpu_step_reader import GpuStepReader
 from .protocols.engine import NewRequest, SchedulerOutput
 from .protocols.runners import InputBatchV2, Runner, RunnerV2

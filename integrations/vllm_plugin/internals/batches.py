@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from ....errors import LayerError
+from ...serving.step import Array, BatchRows
 from .protocols.engine import SchedulerOutput
 from .protocols.layers import AttentionLayer, BatchMetadata, MetadataBuilder
 from .protocols.runners import (
-    Array,
     InputBatchV2,
     Prepared,
     Runner,
@@ -105,24 +105,6 @@ def kept_counts(ids: Tensor) -> Tensor:
 # -- on a CPU -------------------------------------------------------------------------
 
 
-def drafts_and_ends(runner: RunnerV1, prepared: Prepared) -> tuple[list[int], list[int]]:
-    """Count the drafts of each request, and find the end of its rows.
-
-    Args:
-        runner: a V1 runner after ``_prepare_inputs``.
-        prepared: the result of ``_prepare_inputs``.
-
-    Returns:
-        Drafts per request of the batch, and one past the last row of each request; both are empty
-        if the batch has no drafts.
-    """
-    metadata = prepared[1]
-    if metadata is None:
-        return [], []
-    drafts = list(metadata.num_draft_tokens)
-    return drafts, runner.query_start_loc.np[1 : len(drafts) + 1].tolist()
-
-
 def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Tensor] | str:
     """Find the slots of the forward that is about to run.
 
@@ -179,13 +161,6 @@ def batch_of(metadata: BatchMetadata) -> Batch:
 
 
 # -- on a GPU -------------------------------------------------------------------------
-
-
-#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: drafts per request, or
-#: None if the batch has none; rows per request; and True for requests whose rows are still the
-#: prompt's. A tuple, not a class: constructing an object here costs measurable microseconds per
-#: step.
-BatchRows: TypeAlias = tuple[Array | None, Array, Array]
 
 
 def batch_rows(batch: InputBatchV2) -> BatchRows:
@@ -268,6 +243,66 @@ def has_prompts(rows: BatchRows) -> bool:
     drafts, lengths, prefilling = rows
     settled = lengths if drafts is None else lengths - drafts
     return bool((prefilling | (settled > 1)).any())
+
+
+@attrs.define(eq=False)
+class PlannedV1:
+    """A step of the V1 runner after ``_prepare_inputs``; see ``PlannedStep``.
+
+    Attributes:
+        runner: the runner.
+        prepared: the result of ``_prepare_inputs``.
+        lengths: its argument ``num_scheduled_tokens``, numpy int32 ``[num_requests]``.
+    """
+
+    runner: RunnerV1
+    prepared: Prepared
+    lengths: Array
+
+    def rows(self) -> BatchRows:
+        """Return which rows each request has."""
+        return prepared_rows(self.runner, self.prepared, self.lengths)
+
+    def alike(self, rows: int) -> int:
+        """Return 0: this runner cannot tell it quickly."""
+        return 0
+
+    def name(self) -> object:
+        """Return None: this runner has no name for a step."""
+        return None
+
+    def outputs(self) -> Tensor:
+        """Return the rows whose outputs are sampled."""
+        return self.prepared[0]
+
+
+@attrs.define(eq=False)
+class PlannedV2:
+    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``.
+
+    Attributes:
+        batch: the runner's.
+        prepared: the result of ``prepare_attn``: block tables and slot mappings.
+    """
+
+    batch: InputBatchV2
+    prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
+
+    def rows(self) -> BatchRows:
+        """Return which rows each request has."""
+        return batch_rows(self.batch)
+
+    def alike(self, rows: int) -> int:
+        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0."""
+        return alike(self.batch, rows)
+
+    def name(self) -> object:
+        """Return the object by which the runner's queue of pipeline stages knows the batch."""
+        return batch_name(self.batch)
+
+    def outputs(self) -> Tensor:
+        """Return the rows whose outputs are sampled."""
+        return self.batch.logits_indices
 
 
 @attrs.frozen(eq=False)

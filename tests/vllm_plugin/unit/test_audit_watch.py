@@ -7,16 +7,11 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
-from kvtxn.integrations.vllm_plugin.internals.audited import (
-    Arrival,
-    Changes,
-    Room,
-    Rows,
-    unwatched,
-)
+from kvtxn.integrations.vllm_plugin.internals.audited import unwatched
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings

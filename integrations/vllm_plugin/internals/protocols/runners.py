@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ....serving.step import Array
 from .engine import (
     CacheConfig,
     CompilationConfig,
@@ -19,9 +19,6 @@ from .engine import (
     VllmConfig,
 )
 from .layers import KVCacheSpec, MetadataBuilder
-
-#: A numpy array; its dtype and shape are where it is made.
-Array: TypeAlias = NDArray[Any]
 
 # -- batches and runners --------------------------------------------------------------
 
