@@ -39,7 +39,8 @@ def check_caches(engine):
         if not request.computed:
             continue
         rows = engine.model.alone(request.tokens[: request.computed])[1]
-        for name, first in (("full", 0), ("ring", max(0, request.computed - WINDOW + 1))):
+        for name in {*engine.model.layers} - {"state"}:
+            first = max(0, request.computed - WINDOW + 1) if name == "ring" else 0
             size = RING if name == "ring" else 1 << 20
             at = torch.arange(first, request.computed) % size
             blocks = torch.tensor(request.blocks[name])[at // BLOCK]

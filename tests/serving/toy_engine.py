@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import attrs
 import torch
@@ -52,6 +52,11 @@ class Part:
     tokens: list[int]
     drafts: int
     first: int
+
+
+def ids_of(tokens: list[list[int]]) -> torch.Tensor:
+    """Return the tokens that requests got, int ``[num_requests, n]``, -1 behind them."""
+    return torch.tensor([each + [-1] * (1 + DRAFTS - len(each)) for each in tokens])
 
 
 class OutOfBlocks(Exception):
@@ -179,7 +184,8 @@ class ToyEngine:
         self.copy(request.blocks, kept)
         self.snapshots[key] = kept
         self.ledger.publish(request.name, "full", kept["full"], 0, end)
-        self.ledger.publish(request.name, "ring", kept["ring"], max(0, end - WINDOW + 1), end)
+        if "ring" in kept:
+            self.ledger.publish(request.name, "ring", kept["ring"], max(0, end - WINDOW + 1), end)
         if "state" in kept:
             self.ledger.publish_state(request.name, "state", kept["state"][0], end)
 
@@ -187,16 +193,13 @@ class ToyEngine:
 
     def step(self) -> None:
         """Run the next rows of every request that runs."""
-        while self.waiting and len(self.running) < RUNNING:
-            self.start(self.waiting[0])
-        parts = [part for request in list(self.running) for part in self.schedule(request)]
-        parts = [part for part in parts if part.request in self.running]
+        parts = self.plan()
         if not parts:
             return
-        self.events["steps"] += 1
         first = torch.tensor([part.first for part in parts])
         counts = torch.tensor([len(part.tokens) for part in parts])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        rows = [name for name in self.free if name != "state"]
         states = {"state": self.states(parts)} if "state" in self.free else {}
         step = Step(
             lines=torch.tensor([self.ledger.line(part.request.name) for part in parts]),
@@ -204,8 +207,8 @@ class ToyEngine:
             first=first,
             tokens=torch.tensor([token for part in parts for token in part.tokens]),
             drafts=torch.tensor([part.drafts for part in parts]),
-            slots={name: self.slots(name, parts) for name in ("full", "ring")},
-            tables={name: self.tables(name, parts) for name in ("full", "ring")},
+            slots={name: self.slots(name, parts) for name in rows},
+            tables={name: self.tables(name, parts) for name in rows},
             sources={name: torch.where(first > 0, slots, -1) for name, slots in states.items()},
             told=torch.tensor([part.request.told for part in parts]),
         )
@@ -215,11 +218,8 @@ class ToyEngine:
         try:
             with self.manager.window(drafts, {**step.slots, **states}, settled) as window:
                 chosen = self.forward(window, step, states).argmax(-1).tolist()
-                new = [self.verify(part, chosen[e - 1 - part.drafts : e]) for part, e in
-                       zip(parts, starts[1:].tolist(), strict=True)]  # fmt: skip
-                width = 1 + DRAFTS
-                ids = [tokens + [-1] * (width - len(tokens)) for tokens in new]
-                self.following.sampled(torch.tensor(ids))
+                new = self.verified(parts, chosen)
+                self.following.sampled(ids_of(new))
                 window.commit(
                     [self.committed(p, len(n) - 1) for p, n in zip(parts, new, strict=True)]
                 )
@@ -228,6 +228,15 @@ class ToyEngine:
             return  # and the step is repeated
         for part, tokens in zip(parts, new, strict=True):
             self.keep(part, tokens)
+
+    def plan(self) -> list[Part]:
+        """Start requests that wait, and plan the rows of a step."""
+        while self.waiting and len(self.running) < RUNNING:
+            self.start(self.waiting[0])
+        parts = [part for request in list(self.running) for part in self.schedule(request)]
+        parts = [part for part in parts if part.request in self.running]
+        self.events["steps"] += bool(parts)
+        return parts
 
     def schedule(self, request: Request) -> list[Part]:
         """Plan a request's next rows, and take blocks for them; the last request may have to go."""
@@ -308,6 +317,14 @@ class ToyEngine:
             if name == fails:
                 raise ArithmeticError("the forward failed")
         return self.model.logits(x)
+
+    def verified(self, parts: list[Part], chosen: list[int]) -> list[list[int]]:
+        """Return the tokens that each request gets, given the most likely one after each row."""
+        ends = list(accumulate(len(part.tokens) for part in parts))
+        return [
+            self.verify(part, chosen[end - 1 - part.drafts : end])
+            for part, end in zip(parts, ends, strict=True)
+        ]
 
     def verify(self, part: Part, chosen: list[int]) -> list[int]:
         """Return the accepted drafts and one token more; nothing before the prompt has ended."""
