@@ -23,7 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..captured.launches import CapturedLaunches, CapturedPlaces
+from ..captured_launches import CapturedLaunches, CapturedPlaces
 from ..config import TxnConfig
 from ..cuda_graphs import Replay, capture
 from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, StagedLayer, Txn

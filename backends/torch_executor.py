@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import attention
+from .. import attention, replay
 from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
-from ..recurrent import replay
 from ..row_io import LayerRows, read_layers, write_layers
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .. import attention as reference
-from ..captured.launches import CapturedPlaces
+from .. import replay
+from ..captured_launches import CapturedPlaces
 from ..commit_input import as_counts
 from ..config import TxnConfig
 from ..executor import (
@@ -24,7 +25,6 @@ from ..executor import (
 )
 from ..layers import LayerRef
 from ..layout import RowLayout
-from ..recurrent import replay
 from ..row_io import LayerRows
 from .attention.launch import AttentionLauncher
 from .graphs.static_window import StaticLaunches

@@ -15,7 +15,7 @@ from typing import Any, Final
 from .. import states
 from ..audit.findings import AUDIT_FAMILIES
 from ..integrations.audit_command.verdict import MEANING
-from ..integrations.vllm_plugin.policy import state_choice, supported
+from ..integrations.vllm_plugin.policy import state_rules, supported
 from ..metrics import FAMILIES
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table, words
@@ -182,7 +182,7 @@ def hybrids() -> str:
 
 def states_chosen() -> str:
     """State the rule of ``recurrent="auto"``, and the numbers behind it."""
-    times, held = state_choice.EXACT_OF_STOCK, state_choice.HELD_OF_STOCK
+    times, held = state_rules.EXACT_OF_STOCK, state_rules.HELD_OF_STOCK
     counts = list(next(iter(times.values())))
     header = ["the states' kernels of a verify step, part of stock's time", "1 request"]
     rows = [
@@ -197,7 +197,7 @@ def states_chosen() -> str:
     ]
     return "\n\n".join(
         [
-            state_choice.rule_in_words(),
+            state_rules.rule_in_words(),
             table([*header, *(str(count) for count in counts[1:])], rows),
             table(["times as many requests", *(f"of {n} tokens" for n in lengths)], room),
         ]
@@ -223,7 +223,7 @@ def violations() -> str:
 
 def metrics() -> str:
     """Return the metrics of a vLLM engine, and the labels that each has of its own."""
-    from ..integrations.vllm_plugin.metrics.prometheus import ACTIVE  # vLLM brings its library
+    from ..integrations.vllm_plugin.metrics import ACTIVE
 
     rows = []
     for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):

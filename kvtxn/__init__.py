@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .lazy import first_use
 
 if TYPE_CHECKING:
-    from .captured.rows import CapturedRows
+    from .captured_rows import CapturedRows
     from .config import TxnConfig
     from .errors import (
         AcceptanceError,
@@ -38,7 +38,7 @@ else:
             "AcceptanceError": ".errors",
             "BackendUnavailableError": ".errors",
             "CapacityError": ".errors",
-            "CapturedRows": ".captured.rows",
+            "CapturedRows": ".captured_rows",
             "ConfigError": ".errors",
             "EndedWindow": ".hooks",
             "IncompleteWindowError": ".errors",

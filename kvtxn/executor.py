@@ -41,7 +41,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .captured.launches import CapturedLaunches, CapturedPlaces
+from .captured_launches import CapturedLaunches, CapturedPlaces
 from .commit_input import SampledIds as SampledIds
 from .commit_input import as_counts as as_counts
 from .config import POLICIES, TxnConfig
@@ -49,8 +49,8 @@ from .cuda_graphs import GraphCache
 from .errors import ConfigError, meant
 from .layers import KINDS, LayerRef
 from .layout import RowLayout
-from .recurrent.state_slots import Crossings
 from .row_io import LayerRows, last_writers
+from .state_slots import Crossings
 
 #: The names that each set of ``Capabilities`` may hold; executors never see the policy "auto".
 _KNOWN: Final = {
@@ -150,7 +150,7 @@ class Txn:
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
         number: the window's number, for messages; None if it has none.
         states_before: copies of the states of replayed layers, for a failure; see
-            ``kvtxn.recurrent.replay``.
+            ``kvtxn.replay``.
         advanced: True once the states of replayed layers took their rows in.
         crossings: by group of replayed layers, the boundaries that requests may cross.
         drafts_alone: True if the captured forward has written the settled rows to the caches by

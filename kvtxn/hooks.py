@@ -18,8 +18,8 @@ from torch import Tensor
 from .errors import ConfigError, SlotMappingError
 from .executor import Txn
 from .layout import RowLayout
-from .recurrent.state_slots import Crossings
 from .row_io import last_writers
+from .state_slots import Crossings
 from .states import WindowState
 
 Moment = Literal["on_commit", "on_abort"]

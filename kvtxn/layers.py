@@ -20,7 +20,7 @@ from .cache_planes import Plane as Plane
 from .cache_planes import PlaneSpec, check_cache, check_offsets, paged_planes, state_plane
 from .errors import LayerError
 from .memory_overlap import overlap
-from .recurrent.recurrence import Recurrence, RowPart, check_replay
+from .recurrence import Recurrence, RowPart, check_replay
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import registry
 from .acceptance import Acceptance
-from .captured.windows import CapturedWindows
+from .captured_windows import CapturedWindows
 from .compile_guard import never_compiled
 from .config import TxnConfig
 from .context import WindowContext

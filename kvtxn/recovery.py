@@ -6,7 +6,7 @@ leaves this file means that the repair failed too: the bytes are unknown.
 
 The repairs of rows are idempotent and use only ``kvtxn.row_io``, so it does not matter how far the
 executor got, nor why it stopped. A repair of replayed states is not idempotent, because a state
-must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+must take each row in exactly once: see ``kvtxn.replay``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
 the window as they were, and the caller can repeat the step.
@@ -24,12 +24,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from . import replay
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .formats import words
 from .layers import LayerRef
-from .recurrent import replay
 from .row_io import LayerRows, last_writers, read, read_layers, write_layers
 from .states import Event
 

@@ -16,7 +16,7 @@ from .errors import CapacityError, SlotMappingError
 from .host_values import to_device
 from .layers import SlotKind
 from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
-from .recurrent.state_slots import Crossings, StateSlots, bounds_of, check_shared
+from .state_slots import Crossings, StateSlots, bounds_of, check_shared
 
 #: The slots of one group.
 OneMapping = Tensor | Sequence[int] | StateSlots

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import LayerError, StagedTwiceError
 from .layers import LayerRef, Plane
-from .recurrent.recurrence import RowPart
+from .recurrence import RowPart
 
 
 def check_ref(

@@ -22,7 +22,7 @@ from .errors import WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
 from .memory_overlap import begin, end
-from .recurrent.recurrence import RowPart
+from .recurrence import RowPart
 from .staged_input import stored_rows
 
 #: Window sizes for which layouts of staged rows are remembered.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .captured.marks import MarksByAddress
+from .captured_marks import MarksByAddress
 from .errors import WindowStateError
 from .window import Window
 

@@ -40,9 +40,10 @@ RUNS: dict[str, tuple[object, ...]] = {
     "soak": (*soak(), "--json"),
     **{f"soak-{planted}": soak(planted) for planted in PLANTED.values()},
     "bench": (
-        *("bench", "vllm", "--policies", *BENCHED, "--mask-modes", "loop", "--rounds", 2),
-        *("--scenario", "short", "mixed", "--requests", 3, "--batch", 2, "--arrivals", 40),
+        *("bench", "vllm", "--policies", *BENCHED, "--rounds", 2),
+        *("--scenario", "short", "mixed", "--requests", 3, "--arrivals", 40),
         *("--clock", "--first-token-rounds", 3, "--context", 40, "--tokens", 16, "--drafts", 3),
+        *("--engine-args", json.dumps({"max_num_seqs": 2})),
         *("--output", "smoke", "--folder", "results"),
     ),
     "demo": ("demo", "--count", 2, "--max-tokens", 32, "--json"),

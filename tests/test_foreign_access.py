@@ -59,7 +59,7 @@ PLANTED = {
     "by item": ("def f(prepared: Foreign): return prepared[1]", "prepared[1]"),
     "a method": ("def f(llm: Foreign): return llm.collective_rpc('x')", "llm.collective_rpc"),
     "a result": ("def f(w: Foreign):\n  r = workers.runner_of(w)\n  r.device", "r.device"),
-    "a result at once": ("def f(): return flash.module().attend", "flash.module().attend"),
+    "a result at once": ("def f(): return flash_module().attend", "flash_module().attend"),
     "an element": ("def f(bs: Sequence[Foreign]):\n  for b in bs: b.size", "b.size"),
     "an element of a result": ("def f():\n  for b in metadata_builders(1, 2): b.a", "b.a"),
     "a field of ours": ("def f(layer: TargetLayer): return layer.impl.scale", "layer.impl.scale"),

@@ -19,7 +19,7 @@ from kvtxn import (
     TransactionManager,
     TxnConfig,
 )
-from kvtxn.captured.rows import CapturedRows
+from kvtxn.captured_rows import CapturedRows
 from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
 from kvtxn.layout import RowLayout

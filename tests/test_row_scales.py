@@ -9,7 +9,7 @@ import torch
 from small_caches import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, noise, rows
 
 from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
-from kvtxn.captured.rows import CapturedRows
+from kvtxn.captured_rows import CapturedRows
 from kvtxn.layout import RowLayout
 
 SLOTS = [4, 5, 6]

@@ -160,41 +160,16 @@ def fold_fresh(
 ) -> tl.tensor:
     """Fold a request's fresh rows into ``out``; returns ``top``, ``total`` and ``out``.
 
-    Pointers and numbers are those of ``paged_attention``, but for these:
+    Pointers, numbers and constants are those of ``paged_attention``, but for these:
 
-    Args:
-        q: ``[M, D]``, the queries.
-        top: float32 ``[M]``, running maximum.
-        total: float32 ``[M]``, running sum.
-        out: float32 ``[M, DV]``, running output.
-        keys: ``(rows, row stride, head stride, scales, row stride, head stride)``.
-        values: the same six for values.
-        order: see there.
-        visible: see there.
-        first: int64, first row of the request.
-        count: int32, its rows; 0 if there is nothing to fold.
-        base: first of the ``BLOCK_R`` rows whose queries these are.
-        row: int32 ``[M]``, the queries' rows within the request.
-        real: bool ``[M]``, queries that exist.
-        head: the KV head.
-        d: int32, columns of keys.
-        dv: int32, columns of values.
-        longest: see there.
-        scale: of the scores.
-        cap: see there.
-        window: see there.
-        TREE: see there.
-        CAPPED: see there.
-        SLIDING: see there.
-        K_SCALES: see there.
-        V_SCALES: see there.
-        D: see there.
-        DV: see there.
-        K_STEP: from one number of a key to the next.
-        V_STEP: from one number of a value to the next.
-        BLOCK_R: rows whose queries these are.
-        BLOCK_N: rows per step.
-        COMPUTE: dtype of products.
+    - ``q``: ``[M, D]``, the queries; ``row``: int32 ``[M]``, their rows within the request, from
+      ``base`` on ``BLOCK_R`` of them; ``real``: bool ``[M]``, queries that exist.
+    - ``top``, ``total``: float32 ``[M]``, running maximum and sum; ``out``: float32 ``[M, DV]``.
+    - ``keys``: ``(rows, row stride, head stride, scales, row stride, head stride)``; ``values``:
+      the same six. ``K_STEP``, ``V_STEP``: from one number of a key or value to the next.
+    - ``first``: int64, first row of the request; ``count``: int32, its rows, 0 if there is nothing
+      to fold; ``head``: the KV head; ``d``, ``dv``: int32, columns of keys and of values.
+    - ``BLOCK_N``: rows per step; ``COMPUTE``: dtype of products.
     """
     k_rows, k_row, k_head, k_scale, ks_row, ks_head = keys
     v_rows, v_row, v_head, v_scale, vs_row, vs_head = values

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .layers import COLUMNS
+from .tiles import appended
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
 (_STATE, _SLOT_STRIDE, _KEY, _CORRECTED, _DECAY, _GROUP) = (
@@ -38,12 +39,6 @@ def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
         else:
             pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), RUN)
     return pointers
-
-
-@triton.jit
-def _appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    """Return a tuple with one more item; compilers know no lists."""
-    return items + (item,)  # noqa: RUF005 - nor unpacking
 
 
 @triton.jit
@@ -101,31 +96,23 @@ def advance_rows(
 
     Grid: (programs of a head * HEADS, requests, layers).
 
-    Args:
-        table: int64 ``[layers, len(COLUMNS)]``, see ``layers``; addresses are multiples of 16, and
-            so are slot strides in bytes.
-        sources: int32 ``[groups, num_requests]``, the slot of each request.
-        count: int32 ``[num_requests]``, the rows that each request keeps.
-        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
-        boundary: int32 ``[num_requests]``, contiguous, if ``SNAPSHOTS``: the rows after which a
-            state is a snapshot.
-        snapshots: int32 ``[groups, num_requests]``, the slot of each snapshot; 0 or less means no
-            snapshot.
-        source_stride: elements between requests in ``sources``.
-        group_stride: elements between groups in ``sources``.
-        snapshot_stride: elements between groups in ``snapshots``, whose requests are neighbours.
-        STATE: dtype of the states.
-        KEY_HEADS: heads of the staged keys.
-        HEADS: heads of a state.
-        KEY_SIZE: columns of a head's state.
-        VALUE_SIZE: rows of a head's state.
-        KEYS: a power of two, at least ``KEY_SIZE``.
-        VALUES: rows of a tile.
-        LONGEST: the most rows of a request.
-        RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
-        SNAPSHOTS: some request may leave a snapshot.
-        TILES: tiles of a program, one after another.
-        LEAST: rows that each request keeps, whatever ``count`` says, as far as it has them.
+    ``table`` is that of ``DeltaLayers``, where addresses and slot strides in bytes are multiples of
+    16; other tensors are those of ``step.advance_gated_delta``, unread without ``SNAPSHOTS`` where
+    they are about snapshots. Strides are elements: ``source_stride`` between requests in
+    ``sources``, ``group_stride`` and ``snapshot_stride`` between groups. Constants:
+
+    - ``STATE``: dtype of the states.
+    - ``KEY_HEADS``: heads of the staged keys.
+    - ``HEADS``: heads of a state.
+    - ``KEY_SIZE``: columns of a head's state.
+    - ``VALUE_SIZE``: rows of a head's state.
+    - ``KEYS``: a power of two, at least ``KEY_SIZE``.
+    - ``VALUES``: rows of a tile.
+    - ``LONGEST``: the most rows of a request.
+    - ``RUN``: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
+    - ``SNAPSHOTS``: some request may leave a snapshot.
+    - ``TILES``: tiles of a program, one after another.
+    - ``LEAST``: rows that each request keeps, whatever ``count`` says, as far as it has them.
     """
     parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
     part = tl.program_id(0) % parts
@@ -151,9 +138,9 @@ def advance_rows(
     row_keys, decays = (), ()
     for turn in tl.static_range(LONGEST):
         from_row = key_at + (row + turn) * (KEY_HEADS * KEY_SIZE)
-        row_keys = _appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
+        row_keys = appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
         decay = tl.load(decay_at + (row + turn) * HEADS, mask=taken > turn, other=1.0)
-        decays = _appended(decays, decay)
+        decays = appended(decays, decay)
     if SNAPSHOTS:
         until = tl.load(boundary + number)
         snapshot = tl.load(snapshots + group * snapshot_stride + number).to(tl.int64)
@@ -172,7 +159,7 @@ def advance_rows(
                 mask=some_values & (taken > turn + 0 * values),
                 other=0.0,
             )
-            row_values = _appended(row_values, value)
+            row_values = appended(row_values, value)
         for turn in tl.static_range(LONGEST):
             if taken > turn:
                 state = state * decays[turn]

@@ -91,19 +91,10 @@ def launch_verify(
     longest: int | None,
     tile: Tile | None = None,
 ) -> None:
-    """Launch ``verify_rows``.
+    """Launch ``verify_rows``; arguments as for ``step.verify_gated_delta``.
 
-    Args:
-        given: query, key, value, a, b, A_log and dt_bias.
-        state: as for ``step.verify_gated_delta``, like all that follow.
-        sources: the slots.
-        starts: the first rows.
-        out: room for the outputs.
-        kept: room for the staged rows.
-        scale: factor of the queries.
-        normalise: divide queries and keys by their length.
-        longest: the most rows of a request; None is all rows of ``out``.
-        tile: None takes the tile of ``verify_tile_for``.
+    ``given`` are those from ``query`` to ``dt_bias``; without a ``tile``, ``verify_tile_for``
+    chooses one.
 
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
@@ -165,15 +156,7 @@ def launch_advance(
 ) -> None:
     """Launch ``advance_rows``; arguments as for ``step.advance_gated_delta``.
 
-    Args:
-        layers: the layers.
-        sources: the slots.
-        count: the kept rows.
-        starts: the first rows.
-        boundary: the rows after which a state is a snapshot.
-        snapshots: the slots of snapshots.
-        longest: the most rows of a request; None is all rows for which there is room.
-        tile: None takes the fastest one.
+    ``tile`` is the fastest one unless it is given.
 
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
@@ -194,18 +177,9 @@ def advance_call(
     tile: Tile | None = None,
     least: int = 0,
 ) -> KernelCall:
-    """Arrange the launch of ``advance_rows``; for the arguments see ``launch_advance``.
+    """Arrange the launch of ``advance_rows``; arguments as for ``launch_advance``.
 
-    Args:
-        layers: the layers.
-        sources: the slots.
-        count: the kept rows.
-        starts: the first rows.
-        boundary: the rows after which a state is a snapshot.
-        snapshots: the slots of snapshots.
-        longest: the most rows of a request.
-        tile: None takes the fastest one.
-        least: rows that each request keeps in any case, as far as it has them.
+    Each request keeps ``least`` rows in any case, as far as it has them.
 
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -110,26 +110,20 @@ def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
 
 
 def check_rows(
-    operation: str, given: Sequence[Tensor], state: Tensor, out: Tensor, rows: DeltaRows
+    operation: str, heads: int, parts: Mapping[str, tuple[Tensor, tuple[int, ...]]]
 ) -> None:
     """Refuse rows of other sizes than the state's, or whose elements are not neighbours.
 
     Args:
         operation: for the message.
-        given: query, key, value, a, b, A_log and dt_bias. Tensors may have more rows than the
-            requests, as in captured graphs.
-        state: as ``check_state`` lets it pass.
-        out: room for the outputs.
-        rows: room for the staged rows.
+        heads: of the state.
+        parts: by name, tensors and the sizes of their rows; of no size are those with one number
+            per head. A tensor may have more rows than the requests, as in captured graphs.
 
     Raises:
         LayerError: they are such rows.
     """
-    _, heads, value_size, key_size = state.shape
-    keys, values = (rows.key.shape[1], key_size), (heads, value_size)
-    names = ("query", "key", "value", "a", "b", "A_log", "dt_bias", "out")
-    sizes = (keys, keys, values, (heads,), (heads,), (), (), values)
-    for name, part, size in zip(names, (*given, out), sizes, strict=True):
+    for name, (part, size) in parts.items():
         fits = part.shape[1:] == size and part[:1].is_contiguous()
         if not size:
             fits = part.shape == (heads,) and part.is_contiguous()

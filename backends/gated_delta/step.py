@@ -60,7 +60,12 @@ def verify_gated_delta(
     """
     check_state("verify_gated_delta", state, kept)
     rows = (query, key, value, a, b, A_log, dt_bias)
-    check_rows("verify_gated_delta", rows, state, out, kept)
+    _, heads, value_size, key_size = state.shape
+    keys, values = (kept.key.shape[1], key_size), (heads, value_size)
+    sizes = keys, keys, values, (heads,), (heads,), (), (), values
+    names = "query", "key", "value", "a", "b", "A_log", "dt_bias", "out"
+    parts = dict(zip(names, zip((*rows, out), sizes, strict=True), strict=True))
+    check_rows("verify_gated_delta", heads, parts)
     where = (state, sources, starts, out, kept)
     if state.is_cuda:
         from .launch import launch_verify

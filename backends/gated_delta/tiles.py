@@ -12,6 +12,12 @@ import triton.language as tl
 
 
 @triton.jit
+def appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
+    """Return a tuple with one more item; compilers know no lists."""
+    return items + (item,)  # noqa: RUF005 - nor unpacking
+
+
+@triton.jit
 def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return the upper halves of float32 numbers as bfloat16, and the rest of them, exactly."""
     bits = numbers.to(tl.uint32, bitcast=True)

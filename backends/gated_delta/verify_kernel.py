@@ -92,27 +92,13 @@ def verify_tile(
     COLUMNS: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
-    """Compute and store the outputs and corrected values of one tile.
+    """Compute and store the outputs and corrected values of one tile, of the rows ``values``.
 
-    Args:
-        now: the tile, as ``state_of`` loads it.
-        wanted: the values of the rows, as ``values_of`` loads them.
-        values: ``[VALUES]``, the tile's rows of the state.
-        pairs: keys and queries, as ``runs`` loads them.
-        factor: ``[2 * COLUMNS]``, of keys and queries.
-        among: see ``rows_of``, as for the next two.
-        decay: of each row.
-        strength: of each row.
-        live: bool ``[2 * COLUMNS]``, the columns of the request's rows.
-        asks: bool ``[2 * COLUMNS]``, the columns of queries.
-        made: pointers ``[1, 2 * COLUMNS]`` to the head's outputs in each row.
-        staged: pointers ``[1, 2 * COLUMNS]`` to the head's corrected values in each row.
-        VALUE_SIZE: see ``verify_rows``, as for all below.
-        KEYS: see ``verify_rows``.
-        VALUES: see ``verify_rows``.
-        LONGEST: see ``verify_rows``.
-        COLUMNS: see ``verify_rows``.
-        RUN: see ``verify_rows``.
+    ``now``, ``wanted`` and ``pairs`` are loaded by ``state_of``, ``values_of`` and ``runs``. Of the
+    ``2 * COLUMNS`` columns, ``live`` are those of the request's rows, ``asks`` those of queries;
+    ``factor``, ``among``, ``decay`` and ``strength`` are of these columns, see ``rows_of``.
+    ``made`` and ``staged``, ``[1, 2 * COLUMNS]``, point to the head's outputs and corrected values
+    in each row.
     """
     split_state: tl.constexpr = now.dtype != tl.bfloat16
     split: tl.constexpr = pairs.dtype != tl.bfloat16
@@ -169,45 +155,25 @@ def verify_rows(
 
     Grid: (programs of a head * HEADS, requests).
 
-    Args:
-        query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
-        key: shape and strides like ``query``'s.
-        value: ``[num_rows, HEADS, VALUE_SIZE]``.
-        a: ``[num_rows, HEADS]``.
-        b: ``[num_rows, HEADS]``.
-        A_log: ``[HEADS]``.
-        dt_bias: ``[HEADS]``.
-        state: ``[slots, HEADS, VALUE_SIZE, KEY_SIZE]``, a slot contiguous.
-        sources: int32 ``[num_requests]``, the slot of each request.
-        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
-        out: ``[num_rows, HEADS, VALUE_SIZE]``.
-        kept_key: float32 ``[num_rows, KEY_HEADS, KEY_SIZE]``, contiguous.
-        kept_value: float32 ``[num_rows, HEADS, VALUE_SIZE]``, contiguous.
-        kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
-        scale: factor of the queries.
-        query_stride: elements between rows, as are the next six.
-        key_stride: of keys.
-        value_stride: of values.
-        a_stride: of a.
-        b_stride: of b.
-        slot_stride: of slots.
-        out_stride: of outputs.
-        source_stride: elements between requests in ``sources``.
-        KEY_HEADS: heads of queries and keys.
-        HEADS: heads of the state.
-        KEY_SIZE: columns of a head's state.
-        VALUE_SIZE: rows of a head's state.
-        KEYS: a power of two, at least ``KEY_SIZE``.
-        VALUES: rows of a tile, a multiple of 16.
-        LONGEST: the most rows of a request; further ones are left out.
-        COLUMNS: a power of two, at least ``LONGEST``, and 4 or more: the number of columns of keys;
-            there are as many of queries.
-        RUN: numbers of the state in 16 bytes.
-        ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
-            queries and keys.
-        NORMALISE: divide queries and keys by their length.
-        TILES: tiles of a program, one after another.
-        STAGES: tiles that are loaded before they are needed, and one more.
+    Tensors and ``scale`` are those of ``step.verify_gated_delta``, ``kept_key``, ``kept_value`` and
+    ``kept_decay`` those of ``DeltaRows``. Strides are elements between rows, but for
+    ``slot_stride`` between slots, and ``source_stride`` between requests in ``sources``. Constants:
+
+    - ``KEY_HEADS``: heads of queries and keys.
+    - ``HEADS``: heads of the state.
+    - ``KEY_SIZE``: columns of a head's state.
+    - ``VALUE_SIZE``: rows of a head's state.
+    - ``KEYS``: a power of two, at least ``KEY_SIZE``.
+    - ``VALUES``: rows of a tile, a multiple of 16.
+    - ``LONGEST``: the most rows of a request; further ones are left out.
+    - ``COLUMNS``: a power of two, at least ``LONGEST``, and 4 or more: columns of keys; there
+      are as many of queries.
+    - ``RUN``: numbers of the state in 16 bytes.
+    - ``ALIGNED``: each run of keys begins on 16 bytes in the state, and on a multiple of its size
+      in queries and keys.
+    - ``NORMALISE``: divide queries and keys by their length.
+    - ``TILES``: tiles of a program, one after another.
+    - ``STAGES``: tiles that are loaded before they are needed, and one more.
     """
     parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
     part = tl.program_id(0) % parts

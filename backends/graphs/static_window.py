@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
+from ...captured_launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
 from ...cuda_graphs import Replay, capture
 from ...executor import Executor
 from ...layout import RowLayout

@@ -28,16 +28,7 @@ def launch_verify(
     *,
     longest: int | None,
 ) -> None:
-    """Launch ``verify_rows``.
-
-    Args:
-        given: x, dt, B, C, A, D and dt_bias.
-        state: see ``step.verify_mamba2``, as for all below.
-        sources: the slots.
-        starts: the first rows.
-        out: room for the outputs.
-        kept: room for the staged rows.
-        longest: the most rows of a request; None is all rows of ``out``.
+    """Launch ``verify_rows``; arguments as for ``step.verify_mamba2``, ``x`` to ``dt_bias`` in one.
 
     Raises:
         LayerError: a request may have too many rows.

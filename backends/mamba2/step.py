@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from ...errors import LayerError
-from ..gated_delta.layers import check_state
+from ..gated_delta.layers import check_rows, check_state
 from ..gated_delta.rows import DeltaRows
 from . import reference
 
@@ -60,7 +57,12 @@ def verify_mamba2(
     """
     check_state("verify_mamba2", state, kept)
     rows = (x, dt, B, C, A, D, dt_bias)
-    _check_rows(rows, state, out, kept)
+    _, heads, head_size, state_size = state.shape
+    values, keys = (heads, head_size), (kept.key.shape[1], state_size)
+    sizes = values, (heads,), keys, keys, (), (), (), values
+    names = "x", "dt", "B", "C", "A", "D", "dt_bias", "out"
+    parts = dict(zip(names, zip((*rows, out), sizes, strict=True), strict=True))
+    check_rows("verify_mamba2", heads, parts)
     where = (state, sources, starts, out, kept)
     if state.is_cuda:
         from .launch import launch_verify
@@ -68,33 +70,3 @@ def verify_mamba2(
         launch_verify(rows, *where, longest=longest)
     else:
         reference.verify_mamba2(*rows, *where)
-
-
-def _check_rows(given: Sequence[Tensor], state: Tensor, out: Tensor, rows: DeltaRows) -> None:
-    """Refuse rows of other sizes than the state's, or whose elements are not neighbours.
-
-    Args:
-        given: the arguments of ``verify_mamba2`` from ``x`` to ``dt_bias``. Tensors may have more
-            rows than the requests, as in captured graphs.
-        state: as ``check_state`` lets it pass.
-        out: room for the outputs.
-        rows: room for the staged rows.
-
-    Raises:
-        LayerError: they are such rows.
-    """
-    _, heads, head_size, state_size = state.shape
-    values, keys = (heads, head_size), (rows.key.shape[1], state_size)
-    names = ("x", "dt", "B", "C", "A", "D", "dt_bias", "out")
-    sizes = (values, (heads,), keys, keys, (), (), (), values)
-    for name, part, size in zip(names, (*given, out), sizes, strict=True):
-        fits = part.shape[1:] == size and part[:1].is_contiguous()
-        if not size:
-            fits = part.shape == (heads,) and part.is_contiguous()
-        if not fits:
-            raise LayerError(
-                "verify_mamba2",
-                f"{name} does not fit the state",
-                expected=f"{['rows', *size] if size else [heads]}, elements side by side in a row",
-                got=f"{list(part.shape)} with strides {list(part.stride())}",
-            )

@@ -23,13 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gated_delta.tiles import product, runs, state_of
-
-
-@triton.jit
-def _appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    """Return a tuple with one more item; compilers know no lists."""
-    return items + (item,)  # noqa: RUF005 - nor unpacking
+from ..gated_delta.tiles import appended, product, runs, state_of
 
 
 @triton.jit
@@ -67,22 +61,8 @@ def rows_of(
 ) -> tuple[tl.tuple, tl.tuple, tl.tuple]:
     """Load what a program needs of its request's rows: all at once, before anything is stored.
 
-    Args:
-        x: see ``verify_rows``.
-        dt: see ``verify_rows``.
-        A: see ``verify_rows``.
-        dt_bias: see ``verify_rows``.
-        row: the request's first row.
-        most: the rows that it has, and that are computed.
-        head: the program's head.
-        values: ``[VALUES]``, the program's rows of that head.
-        x_stride: see ``verify_rows``.
-        dt_stride: see ``verify_rows``.
-        HEAD_SIZE: see ``verify_rows``.
-        LONGEST: see ``verify_rows``.
-
-    Returns:
-        x ``[VALUES]``, dt and decay of each row, float32.
+    It computes ``most`` rows from ``row`` on, and of its head the rows ``values``. All else is as
+    in ``verify_rows``. Returns x ``[VALUES]``, dt and decay of each row, float32.
     """
     rate = tl.load(A + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)
@@ -90,12 +70,12 @@ def rows_of(
     for turn in tl.static_range(LONGEST):
         here = x + (row + turn) * x_stride + head * HEAD_SIZE + values
         inside = (values < HEAD_SIZE) & (most > turn + 0 * values)
-        given = _appended(given, tl.load(here, mask=inside, other=0.0).to(tl.float32))
+        given = appended(given, tl.load(here, mask=inside, other=0.0).to(tl.float32))
         step = tl.load(dt + (row + turn) * dt_stride + head, mask=most > turn, other=0.0)
         step = step.to(tl.float32) + bias
         step = tl.where(step <= 20.0, tl.log(1 + tl.exp(step)), step)
-        steps = _appended(steps, step)
-        decays = _appended(decays, tl.exp(step * rate))
+        steps = appended(steps, step)
+        decays = appended(decays, tl.exp(step * rate))
     return given, steps, decays
 
 
@@ -137,38 +117,21 @@ def verify_rows(
 
     Grid: (programs of a head * HEADS, requests).
 
-    Args:
-        x: ``[num_rows, HEADS, HEAD_SIZE]``, a row contiguous, as are all rows here.
-        dt: ``[num_rows, HEADS]``, before its bias and softplus.
-        B: ``[num_rows, GROUPS, STATE_SIZE]``.
-        C: shape and strides like ``B``'s.
-        A: ``[HEADS]``, negative.
-        D: ``[HEADS]``.
-        dt_bias: ``[HEADS]``.
-        state: ``[slots, HEADS, HEAD_SIZE, STATE_SIZE]``, a slot contiguous.
-        sources: int32 ``[num_requests]``, the slot of each request.
-        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
-        out: ``[num_rows, HEADS, HEAD_SIZE]``.
-        kept_key: float32 ``[num_rows, GROUPS, STATE_SIZE]``, contiguous.
-        kept_value: float32 ``[num_rows, HEADS, HEAD_SIZE]``, contiguous.
-        kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
-        x_stride: elements between rows, as are the next three.
-        dt_stride: of dt.
-        b_stride: of B.
-        c_stride: of C.
-        slot_stride: of slots.
-        out_stride: of outputs.
-        source_stride: elements between requests in ``sources``.
-        GROUPS: groups of heads that share B and C.
-        HEADS: heads of the state.
-        STATE_SIZE: columns of a head's state.
-        HEAD_SIZE: rows of a head's state.
-        KEYS: a power of two, at least ``STATE_SIZE``.
-        VALUES: rows of a program, a multiple of 16.
-        LONGEST: the most rows of a request; further ones are left out.
-        COLUMNS: a power of two, at least ``LONGEST``, and 8 or more.
-        RUN: numbers of the state in 16 bytes.
-        ALIGNED: each run begins on 16 bytes in the state, and on a multiple of its size in B and C.
+    Tensors are those of ``step.verify_mamba2``, ``kept_key``, ``kept_value`` and ``kept_decay``
+    those of ``DeltaRows``. Strides are elements between rows, but for ``slot_stride`` between
+    slots, and ``source_stride`` between requests in ``sources``. Constants:
+
+    - ``GROUPS``: groups of heads that share B and C.
+    - ``HEADS``: heads of the state.
+    - ``STATE_SIZE``: columns of a head's state.
+    - ``HEAD_SIZE``: rows of a head's state.
+    - ``KEYS``: a power of two, at least ``STATE_SIZE``.
+    - ``VALUES``: rows of a program, a multiple of 16.
+    - ``LONGEST``: the most rows of a request; further ones are left out.
+    - ``COLUMNS``: a power of two, at least ``LONGEST``, and 8 or more.
+    - ``RUN``: numbers of the state in 16 bytes.
+    - ``ALIGNED``: each run begins on 16 bytes in the state, and on a multiple of its size
+      in B and C.
     """
     parts: tl.constexpr = (HEAD_SIZE + VALUES - 1) // VALUES
     ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16

@@ -127,15 +127,9 @@ def kept(
     Counts out of range clamp by comparison. With ``PATH``, rows are places, and a place is kept if
     the path puts a row there.
 
-    Args:
-        rows: int ``[ROWS]``.
-        live: bool ``[ROWS]``, rows of the window.
-        drafts: bool ``[ROWS]``, draft rows among them.
-        number: int ``[ROWS]``, see ``draft_numbers``.
-        layout: see this file's header.
-        acceptance: see this file's header.
-        ACCEPT: the form of the acceptance, a number of ``Accept``.
-        UNIFORM: all requests are alike.
+    Of ``rows``, int ``[ROWS]``, ``live`` are of the window, and ``drafts`` draft rows among them.
+    ``number`` is from ``draft_numbers``, ``ACCEPT`` a number of ``Accept``; ``UNIFORM``: all
+    requests are alike.
     """
     accepted, columns, placeholder, vocabulary, _, _ = acceptance
     if ACCEPT == MASK:
@@ -169,14 +163,8 @@ def selected(
 ) -> tl.tensor:
     """Return the rows (with ``PATH``: the places) that a launch moves, bool ``[ROWS]``.
 
-    Args:
-        rows: int ``[ROWS]``.
-        live: bool ``[ROWS]``; no other row is selected.
-        layout: see this file's header.
-        acceptance: see this file's header; read for ``KEPT`` and ``REJECTED``.
-        SELECT: a number of ``Select``.
-        ACCEPT: a number of ``Accept``.
-        UNIFORM: all requests are alike.
+    Of ``rows``, int ``[ROWS]``, none is selected that is not ``live``. ``SELECT`` and ``ACCEPT``
+    are numbers of ``Select`` and ``Accept``; the acceptance is read for ``KEPT`` and ``REJECTED``.
     """
     number = draft_numbers(rows, live, layout, UNIFORM)
     chosen = live
@@ -211,18 +199,9 @@ def superseded(
     steps of ``reuse`` until no row of the program has a successor in its request. It ends at once
     if the ring is longer than a request's rows, or if ``reuse`` is 0.
 
-    Args:
-        rows: int ``[ROWS]``.
-        chosen: bool ``[ROWS]``, rows that the launch selects.
-        slot: int64 ``[ROWS]``, their slots.
-        slots: int64 ``[num_rows]``, the slots of the group.
-        reuse: of the group, see ``kvtxn.layers.SlotKind``.
-        num_rows: rows of the window.
-        layout: see this file's header.
-        acceptance: see this file's header.
-        SELECT: a number of ``Select``.
-        ACCEPT: a number of ``Accept``.
-        UNIFORM: all requests are alike.
+    ``slot``, int64 ``[ROWS]``, are the slots of ``rows``, and ``slots``, int64 ``[num_rows]``,
+    those of the whole window, of a group with this ``reuse``, see ``kvtxn.layers.SlotKind``. All
+    else is as for ``selected``.
     """
     owner = owners(rows, chosen, layout, UNIFORM).to(tl.int32)
     alive = (chosen & (slot >= 0)).to(tl.int32) * (reuse > 0).to(tl.int32)

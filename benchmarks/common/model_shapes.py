@@ -48,7 +48,7 @@ class Experts:
 
 @attrs.frozen
 class Shape:
-    """A model's size: a Llama's, a hybrid's, or one with DeepSeek's latent attention.
+    """A model's size: a Llama's, or a hybrid's.
 
     Attributes:
         layers: number of layers.
@@ -57,7 +57,6 @@ class Shape:
         heads: query heads.
         kv_heads: KV heads.
         vocab: number of tokens.
-        latent: width of a latent, without its rotary part; 0 in a Llama.
         states: the recurrent states of a hybrid, whose other layers have attention.
         head_size: width of a head; 0 for that part of ``hidden``.
         feeding: layers that have a feed-forward part alone; 0: each layer has one.
@@ -70,7 +69,6 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
-    latent: int = 0
     states: States | None = None
     head_size: int = 0
     feeding: int = 0
@@ -89,8 +87,6 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a token in a layer's cache, in bf16."""
-        if self.latent:
-            return 2 * (self.latent + ROTARY)
         return 4 * self.kv_heads * self.head
 
     @property
@@ -98,9 +94,6 @@ class Shape:
         """Rows of a Llama on one GPU."""
         return Rows(self.layers, self.kv_heads, self.head, self.heads)
 
-
-#: Width of a head's rotary part, where attention is latent; that of the rest of a head is twice.
-ROTARY: Final = 64
 
 #: By name; shapes from the models' configurations.
 STATES: Final[Mapping[str, States]] = {
@@ -115,9 +108,7 @@ STATES: Final[Mapping[str, States]] = {
 SHAPES: Final[Mapping[str, Shape]] = {
     "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
     "host-bound": Shape(8, 1024, 2816, 16, 8, 32000),
-    "latent-2b": Shape(27, 2048, 10944, 16, 16, 102400, latent=512),
     "tiny": Shape(2, 128, 256, 4, 2, 512),
-    "tiny-latent": Shape(2, 128, 256, 16, 16, 512, latent=512),
     # Its vocabulary is cut, so that dummy weights and logits take less.
     "qwen3.5-9b": Shape(32, 4096, 12288, 16, 4, 32000, states=STATES["qwen3.5-9b"], head_size=256),
     # As many active parameters as Qwen3-Next 80B-A3B, of 64 experts in place of 512.
@@ -172,20 +163,17 @@ class Case:
         requests: requests of the batch.
         drafts: draft rows per request; one settled row comes on top.
         accepted: share of the draft rows that is kept.
-        layers: layers, where not the model's own number.
     """
 
     model: str
     requests: int
     drafts: int
     accepted: float
-    layers: int | None = None
 
     @property
     def shape(self) -> Rows:
-        """The model, with as many layers as the case wants."""
-        model = MODELS[self.model]
-        return model if self.layers is None else attrs.evolve(model, layers=self.layers)
+        """The model."""
+        return MODELS[self.model]
 
     @property
     def rows(self) -> int:

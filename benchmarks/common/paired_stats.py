@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -39,9 +39,6 @@ class Compared:
     high: float
     confidence: float
     rounds: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def order(count: int, turn: int) -> list[int]:
@@ -76,3 +73,14 @@ def compare(values: Sequence[float]) -> Compared:
         confidence=max(0.0, 1 - 2 * tails[cut]),
         rounds=count,
     )
+
+
+def rounded(values: Sequence[float]) -> dict[str, float]:
+    """Compare values as ``compare`` does, for a result file: its fields with four decimals."""
+    return {name: round(value, 4) for name, value in attrs.asdict(compare(values)).items()}
+
+
+def interval(found: Mapping[str, float], decimals: int = 3) -> str:
+    """Show the fields of a ``Compared``: the median, and the interval in brackets."""
+    median, low, high = (f"{found[name]:.{decimals}f}" for name in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"

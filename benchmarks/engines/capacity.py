@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def schedule(args: argparse.Namespace) -> int:
     """Count what vLLM's scheduler does without a model, and print a table."""
-    from ...integrations.vllm_plugin.internals.scheduled import Scheduled
+    from ...integrations.vllm_plugin.internals.measuring import Scheduled
 
     found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}
     model = cut(MODELS[args.model], args.layers)
@@ -140,7 +140,7 @@ def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
 
 def caches_of(shape: Shape, drafts: int) -> Any:
     """Describe a hybrid's caches for vLLM's planning."""
-    from ...integrations.vllm_plugin.internals.scheduled import Layers
+    from ...integrations.vllm_plugin.internals.measuring import Layers
 
     states = shape.states
     assert states is not None

@@ -36,7 +36,6 @@ class Measured:
         digest: a hash of all generated token ids.
         first_token: seconds from arrival to first token, per request.
         per_token: seconds per token after the first, per request with more than one.
-        token_ids: generated token ids per request; empty unless asked for.
     """
 
     seconds: float
@@ -46,7 +45,6 @@ class Measured:
     digest: str
     first_token: Sequence[float]
     per_token: Sequence[float]
-    token_ids: list[list[int]] | None
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
@@ -113,7 +111,6 @@ def repeat(llm: Any, work: Work) -> Measured:
         per_token=[
             (each.last_token_ts - each.first_token_ts) / later for each, later in stats if later
         ],
-        token_ids=ids if work.tokens else None,
     )
 
 
@@ -161,7 +158,7 @@ def _add(
         str(number),
         {"prompt_token_ids": list(prompt)},
         SamplingParams(
-            temperature=work.temperature,
+            temperature=0.0,
             max_tokens=length,
             ignore_eos=True,
             detokenize=False,

@@ -26,7 +26,7 @@ from ..common import machine
 from . import files as vllm_files
 from . import hybrids
 from . import options as vllm_options
-from .audits import AUDITS, complaints
+from .audits import complaints
 from .cell import measure
 from .load import Point, make
 from .models import DRAFTERS, MODELS, Model
@@ -95,7 +95,6 @@ def _measure(
         point,
         text=text,
         drafts=args.drafts,
-        temperature=args.temperature,
         arrivals=args.arrivals or _ARRIVALS,
     )
     return measure(
@@ -143,24 +142,18 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
-    """Make a spec for each stock and audit named, and for each pair of policy and mask mode."""
-    found: list[EngineSpec] = []
-    for policy in args.policies:
-        modes = [None] if policy in ("stock", *AUDITS) else args.mask_modes or [None]
-        for mode in modes:
-            label = policy if mode is None else f"{policy}+{mode}"
-            again = sum(spec.label.partition("#")[0] == label for spec in found)
-            found.append(
-                EngineSpec(
-                    policy=policy,
-                    arguments={**arguments, **_cache(args, policy), **args.engine_args},
-                    settings={} if mode is None else {"acceptance": mode},
-                    environment=_environment(),
-                    timeout=args.timeout,
-                    label=f"{label}#{again + 1}" if again else label,
-                )
-            )
-    return found
+    """Make a spec for each policy named; the same one a second time has another label."""
+    return [
+        EngineSpec(
+            policy=policy,
+            arguments={**arguments, **_cache(args, policy), **args.engine_args},
+            environment=_environment(),
+            timeout=args.timeout,
+            label=f"{policy}#{again + 1}" if again else policy,
+        )
+        for number, policy in enumerate(args.policies)
+        for again in [args.policies[:number].count(policy)]
+    ]
 
 
 def _environment() -> dict[str, str]:
@@ -227,7 +220,7 @@ def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> di
         **model.arguments(folder, length),
         "skip_tokenizer_init": True,
         "max_model_len": length,
-        "max_num_seqs": args.batch or requests,
+        "max_num_seqs": requests,
         "speculative_config": speculation,
         "seed": 0,
         **settings,

@@ -68,17 +68,13 @@ class Work:
         prompts: token ids per request.
         max_tokens: tokens to generate, for each or per request.
         arrivals: seconds after the start at which each request comes; all at once if empty.
-        temperature: 0 is greedy.
         rates: acceptance per draft position from now on; None leaves it.
-        tokens: whether to send the generated ids back.
     """
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int | Sequence[int]
     arrivals: Sequence[float] = ()
-    temperature: float = 0.0
     rates: Sequence[float] | None = None
-    tokens: bool = False
 
     def lengths(self) -> Sequence[int]:
         """Tokens to generate, per request."""
@@ -111,7 +107,6 @@ def make(
     *,
     text: Sequence[int] | int,
     drafts: int,
-    temperature: float,
     arrivals: float,
 ) -> Work:
     """Make the work of a round: the same for every engine, and in every run of the command.
@@ -122,7 +117,6 @@ def make(
         text: token ids to cut prompts from; or the size of a vocabulary, for a random period
             that an n-gram drafter finds again.
         drafts: drafts per request and step.
-        temperature: 0 is greedy.
         arrivals: requests per second, where they arrive over time.
     """
     mixed = SCENARIOS[point.scenario].mixed
@@ -138,7 +132,6 @@ def make(
         prompts=[_prompt(chooser, length, text) for length in lengths],
         max_tokens=answers,
         arrivals=times,
-        temperature=temperature,
         rates=None if point.acceptance is None else positions(point.acceptance, drafts),
     )
 

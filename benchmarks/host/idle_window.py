@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from ... import CapturedRows, LayerRef, TransactionManager, TxnConfig
+from ... import LayerRef, TransactionManager, TxnConfig
 from ...cli import natural, require
-from ...layout import RowLayout
 from ..common import machine
 from ..common.markdown import plain
 
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--captured", action="store_true", help="windows over captured rows")
     parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         measure(args, policy, requests) for policy in args.policies for requests in args.requests
     ]
-    results = {"suite": "host", "layers": args.layers, "captured": args.captured, "rows": rows}
+    results = {"suite": "host", "layers": args.layers, "rows": rows}
     if args.save:
         machine.write(args.save, results)
     if args.json:
@@ -94,8 +92,6 @@ def window_runner(
     config = TxnConfig(policy=policy, backend=args.backend, max_rows=max(rows, 1))  # type: ignore[arg-type]
     manager = TransactionManager(refs, config)
     slots = torch.arange(rows, device=device)
-    if args.captured:
-        return _captured_runner(manager, slots, (args.draft_len,) * requests)
     nothing = torch.zeros(requests, dtype=torch.int64, device=device)
     key = torch.randn(rows, 8, 128, dtype=torch.bfloat16, device=device)
     accepted: Any = nothing if device.type == "cuda" else [0] * requests
@@ -110,34 +106,6 @@ def window_runner(
             w.commit(accepted)
             times.append(time.perf_counter())
         return times
-
-    return once
-
-
-def _captured_runner(
-    manager: TransactionManager, slots: torch.Tensor, draft_len: tuple[int, ...]
-) -> Callable[[], list[float]]:
-    """Make the same over the rows that a captured forward left, where nothing is left to stage."""
-    captured = CapturedRows(check=False)
-    for ref in manager.layers.values():
-        made = (
-            torch.zeros(len(slots), *plane.row_shape, device=slots.device) for plane in ref.planes
-        )
-        captured.stage(ref, *made)
-    rows = captured.rows if manager.policy == "deferred" else None
-    windows = manager.captured_windows(slots[None].clone(), rows)
-    layout = RowLayout.build(draft_len, (0,) * len(draft_len), slots.device)
-    windows.warm_up([layout])
-    windows.slots[0] = slots
-    plan = windows.plan(layout)
-    sampled = torch.ones(len(draft_len), dtype=torch.int32, device=slots.device)
-
-    def once() -> list[float]:
-        times = [time.perf_counter()]
-        w = windows.begin(plan)
-        times += [time.perf_counter()] * 2
-        w.commit_sampled(sampled)
-        return [*times, time.perf_counter()]
 
     return once
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...executor import AttentionArgs
-from ...integrations.vllm_plugin.internals import operators
+from ...integrations.vllm_plugin.internals import measuring
 from ...layers import LayerRef
 from ..common import conformance_gate as gate
 from ..common import machine
@@ -98,7 +98,7 @@ class Pass:
         )
         self.lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
         self._longest = length
-        self._schedule = operators.schedule(
+        self._schedule = measuring.schedule(
             requests,
             case.drafts + 1,
             length,
@@ -122,7 +122,7 @@ class Pass:
         self._one = torch.ones(1, device=device)
 
     def _attend(self, key: Tensor, value: Tensor, table: Tensor) -> None:
-        operators.attend(
+        measuring.attend(
             self.query,
             key,
             value,
@@ -167,7 +167,7 @@ class Pass:
 
     def _write(self, ref: LayerRef, slots: Tensor) -> None:
         key, value = self.window.staged[ref.name].rows
-        operators.write_rows((key, value), _sides(ref), slots, self._one)
+        measuring.write_rows((key, value), _sides(ref), slots, self._one)
 
     def own(self) -> None:
         """Stage and attend layer by layer, then one commit: the calls of a window's user."""

@@ -20,7 +20,7 @@ from ...backends.move_rows.acceptance import acceptance_arg
 from ...backends.move_rows.selection import Select
 from ...backends.triton_executor import TritonExecutor
 from ...integrations.vllm_plugin.gpu.cache_layout import by_rows, keys_and_values, waiting_rows
-from ...integrations.vllm_plugin.internals import operators
+from ...integrations.vllm_plugin.internals import measuring
 from ...layout import RowLayout
 from .timer import COLD_BYTES
 
@@ -212,7 +212,7 @@ class TritonAttn(BackendLoad):
     def __init__(self, case: BackendCase, device: torch.device, layers: int | None = None) -> None:
         heads, kv_heads, size = HEADS
         dtype = "fp8" if case.fp8 else "auto"
-        self.own = operators.attention_of("TRITON_ATTN")(
+        self.own = measuring.attention_of("TRITON_ATTN")(
             heads, size, size**-0.5, kv_heads, None, None, dtype
         )
         super().__init__(case, device, layers)
@@ -308,8 +308,8 @@ class TritonMla(_Latent):
         super().__init__(case, device, layers)
 
     def _make(self) -> Any:
-        own = object.__new__(operators.attention_of("TRITON_MLA"))
-        own._sm_count = operators.num_compute_units()
+        own = object.__new__(measuring.attention_of("TRITON_MLA"))
+        own._sm_count = measuring.num_compute_units()
         return own
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
@@ -326,13 +326,13 @@ class FlashAttnMla(_Latent):
     """FLASH_ATTN_MLA: FlashAttention 3 over latents."""
 
     def _make(self) -> Any:
-        return object.__new__(operators.attention_of("FLASH_ATTN_MLA"))
+        return object.__new__(measuring.attention_of("FLASH_ATTN_MLA"))
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
         """Make vLLM's metadata of the step, with FlashAttention's schedule."""
         heads, width, rotary = LATENT
         rows = self.case.drafts + 1
-        schedule = operators.schedule(
+        schedule = measuring.schedule(
             *(self.case.requests, rows, self.longest, heads, 1, rotary, self.lengths),
             headdim_v=width,
             cu_seqlens_q=self.starts,

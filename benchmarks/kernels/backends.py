@@ -8,7 +8,6 @@ timed before its outputs were compared, with the drafts' own slots overwritten.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ import torch
 from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
-from ..common.paired_stats import compare
+from ..common.paired_stats import interval, rounded
+from .cases import measure_all
 from .timer import samples
 
 if TYPE_CHECKING:
@@ -54,27 +54,20 @@ def run(args: argparse.Namespace) -> int:
         return 2
     from .attention_backends import BackendCase
 
-    found: dict[str, Any] = {"suite": "backends", "rows": [], "left_out": []}
     points = itertools.product(args.backends, (False, True), args.blocks, args.context)
-    for (backend, fp8, block, context), requests in itertools.product(points, args.requests):
-        if fp8 and not BACKENDS[backend]:
-            continue
-        case = BackendCase(backend, requests, context, fp8, block)
-        try:
-            row = measure(case, torch.device("cuda"), args.rounds)
-        except Exception as error:  # earlier measurements are kept
-            found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
-            print(f"{case} is left out: {error!r}"[:600], flush=True)
-        else:
-            found["rows"].append(row)
-            print(line(row), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        if args.save:
-            written = machine.write(args.save, found)
-    if args.save:
-        print(written)
-    return 1 if found["left_out"] else 0
+    cases = (
+        BackendCase(backend, requests, context, fp8, block)
+        for (backend, fp8, block, context), requests in itertools.product(points, args.requests)
+        if BACKENDS[backend] or not fp8
+    )
+    here, found = torch.device("cuda"), {"suite": "backends"}
+    return measure_all(
+        found,
+        cases,
+        lambda case: measure(case, here, args.rounds),
+        lambda row: [line(row)],
+        args.save,
+    )
 
 
 def measure(case: BackendCase, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -103,8 +96,8 @@ def measure(case: BackendCase, device: torch.device, rounds: int) -> dict[str, A
             name: round(value, 2)
             for name, value in {**us, "around": statistics.median(times["around"])}.items()
         },
-        "of_blocks": _ratio(alone),
-        "of_stock": _ratio(steps),
+        "of_blocks": rounded(alone),
+        "of_stock": rounded(steps),
     }
 
 
@@ -119,14 +112,6 @@ def differences(load: BackendLoad) -> int:
     )
 
 
-def _ratio(values: list[float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in attrs.asdict(compare(values)).items()}
-
-
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
-
-
 def line(row: Mapping[str, Any]) -> str:
     """Show one case as a line of text."""
     us = "  ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
@@ -134,7 +119,7 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['backend']} {'fp8' if row['fp8'] else 'bf16'}, blocks of {row['block_size']}, "
         f"{row['requests']} x {row['context']}: {bits}; us per layer: {us}; "
-        f"rows/blocks {_interval(row['of_blocks'])}, a step's {_interval(row['of_stock'])}"
+        f"rows/blocks {interval(row['of_blocks'])}, a step's {interval(row['of_stock'])}"
     )
 
 
@@ -166,7 +151,7 @@ def report(found: Mapping[str, Any]) -> str:
             *(str(row["requests"]), str(row["context"])),
             f"{row['different']} of {row['layers']}",
             *(f"{row['us'][name]:.1f}" for name in ("blocks", "rows", "around")),
-            *(_interval(row["of_blocks"]), _interval(row["of_stock"])),
+            *(interval(row["of_blocks"]), interval(row["of_stock"])),
         ]
         for row in found["rows"]
     ]

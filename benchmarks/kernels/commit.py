@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ...cli import natural
-from ...integrations.vllm_plugin.internals import operators
+from ...integrations.vllm_plugin.internals import measuring
 from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
@@ -43,9 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 16, 64, 128])
     parser.add_argument("--drafts", type=natural, nargs="+", default=[4])
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.0, 0.1, 0.3, 0.7, 1.0])
-    parser.add_argument(
-        "--layers", type=natural, nargs="+", default=[None], help="not the model's own"
-    )
     machine.add_save(parser)
 
 
@@ -57,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
     passed = kit.passed("triton") if args.save else ""
     rows = []
     print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")
-    for point in itertools.product(
-        args.models, args.requests, args.drafts, args.accepted, args.layers
-    ):
+    for point in itertools.product(args.models, args.requests, args.drafts, args.accepted):
         row = measure(Case(*point))
         rows.append(row)
         shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())
@@ -169,10 +164,10 @@ def stock_writes(load: Workload) -> list[Step]:
         for ref in load.refs:
             if ref.is_latent:
                 latent, rotary = window.staged[ref.name].rows[0].split(_LATENT, dim=1)
-                operators.write_latents((latent, rotary), ref.key_cache, window.slots, one)
+                measuring.write_latents((latent, rotary), ref.key_cache, window.slots, one)
                 continue
             key, value = window.staged[ref.name].rows
             caches = ref.key_cache, ref.value_cache
-            operators.write_rows((key, value), caches, window.slots, one)  # type: ignore[arg-type]
+            measuring.write_rows((key, value), caches, window.slots, one)  # type: ignore[arg-type]
 
     return [lambda window=window: step(window) for window in load.windows]  # type: ignore[misc]

@@ -15,11 +15,12 @@ No case is timed before ``exact`` left stock's states, and ``fast`` those of its
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -30,12 +31,13 @@ from ..common import conformance_gate as kit
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import STATES, StateCase
-from ..common.paired_stats import compare
+from ..common.paired_stats import interval, rounded
+from .cases import measure_all
 from .timer import samples as graph_samples
 
 if TYPE_CHECKING:
-    from .state_ops import VerifyOps  # needs Triton, which the command line does not
-    from .state_workload import StateWorkload
+    from .state_workload import StateWorkload  # needs Triton, which the command line does not
+    from .vllm_state_ops import VllmOps
 
 Step = Callable[[], object]
 Samples = Callable[[Mapping[str, Sequence[Step]]], dict[str, list[float]]]
@@ -73,26 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("the benchmark of recurrent states needs a CUDA device")
         return 2
+    if find_spec("vllm") is None:
+        print("the benchmark of recurrent states needs vLLM's own kernels")
+        return 2
     passed = kit.passed("triton", "ReplayConformance", _GATE) if args.save else ""
-    found: dict[str, Any] = {"suite": "recurrent", "gate": passed, "rows": [], "left_out": []}
-    for point in itertools.product(args.models, args.dtypes, args.drafts, args.requests):
-        model, dtype, drafts, requests = point
-        case = StateCase(model, dtype, requests, drafts)
-        try:
-            row = measure(case, torch.device("cuda"))
-        except Exception as error:  # earlier measurements are kept
-            found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
-            print(f"{case} is left out: {error!r}", flush=True)
-        else:
-            found["rows"].append(row)
-            print(*lines(row), sep="\n", flush=True)
-        gc.collect()  # the next case needs the memory of this one
-        torch.cuda.empty_cache()
-        if args.save:
-            written = machine.write(args.save, found)
-    if args.save:
-        print(written)
-    return 1 if found["left_out"] else 0
+    points = itertools.product(args.models, args.dtypes, args.drafts, args.requests)
+    cases = (StateCase(model, dtype, requests, drafts) for model, dtype, drafts, requests in points)
+    measured = partial(measure, device=torch.device("cuda"))
+    return measure_all({"suite": "recurrent", "gate": passed}, cases, measured, lines, args.save)
 
 
 def measure(
@@ -190,7 +180,7 @@ def of_fast(
     }
 
 
-def check_exact(load: StateWorkload, ops: VerifyOps, parts: Sequence[str]) -> None:
+def check_exact(load: StateWorkload, ops: VllmOps, parts: Sequence[str]) -> None:
     """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
 
     Args:
@@ -254,12 +244,11 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    found = compare([a / b for a, b in zip(values, others, strict=True)])
-    return {name: round(value, 4) for name, value in attrs.asdict(found).items()}
+    return rounded([a / b for a, b in zip(values, others, strict=True)])
 
 
 def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+    return interval(found, decimals=2)
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
@@ -293,7 +282,7 @@ def report(found: Mapping[str, Any]) -> str:
             cells += [_interval(kernel["of_stock"])]
             cells += ["-" if time is None else f"{time:.0f}" for time in host]
             rows.append([", ".join([*where[:2], name]), *where[2:], *cells])
-            if kernel["formula_bytes"] and row["requests"] == most:
+            if row["requests"] == most:
                 freed = row["freed_bytes"]
                 parts = [kernel["formula_bytes"], kernel["buffer_bytes"], freed]
                 shown = [f"{part / 2**20:.1f}" for part in parts]

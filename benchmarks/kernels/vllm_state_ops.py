@@ -1,9 +1,13 @@
-"""vLLM's verify operators over recurrent states, and the plug-in's commits by them."""
+"""vLLM's verify operators over recurrent states, and the plug-in's commits by them.
+
+Each one verifies as vLLM does, writing a state per row; and as a window does: without a write, then
+with a commit of one state per request. Both take the same kernel.
+"""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -11,23 +15,23 @@ import torch
 from torch import Tensor
 
 from ...cuda_graphs import GraphCache
-from ...integrations.vllm_plugin.internals import operators as vllm_operators
-from ...integrations.vllm_plugin.internals.commit_graphs import (
+from ...integrations.vllm_plugin.internals import measuring as vllm_operators
+from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
+from ...integrations.vllm_plugin.internals.state_commits import (
     CommitGraphs,
+    StateTables,
+    VerifyStep,
     captures,
     side_streams,
     write_side_by_side,
 )
 from ...integrations.vllm_plugin.internals.state_layers import StateLayer
-from ...integrations.vllm_plugin.internals.state_sizes import bytes_by_formula
-from ...integrations.vllm_plugin.internals.state_tables import VerifyStep
 from ...integrations.vllm_plugin.internals.verified_rows import (
     GatedDeltaRows,
     Mamba2Rows,
     VerifiedRows,
 )
 from ...integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
-from .state_ops import OwnOps, VerifyOps
 from .state_workload import StateWorkload, Step, Turn
 
 #: Most columns of a table that vLLM's fused kernel of gated delta nets takes.
@@ -49,14 +53,68 @@ class _Metadata:
     num_prefills: int = 0
 
 
-class VllmOps(VerifyOps):
-    """A kernel of vLLM, with the plug-in's work around it."""
+class VllmOps(abc.ABC):
+    """The verify step of all layers by one kernel of vLLM, with the plug-in's work around it.
+
+    Args:
+        load: the states and steps.
+
+    Attributes:
+        name: of the kernel.
+        exact: whether the kernel can verify without writing a state; if not, only stock uses it.
+        nbytes: bytes that were allocated for the rows that wait for a commit, and for the tables.
+        formula: the same by formula.
+    """
 
     name = "vLLM's, Triton"
+    exact: bool = True
+    formula: int
     kind: str
     _rows: list[list[Tensor]]
     _kept: list[VerifiedRows]
     _streams: list[torch.cuda.Stream] | None = None
+
+    def __init__(self, load: StateWorkload) -> None:
+        self._load = load
+        self._make_rows()
+        before = load.allocated()
+        self._tables = StateTables.build(1, load.case.requests, load.case.drafts + 1, load.device)
+        self._make_buffers()
+        self.nbytes = load.allocated() - before
+
+    @abc.abstractmethod
+    def _make_rows(self) -> None:
+        """Make the layers, and the rows of all of them."""
+
+    @abc.abstractmethod
+    def _make_buffers(self) -> None:
+        """Make what holds the rows until the commit."""
+
+    @abc.abstractmethod
+    def _launch(self, table: Tensor, column: Tensor) -> None:
+        """Verify; the table and column say which states are read and written."""
+
+    def stock(self, turn: Turn) -> None:
+        """Verify, and write the state after each row."""
+        self._launch(turn.table, turn.before)
+
+    def stage(self, turn: Turn) -> None:
+        """Store the rows for later calls, and set the states that the kernels work on."""
+        self._tables.name_sources(0, turn.table)
+        for kept, parts in zip(self._kept, self._rows, strict=True):
+            kept.keep([part.flatten(1) for part in parts])
+
+    def read(self, turn: Turn) -> None:
+        """Verify without writing a state."""
+        sources = self._tables.sources[0]
+        self._launch(sources, self._tables.whole[: sources.shape[0]])
+
+    def commit(self, turn: Turn) -> None:
+        """Write one state per request: the one after its last kept row, layer after layer."""
+        self._tables.name_commits(turn.sampled, self._load.starts)
+        step = self._step()
+        for kept in self._kept:
+            kept.commit(step)
 
     def _make_layers(self, cls: type[_Layer], **own: Any) -> None:
         """Make stand-ins for vLLM's layers."""
@@ -77,10 +135,6 @@ class VllmOps(VerifyOps):
             for each, state in zip(self._layers, states, strict=True)
         ]
 
-    def _keep(self) -> None:
-        for kept, parts in zip(self._kept, self._rows, strict=True):
-            kept.keep([part.flatten(1) for part in parts])
-
     def _metadata(self) -> dict[str, object] | None:
         """Make what tells the plug-in that another kernel than Triton's verified."""
         return None
@@ -88,11 +142,6 @@ class VllmOps(VerifyOps):
     def _step(self) -> VerifyStep:
         case, starts = self._load.case, self._load.starts
         return VerifyStep(case.requests, case.rows, starts, None, self._metadata())
-
-    def _write(self) -> None:
-        step = self._step()
-        for kept in self._kept:
-            kept.commit(step)
 
     def together(self, turn: Turn) -> None:
         """Commit as a captured commit does, several layers side by side."""
@@ -302,10 +351,8 @@ class MambaOps(VllmOps):
             )
 
 
-def operators(load: StateWorkload) -> list[VerifyOps]:
-    """Make vLLM's operators for the states of a model; without vLLM, a stand-in for them."""
-    if find_spec("vllm") is None:
-        return [OwnOps(load)]
+def operators(load: StateWorkload) -> list[VllmOps]:
+    """Make vLLM's operators for the states of a model."""
     if load.case.shape.kind == "mamba2":
         return [MambaOps(load)]
     return [GatedDeltaOps(load), *([FusedOps(load)] if FusedOps.takes(load) else [])]

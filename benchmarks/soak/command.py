@@ -86,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
         _play(args, engine_args, _Kept(kept, path))
     verdict = judge(kept["pieces"], windows=args.policy != "stock")
     if args.json:
-        said = {"seconds": verdict.seconds, "halves": verdict.halves, "wrong": verdict.wrong}
-        print(json.dumps({**verdict.sums, **said}))
+        print(json.dumps({**verdict.sums, "seconds": verdict.seconds, "wrong": verdict.wrong}))
     else:
         print(verdict)
     return 1 if verdict.wrong else 0

@@ -70,18 +70,18 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 async def _soak(piece: Piece, tell: Tell) -> None:
-    from ...integrations.vllm_plugin.internals import async_engine, workers
+    from ...integrations.vllm_plugin.internals import frontend, workers
 
-    config = async_engine.config_of(piece.engine_args)
-    counts = async_engine.StepCounts()
-    running: Any = async_engine.start(config, counts)
+    config = frontend.async_config(piece.engine_args)
+    counts = frontend.StepCounts()
+    running: Any = frontend.start_async(config, counts)
     try:
-        about = {"vLLM": workers.version(), **async_engine.description(config)}
+        about = {"vLLM": workers.version(), **frontend.engine_description(config)}
         tell({"engine": about})
-        soak = _Soak(running, async_engine.sizes(config), counts, piece)
+        soak = _Soak(running, frontend.engine_sizes(config), counts, piece)
         await soak.run(tell)
     finally:
-        async_engine.stop(running)
+        frontend.stop_async(running)
 
 
 class _Soak:
@@ -151,9 +151,9 @@ class _Soak:
             The blocks that requests can have and that are not free; whether the prefix cache could
             be cleared, which an engine refuses while a block is in use.
         """
-        from ...integrations.vllm_plugin.internals import async_engine
+        from ...integrations.vllm_plugin.internals import frontend
 
-        blocks, client = async_engine.blocks(self._engine), next(iter(self._clients.values()))
+        blocks, client = frontend.usable_blocks(self._engine), next(iter(self._clients.values()))
         missing, cleared = blocks, False
         for _ in range(_PATIENCE):
             await client.ask(client.phrase(4), 2)

@@ -22,9 +22,6 @@ HOST_LIMIT: Final = 64.0
 #: Most percent per hour by which throughput may surely fall.
 FALL_LIMIT: Final = 5.0
 
-#: Most pieces whose changes are listed one by one.
-_LISTED: Final = 8
-
 _MIB: Final = 1 << 20
 _HOUR: Final = 3600.0
 
@@ -119,26 +116,6 @@ def speed_slope(pieces: Sequence[Mapping[str, Any]]) -> Slope:
     return slope(series)
 
 
-def halves(pieces: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return by how many percent each piece's later half is faster than its earlier one.
-
-    Tokens per second of processors, as in ``speeds``. Pieces with less than two samples in each
-    half are left out.
-    """
-    found = []
-    for piece in pieces:
-        samples = [each for each in _late(piece["samples"]) if "cpu" in each]
-        if len(samples) < 5:
-            continue
-        first, middle, last = samples[0], samples[len(samples) // 2], samples[-1]
-        early, late = (
-            (after["tokens"] - before["tokens"]) / (after["cpu"] - before["cpu"])
-            for before, after in ((first, middle), (middle, last))
-        )
-        found.append(100.0 * (late / early - 1.0))
-    return found
-
-
 @attrs.frozen(kw_only=True)
 class Verdict:
     """The result of a soak.
@@ -150,7 +127,6 @@ class Verdict:
         host: growth of the host's memory, MiB per hour; all processes of the engine.
         device: growth of the tensors on the device, MiB per hour.
         change: change of tokens per second of processors, percent per hour.
-        halves: the same from the earlier half of each piece to its later one, percent.
         wrong: sentences; none if all is well.
     """
 
@@ -160,7 +136,6 @@ class Verdict:
     host: Slope
     device: Slope
     change: Slope
-    halves: Sequence[float]
     wrong: Sequence[str]
 
     def __str__(self) -> str:
@@ -220,7 +195,6 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
         sums=sums,
         speed=sum(end["played"] for end in ends) / busy if busy else 0.0,
         **found,
-        halves=halves(pieces),
         wrong=[
             *_ended(pieces),
             *_counted(sums, pieces, windows),
@@ -306,20 +280,12 @@ def _column(verdict: Verdict) -> list[str]:
         *(str(verdict.host), str(verdict.device)),
         f"{verdict.speed:.0f}",
         str(verdict.change),
-        _halves(verdict.halves),
     ]
 
 
 def _cut(sums: Mapping[str, int]) -> str:
     """Return a sentence on the pieces that still ran when the command was ended, if any."""
     return f", {sums['cut']} cut off" if sums["cut"] else ""
-
-
-def _halves(found: Sequence[float]) -> str:
-    """Show each piece's change, or of many pieces the range and the median."""
-    if len(found) > _LISTED:
-        return f"{min(found):+.0f} to {max(found):+.0f}, median {median(found):+.0f}"
-    return ", ".join(f"{each:+.0f}" for each in found) or "-"
 
 
 #: The facts of a column, in their order.
@@ -330,5 +296,4 @@ _ROWS: Final = (
     "texts compared: stock's, parted at near-ties, others",
     *("host, MiB per hour", "device, MiB per hour", "tokens per second"),
     "change of tokens per processor second, % per hour",
-    "from a piece's earlier half to its later one, %",
 )

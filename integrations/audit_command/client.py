@@ -12,8 +12,8 @@ from .prompts import Prompt
 from .workloads import Tokens
 
 if TYPE_CHECKING:
-    from ..vllm_plugin.internals.async_engine import EngineSizes
-    from ..vllm_plugin.internals.protocols.engine import AsyncEngine
+    from ..vllm_plugin.internals.engine_protocols import AsyncEngine
+    from ..vllm_plugin.internals.frontend import EngineSizes
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0
@@ -104,7 +104,7 @@ class EngineClient:
         stop: int | None = None,
     ) -> list[Tokens]:
         """Make a streaming session; see ``Client.talk``."""
-        from ..vllm_plugin.internals import async_engine
+        from ..vllm_plugin.internals import frontend
 
         turns = self.fitted_turns(turns)
         outputs: list[Tokens] = []
@@ -114,7 +114,7 @@ class EngineClient:
         async def inputs() -> AsyncIterator[object]:
             for tokens, most in turns:
                 outputs.append([])
-                yield async_engine.session_input(tokens, _sampling(most, among, stop))
+                yield frontend.session_input(tokens, _sampling(most, among, stop))
                 await ended.wait()
                 ended.clear()
 
@@ -208,13 +208,13 @@ def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = 
     """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
     from vllm import SamplingParams
 
-    from ..vllm_plugin.internals import async_engine
+    from ..vllm_plugin.internals import frontend
 
     return SamplingParams(
         temperature=0.0,
         max_tokens=most,
         ignore_eos=True,
-        output_kind=async_engine.deltas(),
+        output_kind=frontend.deltas(),
         stop_token_ids=None if stop is None else [stop],
         allowed_token_ids=None if among is None else sorted({*among}),
     )

@@ -22,7 +22,7 @@ from .progress import Progress
 from .workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from ..vllm_plugin.internals.async_engine import EngineSizes
+    from ..vllm_plugin.internals.frontend import EngineSizes
 
 #: Settings of a small engine on a CPU, unless the user's own environment has them.
 _DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -139,27 +139,27 @@ def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
 
 
 async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found | Refused:
-    from ..vllm_plugin.internals import async_engine, audited, workers
+    from ..vllm_plugin.internals import audited, frontend, workers
     from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
 
     arguments = dict(job.engine_args)
     try:
-        config = async_engine.config_of(arguments)
-        sizes = async_engine.sizes(config)
-        device = async_engine.description(config)["device"]
+        config = frontend.async_config(arguments)
+        sizes = frontend.engine_sizes(config)
+        device = frontend.engine_description(config)["device"]
         for name in job.workloads:
             arguments |= _needs(name, arguments, sizes, device, job.room)
         if job.workloads:
-            config = async_engine.config_of(arguments)
+            config = frontend.async_config(arguments)
     except Exception as error:  # vLLM's and pydantic's, of any class
         return Refused(f"vLLM refuses these engine arguments: {sentence(error)}")
-    why = async_engine.says_nothing(config)
+    why = frontend.says_nothing(config)
     if why is not None:
         return Refused(f"no workload can be played here: {why}; {_WATCH_IT}")
     why = audited.unwatched(config)
     if why is not None:
         return Refused(f"the ledger cannot watch this engine: {why}")
-    engine = async_engine.start(config)
+    engine = frontend.start_async(config)
     try:
         if not all(c.get("kvtxn_audit_active") for c in await engine.collective_rpc(SNAPSHOT)):
             return Refused("the ledger does not watch this engine; --log-level debug shows why")
@@ -185,7 +185,7 @@ async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found 
         done = client.done
         await client.settle()
         return Found(
-            engine={"vLLM": workers.version(), **async_engine.description(config)},
+            engine={"vLLM": workers.version(), **frontend.engine_description(config)},
             counters=list(await engine.collective_rpc(SNAPSHOT)),
             recordings=[_named(r) for r in await engine.collective_rpc(RECORDING) if r],
             requests=done if interrupted else client.made,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
+
+#: The life of every slot, as ``Ledger.recording`` returns it.
+Recording: TypeAlias = Mapping[str, Any]
+#: A run of neighbouring slots with the same life, its fields by name; see ``read_runs``.
+Run: TypeAlias = Mapping[str, Any]
 
 _CELL, _LEFT, _TOP = 30, 74, 44
 _CROSS: Final = "\u00d7"
@@ -47,7 +52,7 @@ class Excerpt:
     fresh: set[tuple[int, int]]
 
 
-def excerpt(recording: Mapping[str, Any], *, restores: bool, steps: int = 7) -> Excerpt:
+def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
     """Choose the steps of one request that show most: drafts kept and rejected, in few slots.
 
     Args:
@@ -58,7 +63,7 @@ def excerpt(recording: Mapping[str, Any], *, restores: bool, steps: int = 7) -> 
     Raises:
         ValueError: no request has such steps with drafts.
     """
-    by_request: dict[int, list[dict[str, Any]]] = {}
+    by_request: dict[int, list[Run]] = {}
     for run in read_runs(recording):
         if run["what"] in _STATES and run["group"] == 0:
             by_request.setdefault(run["request"], []).append(run)
@@ -72,11 +77,11 @@ def excerpt(recording: Mapping[str, Any], *, restores: bool, steps: int = 7) -> 
     return _cut(_between(by_request[request], first, steps), first, steps, restores)
 
 
-def _between(runs: Sequence[Mapping[str, Any]], first: int, steps: int) -> list[Mapping[str, Any]]:
+def _between(runs: Sequence[Run], first: int, steps: int) -> list[Run]:
     return [run for run in runs if first <= run["time"] // 2 < first + steps]
 
 
-def _worth(runs: Sequence[Mapping[str, Any]]) -> float:
+def _worth(runs: Sequence[Run]) -> float:
     """Rate an excerpt: drafts of both ends count most, and more than 14 slots count against it."""
     kept: int
     lost: int
@@ -87,23 +92,23 @@ def _worth(runs: Sequence[Mapping[str, Any]]) -> float:
     return min(kept, lost) + 0.1 * (kept + lost) - max(0, tall - 14)
 
 
-def read_runs(recording: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_runs(recording: Recording) -> list[Run]:
     """Return the runs of a recording as dicts; ``what`` is the name of the happening."""
     fields, flat = recording["run_fields"], recording["runs"]
     width, names = len(fields), recording["happenings"]
-    found = []
+    found: list[Run] = []
     for begin in range(0, len(flat), width):
         run = dict(zip(fields, flat[begin : begin + width], strict=True))
         found.append({**run, "what": names[run["happening"]]})
     return found
 
 
-def slots_of(run: Mapping[str, Any]) -> range:
+def slots_of(run: Run) -> range:
     """Return the slots of a run."""
     return range(run["slot"], run["slot"] + run["count"])
 
 
-def _cut(runs: Sequence[Mapping[str, Any]], first: int, steps: int, restores: bool) -> Excerpt:
+def _cut(runs: Sequence[Run], first: int, steps: int, restores: bool) -> Excerpt:
     cells: dict[tuple[int, int], str] = {}
     fresh, positions = set(), dict[int, int]()
     for run in runs:

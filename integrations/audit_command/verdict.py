@@ -5,12 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 
 from ...audit.digest import EMBEDDED
 from ...audit.violation import DIFFERENCES, VERBS
+
+#: The fields of a ``Violation``, as its ``as_dict`` returns them.
+Told: TypeAlias = Mapping[str, Any]
 
 #: Columns of the page.
 WIDTH: Final = 100
@@ -94,7 +97,7 @@ class Verdict:
 
 def judge(
     counters: Sequence[Mapping[str, float]],
-    violations: Sequence[Mapping[str, Any]],
+    violations: Sequence[Told],
     requests: int,
     failed: int = 0,
     *,
@@ -202,7 +205,7 @@ def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
     ]
 
 
-def tell(violation: Mapping[str, Any]) -> str:
+def tell(violation: Told) -> str:
     """Describe one violation: the request that read, the row, and who wrote it."""
     request, found = violation["request"] or "a request", violation["found"]
     begin = f"In step {violation['step']} {request}"
@@ -233,7 +236,7 @@ def tell(violation: Mapping[str, Any]) -> str:
     return f"{said}; {_written(violation)}{_differs(violation)}{_AFTER_THAT.get(found, '')}."
 
 
-def _written(violation: Mapping[str, Any]) -> str:
+def _written(violation: Told) -> str:
     """Describe the write of a row: by which request, in which step, and for which tokens."""
     writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
@@ -250,7 +253,7 @@ def _written(violation: Mapping[str, Any]) -> str:
     return said
 
 
-def _differs(violation: Mapping[str, Any]) -> str:
+def _differs(violation: Told) -> str:
     """Describe the difference, if positions and tokens do not show it."""
     differs = violation["differs"]
     return "" if differs in (None, "position", "tokens") else f", {DIFFERENCES[differs]}"
@@ -262,7 +265,7 @@ def _in_text(tokens: Sequence[int]) -> str:
     return f"...[{' '.join(words)}]"
 
 
-def _place(violation: Mapping[str, Any]) -> str:
+def _place(violation: Told) -> str:
     """Return the name of the place that a violation is about."""
     group, slot = violation["group"] or "the cache", violation["slot"]
     if slot is None:

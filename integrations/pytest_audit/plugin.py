@@ -7,6 +7,7 @@ in which it was found. Without the option the plug-in does nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -32,10 +33,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvtxn-audit",
         nargs="?",
         const=_AUDITS[0],
-        choices=_AUDITS,
+        type=_audit,
+        metavar="ledger|bytes",
         help="audit the KV cache of every vLLM engine that a test starts; a test in which a wrong "
         "row is read fails. 'ledger' (the default) compares what rows were computed for, 'bytes' "
         "their content as well",
+    )
+
+
+def _audit(given: str) -> str:
+    """Return the audit that the option names; pytest takes a path that follows it for its value."""
+    if given in _AUDITS:
+        return given
+    raise argparse.ArgumentTypeError(
+        f"{given!r} is no audit: write --kvtxn-audit=ledger or --kvtxn-audit=bytes before a path"
     )
 
 
@@ -109,7 +120,7 @@ class AuditedEngines:
 
     def _found(self) -> str:
         """Return what audits found since the last call; empty if nothing."""
-        module = sys.modules.get("kvtxn.integrations.vllm_plugin.metrics.snapshots")
+        module = sys.modules.get("kvtxn.integrations.vllm_plugin.metrics")
         if module is not None:  # workers look at their last step when they are asked
             module.ask_running_engines()
         found = self._take()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...captured.window import CapturedWindow
+from ...captured_window import CapturedWindow
 
 
 class NotedStep(Protocol):

@@ -10,24 +10,24 @@ error surfaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from ...captured.shared import StepPlan
-from ...captured.window import CapturedWindow
+from ...captured_shared import StepPlan
+from ...captured_window import CapturedWindow
 from ...errors import IncompleteWindowError
 from ...layers import LayerRef
-from ...layout import RowLayout
+from ...layout import RowLayout, to_device
 from ...log import DEBUG, shows
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
 from .beside import Beside, NotedStep, failing, forget
-from .step_batches import check_settings, rows_of_window
+from .step_batches import Array, check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8
@@ -135,7 +135,12 @@ class GraphSteps:
     # -- a step ---------------------------------------------------------------------
 
     def begin(
-        self, drafts: Any, lengths: Any, prefilling: Any, replayed: bool = False, alike: int = 0
+        self,
+        drafts: Array | None,
+        lengths: Array,
+        prefilling: Array,
+        replayed: bool = False,
+        alike: int = 0,
     ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
@@ -201,7 +206,7 @@ class GraphSteps:
             self._failed("begin", error)
             self.windows.mark(None)  # if this fails too, rows would be lost: let it out
 
-    def _classify(self, drafts: Any, lengths: Any, prefilling: Any) -> StepPlan | str | None:
+    def _classify(self, drafts: Array, lengths: Array, prefilling: Array) -> StepPlan | str | None:
         """Return a batch's plan, or the reason why the batch has no window; None without drafts.
 
         Raises:
@@ -376,3 +381,98 @@ class GraphSteps:
     def _start_rest(self) -> None:
         self._recurring = 0
         self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)
+
+
+class PackedGraphSteps(GraphSteps):
+    """The windows of a model runner whose requests with drafts may lie anywhere in a batch.
+
+    The V1 model runner keeps requests where they were when others leave, so requests with drafts do
+    not lead the batch, and its slots lie in one buffer per KV-cache group. Before each forward the
+    slots of the rows that matter are copied together; from there on it is a step like any other.
+    Under ``deferred`` the fixed tensors mark drafts among the batch's first rows. So a window
+    begins with the batch's first request and ends with the last one that has drafts, and requests
+    between them that have none take part with all their rows settled. A step is bypassed if one of
+    those has more rows than a request with drafts may have: as many as a part of its prompt.
+
+    Args:
+        manager: over the target's layers, in the order of the groups.
+        query_len: most rows that a request with drafts has.
+        vocab_size: sampled ids at or above it do not count as tokens.
+        rows: where draft rows wait, see ``CapturedWindows``.
+    """
+
+    among_others = True
+
+    def __init__(
+        self,
+        manager: TransactionManager,
+        query_len: int,
+        vocab_size: int,
+        rows: LayerRows | None = None,
+    ) -> None:
+        shape = (len(manager.groups), manager.config.max_rows)
+        slots = torch.full(shape, -1, dtype=torch.int64, device=manager.device)
+        super().__init__(manager, slots, query_len, rows)
+        self._vocab_size = vocab_size
+        self._requests: Tensor | None = None
+        self._index = lru_cache(maxsize=512)(
+            lambda places: to_device(places, manager.device, torch.int64)
+        )
+
+    def begin_among(
+        self, drafts: Array | None, lengths: Array, prefilling: Array, slots: Sequence[Tensor]
+    ) -> None:
+        """Plan the forward that comes next.
+
+        Args:
+            drafts: numpy int ``[num_requests]``, draft rows of each request; None without drafts.
+            lengths: numpy int ``[num_requests]``, rows of each request, drafts included.
+            prefilling: numpy bool ``[num_requests]``, True for requests still at their prompt.
+            slots: int64 ``[num_tokens or more]`` for each group, on the device, filled.
+        """
+        if self.window is not None:
+            self.abandon()  # in its own slots, which are filled anew below
+        self._requests = None
+        if drafts is None or not (which := drafts.nonzero()[0].tolist()):
+            self.begin(None, lengths, prefilling)
+            return
+        try:
+            if self.deferred or which[-1] == len(which) - 1:
+                self._copy(slots, int(lengths[: which[-1] + 1].sum()))
+            else:
+                self._gather(slots, which, lengths)
+                drafts, lengths, prefilling = (
+                    part[which] for part in (drafts, lengths, prefilling)
+                )
+        except Exception as error:
+            self._failed("begin", error)
+            drafts = None
+        self.begin(drafts, lengths, prefilling)
+
+    def _copy(self, slots: Sequence[Tensor], count: int) -> None:
+        if count <= self._slots.shape[1]:  # else the step has no window
+            for line, source in zip(self._slots, slots, strict=True):
+                line[:count].copy_(source[:count])
+
+    def _gather(self, slots: Sequence[Tensor], which: list[int], lengths: Array) -> None:
+        ends = lengths.cumsum().tolist()
+        rows = tuple(row for r in which for row in range(ends[r] - int(lengths[r]), ends[r]))
+        if len(rows) > self._slots.shape[1]:
+            return
+        index = self._index(rows)
+        for line, source in zip(self._slots, slots, strict=True):
+            torch.index_select(source, 0, index, out=line[: len(rows)])
+        self._requests = self._index(tuple(which))
+
+    def commit_ids(self, ids: Tensor) -> None:
+        """Make the accepted rows durable.
+
+        Args:
+            ids: int ``[num_requests, n]`` of the batch, on the device: sampled token ids, -1
+                where there is none.
+        """
+        if self.window is None:
+            return
+        if self._requests is not None:
+            ids = ids.index_select(0, self._requests)
+        self.commit(((ids >= 0) & (ids < self._vocab_size)).sum(1, dtype=torch.int32))

@@ -40,7 +40,6 @@ write.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import attrs
 import torch
@@ -49,6 +48,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...manager import TransactionManager
 from .graph_steps import GraphSteps
+from .step_batches import Array
 
 
 @attrs.define(eq=False)
@@ -128,7 +128,7 @@ class PipelineSteps:
 
     # -- the beginning of a step: an earlier one's acceptance -----------------------------
 
-    def advance(self, batch: object, freed: Any) -> None:
+    def advance(self, batch: object, freed: Array | None) -> None:
         """Begin a step; the one whose acceptance comes now is committed next.
 
         Args:
@@ -146,6 +146,7 @@ class PipelineSteps:
             self._leave(due.lane)
             return
         self._due = due
+        assert freed is not None  # a batch comes
         if freed.any():
             self._forget(due.lane, freed)
 
@@ -166,7 +167,7 @@ class PipelineSteps:
         if due is not None:
             self._leave(due.lane)
 
-    def _forget(self, lane: GraphSteps, freed: Any) -> None:
+    def _forget(self, lane: GraphSteps, freed: Array) -> None:
         """Take the rows of freed requests out of a lane's window."""
         window = lane.window
         if window is None:
@@ -183,7 +184,7 @@ class PipelineSteps:
 
     # -- the step itself --------------------------------------------------------------------
 
-    def begin(self, drafts: Any, lengths: Any, prefilling: Any, batch: object) -> None:
+    def begin(self, drafts: Array | None, lengths: Array, prefilling: Array, batch: object) -> None:
         """Begin the window of the forward that comes next; its slots are in place.
 
         Args:

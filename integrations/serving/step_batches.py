@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+from numpy.typing import NDArray
 
 from ...config import TxnConfig
 from ...errors import ConfigError, SlotMappingError
+
+#: A numpy array of a batch's requests; its dtype is where it is a parameter.
+Array: TypeAlias = NDArray[Any]
 
 #: Settings that decide nothing where drafts wait in fixed tensors and their counts come from the
 #: sampler, and what the steps do instead.
@@ -34,7 +39,13 @@ def check_settings(config: TxnConfig) -> None:
 
 
 def rows_of_window(
-    drafts: Any, lengths: Any, prefilling: Any, query_len: int, max_rows: int, *, among_others: bool
+    drafts: Array,
+    lengths: Array,
+    prefilling: Array,
+    query_len: int,
+    max_rows: int,
+    *,
+    among_others: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | str | None:
     """Return the draft and settled rows of each request of a batch's window.
 

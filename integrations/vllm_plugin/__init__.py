@@ -6,15 +6,15 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.report import audit_report
-    from .metrics.snapshots import last_snapshots, snapshots
+    from .audit.violations import audit_report
+    from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
-            "audit_report": ".audit.report",
-            "last_snapshots": ".metrics.snapshots",
-            "snapshots": ".metrics.snapshots",
+            "audit_report": ".audit.violations",
+            "last_snapshots": ".metrics",
+            "snapshots": ".metrics",
         },
     )
 

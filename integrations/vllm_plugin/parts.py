@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..serving.parts import Part, Parts
-from .internals import Foreign, audited, audited_v2, batches, state_layers
+from .internals import Foreign, audited, batches, state_layers
 from .policy.engine import EngineFacts
 from .policy.settings import PluginSettings
 from .seam.hooked_runner import hook_runner, is_hooked
@@ -58,7 +58,7 @@ def _methods(
     """Return the methods that a runner must have for its parts, see ``check_methods``."""
     rows, watched = batches.V1_METHODS, audited.AUDITED_METHODS
     if facts.runner == "v2":
-        rows, watched = batches.V2_METHODS, audited_v2.AUDITED_METHODS
+        rows, watched = batches.V2_METHODS, audited.AUDITED_V2_METHODS
     elif facts.device != "cpu":
         rows = batches.V1_GPU_METHODS
     found = {**(rows if windows else {}), **(watched if audit else {})}

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import shown
 from . import asked_by_tests as tests
 from .internals import Foreign, frontend, scheduling, workers
 from .internals.workers import RECORDING, REPORT, SNAPSHOT
-from .policy.asked import (
-    STOPS_THE_START,
-    RequiredError,
-    is_asked,
-    wants,
-)
+from .policy import STOPS_THE_START, RequiredError, is_asked, wants
+
+if TYPE_CHECKING:
+    from .internals.engine_protocols import Scheduler, VllmEngine, WorkerWrapper
 
 __all__ = ["register", "unregister"]
 
@@ -63,13 +61,13 @@ def unregister() -> None:
         _undo.pop()()
 
 
-def _answer(name: str) -> Callable[[Foreign], Any]:
+def _answer(name: str) -> Callable[[WorkerWrapper], object]:
     """Return the method of this name that workers get; it is given the worker's wrapper."""
 
-    def answer(wrapper: Foreign) -> Any:
-        from . import answers
+    def answer(wrapper: WorkerWrapper) -> object:
+        from . import metrics
 
-        return answers.answer(name, wrapper)
+        return metrics.answer(name, wrapper)
 
     return answer
 
@@ -97,17 +95,17 @@ def _before_engine(config: Foreign) -> None:
             starting.check_settings(config, asked)
 
 
-def _after_engine(engine: Foreign) -> None:
+def _after_engine(engine: VllmEngine) -> None:
     """Publish or keep the counters of an engine that asks for kvtxn."""
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if _asked(lambda: frontend.config_of(engine), event) is not None:
         with _or_stock(event, effect):
-            from .metrics import snapshots
+            from . import metrics
 
-            snapshots.on_engine(engine)
+            metrics.on_engine(engine)
 
 
-def _on_worker(wrapper: Foreign) -> None:
+def _on_worker(wrapper: WorkerWrapper) -> None:
     """Attach to the model runner of a worker whose engine asks for kvtxn.
 
     Raises:
@@ -122,7 +120,7 @@ def _on_worker(wrapper: Foreign) -> None:
             starting.on_worker(wrapper, asked)
 
 
-def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
+def _on_scheduler(scheduler: Scheduler, config: Foreign) -> None:
     """Let kvtxn into the scheduler of an engine that asks for it.
 
     Raises:
@@ -136,7 +134,7 @@ def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
             starting.on_scheduler(scheduler, config, asked)
 
 
-def _asked(config_of: Callable[[], Foreign], event: str) -> Mapping[str, Any] | None:
+def _asked(config_of: Callable[[], Foreign], event: str) -> Mapping[str, object] | None:
     """Return an engine's ``additional_config`` if it asks for kvtxn.
 
     Args:
@@ -156,7 +154,7 @@ def _asked(config_of: Callable[[], Foreign], event: str) -> Mapping[str, Any] | 
 
 
 @contextmanager
-def _or_stock(event: str, effect: str, asked: Mapping[str, Any] | None = None) -> Iterator[None]:
+def _or_stock(event: str, effect: str, asked: Mapping[str, object] | None = None) -> Iterator[None]:
     """Log an exception of kvtxn's own, and let the engine start without what it was for.
 
     Args:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
 from . import self_test
-from .internals import Foreign
-from .metrics.snapshots import unhook_clients
-from .policy import supported
-from .policy.asked import STOPS_THE_START, wants
-from .policy.doctor.moved import hook_gone
+from .internals.engine_protocols import Scheduler, VllmConfig, WorkerWrapper
+from .metrics import unhook_clients
+from .policy import STOPS_THE_START, supported, wants
+from .policy.doctor import hook_gone
 from .policy.engine import EngineFacts
-from .policy.release_rules import on_trial
-from .policy.rules import decide
+from .policy.rules import decide, on_trial
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
+    HookedRunner,
     is_hooked,
     show_log,
     stay_out,
@@ -39,9 +38,9 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 
 #: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
+    "FLASH_ATTN": f"{_GPU}.window_backends.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.window_backends.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.window_backends.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 
@@ -51,16 +50,16 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import containing
+    from .audit import violations
 
     unhook_runners()
     unhook_clients()
-    containing.unhook_schedulers()
+    violations.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
 
-def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
+def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Contain what the audit finds, if the user asks for it.
 
     Args:
@@ -71,17 +70,17 @@ def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) 
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import containing
+    from .audit import violations
     from .internals import audited
 
     if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        containing.attach(scheduler, config, required=wants(asked, "required", True))
+        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
-def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
+def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Check the user's settings before any worker starts.
 
     Args:
@@ -93,7 +92,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
             it out; it stops the start, in the user's own process.
     """
     from .internals import config as engine_config
-    from .policy.doctor.fitting import check_fit
+    from .policy.doctor import check_fit
 
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
@@ -109,7 +108,7 @@ def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
     _audited(config, wanted, 0)
 
 
-def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
+def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
 
     Args:
@@ -121,10 +120,10 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             it; it stops vLLM's start.
     """
     from . import parts
-    from .audit import memory
+    from .audit import runner_watch
     from .internals import config as engine_config
     from .internals import workers
-    from .policy.doctor.fitting import bounded, check_fit
+    from .policy.doctor import bounded, check_fit
 
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())
@@ -148,7 +147,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
             return
         parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
         if facts.device != "cpu":
-            memory.reserve(wrapper, wanted)
+            runner_watch.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
@@ -159,7 +158,7 @@ def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
         stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
 
 
-def _leave_stock(runner: Foreign) -> None:
+def _leave_stock(runner: HookedRunner) -> None:
     """Take away from a runner what was hooked before an error; what cannot be undone is logged."""
     try:
         unhook_runner(runner)
@@ -167,14 +166,14 @@ def _leave_stock(runner: Foreign) -> None:
         log.warning("kvtxn.not_unhooked", why=repr(error), effect="some hooks stay, idle")
 
 
-def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettings:
+def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
     """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
 
     Raises:
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.containing import say_logged_alone
+    from .audit.violations import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
@@ -192,7 +191,7 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
 
 
 def _attach(
-    wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
+    wrapper: WorkerWrapper, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
     from . import parts
@@ -209,11 +208,11 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .audit import memory
+    from .audit import runner_watch
     from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    memory.reserve(wrapper, wanted)
+    runner_watch.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
 
@@ -232,22 +231,22 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
             )
 
 
-def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
+def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
     """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
 
     Let it sleep then, too.
     """
-    from . import answers
+    from . import metrics
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
         runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
-        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
+        runner.kvtxn_unhook.callback(metrics.let_sleep(wrapper))
 
 
-def _warmed_up(runner: Foreign, version: str) -> None:
+def _warmed_up(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
 
     Windows and steps before this point were vLLM's warm-up.
@@ -269,7 +268,7 @@ def _warmed_up(runner: Foreign, version: str) -> None:
         stay_out(repr(error), rank, required=required, error=error)
 
 
-def _begin(runner: Foreign, version: str) -> None:
+def _begin(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch."""
     if getattr(runner, "kvtxn_on_trial", False):
         self_test.decide_by_test(runner, version)
@@ -279,7 +278,7 @@ def _begin(runner: Foreign, version: str) -> None:
         runner.kvtxn_audit.begin()
 
 
-def _most_rows(config: Foreign, facts: EngineFacts) -> int:
+def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:
     """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
     from .internals import config as engine_config
 

@@ -8,14 +8,14 @@
 
 ``StateSlots`` holds the slots for requests whose states are kept at a block boundary.
 
-``recurrence`` defines the interface of a description; ``rank_one`` has the arithmetic that gated
-delta net and Mamba-2 share; ``replay`` is the reference for the commit.
+``kvtxn.recurrence`` defines the interface of a description, ``kvtxn.replay`` is the reference for
+the commit; ``rank_one`` has the arithmetic that gated delta net and Mamba-2 share.
 """
 
+from ..recurrence import Recurrence, RowPart
+from ..state_slots import StateSlots
 from .gated_delta import GatedDelta
 from .mamba2 import Mamba2
-from .recurrence import Recurrence, RowPart
 from .short_conv import ShortConv
-from .state_slots import StateSlots
 
 __all__ = ["GatedDelta", "Mamba2", "Recurrence", "RowPart", "ShortConv", "StateSlots"]

@@ -15,8 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .rank_one import RankOne, take_in
-from .recurrence import (
+from ..recurrence import (
     FLOATS,
     RowPart,
     by_request,
@@ -26,6 +25,7 @@ from .recurrence import (
     positive,
     states_of,
 )
+from .rank_one import RankOne, take_in
 
 #: Added to the sum of squares before a key or query is normalised.
 _NORM_EPSILON: Final = 1e-6

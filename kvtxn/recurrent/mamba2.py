@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayerError
-from .rank_one import RankOne, take_in
-from .recurrence import (
+from ..recurrence import (
     FLOATS,
     RowPart,
     by_request,
@@ -24,6 +23,7 @@ from .recurrence import (
     positive,
     states_of,
 )
+from .rank_one import RankOne, take_in
 
 
 def _per_head(recurrence: object, attribute: attrs.Attribute[Tensor], value: object) -> None:

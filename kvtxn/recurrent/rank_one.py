@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .recurrence import Recurrence, RowPart
+from ..recurrence import Recurrence, RowPart
 
 
 def take_in(state: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:

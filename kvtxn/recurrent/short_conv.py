@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayerError
-from .recurrence import (
+from ..recurrence import (
     FLOATS,
     Recurrence,
     RowPart,

@@ -87,11 +87,21 @@ class Batch:
                 taken[request].append(row)
         return taken
 
-    def count(self, kept: Sequence[bool], groups: Sequence[str]) -> tuple[int, int]:
-        """Count drafts staged and committed, once per row that has a slot in any of ``groups``."""
+    def count(
+        self, kept: Sequence[bool] | None = None, groups: Sequence[str] | None = None
+    ) -> tuple[int, int, int]:
+        """Count draft rows staged, committed and rejected, once per row with a slot in any group.
+
+        Args:
+            kept: the rows that a commit keeps; None is an abort.
+            groups: the groups that count; None is all.
+        """
+        groups = list(self.slots) if groups is None else groups
         real = [any(self.slots[g][row] != -1 for g in groups) for row in range(self.num_rows)]
-        staged = [draft and there for draft, there in zip(self.drafts, real, strict=True)]
-        return sum(staged), sum(map(all, zip(staged, kept, strict=True)))
+        drafts = [draft and there for draft, there in zip(self.drafts, real, strict=True)]
+        staged, committed = sum(drafts), sum(map(all, zip(drafts, kept or drafts, strict=True)))
+        committed = 0 if kept is None else committed
+        return staged, committed, staged - committed
 
 
 def make_batch(

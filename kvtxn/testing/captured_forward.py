@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..captured.rows import CapturedRows
-from ..captured.window import CapturedWindow
-from ..captured.windows import CapturedWindows
+from ..captured_rows import CapturedRows
+from ..captured_window import CapturedWindow
+from ..captured_windows import CapturedWindows
 from ..formats import words
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout
@@ -25,6 +25,10 @@ PLACES: Final = ("own", "given")
 
 #: The storage in which the forward's own tensors hold the rows, through ``CapturedRows``.
 HELD: Final = "held"
+
+#: A step of three requests, and the drafts accepted of each.
+SHAPE: Final = ((1, 2, 1), (3, 0, 4))
+COUNTS: Final = (2, 0, 1)
 
 #: Settled and draft rows of each request.
 Shape = tuple[Sequence[int], Sequence[int]]
@@ -227,6 +231,11 @@ class CapturedForward:
         window.commit_sampled(self.sampled(counts))
         self._rig.expect_committed(batch, batch.kept(counts))
         return window
+
+    def next_step(self) -> None:
+        """Run a step of three requests after one that ended in another way, and compare."""
+        self.step(self._rig.batch(SHAPE), COUNTS)
+        self._rig.check("the step after it")
 
 
 def exact_steps(rig: Rig, forward: CapturedForward, shape: Shape) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import attrs
 from torch import Tensor
 
-from ..captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
+from ..captured_launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
 from ..executor import AttentionArgs, Executor, StagedLayer, Txn
 from ..layout import RowLayout
 from ..row_io import LayerRows

@@ -35,7 +35,6 @@ class Honesty(KitBase):
         assert isinstance(kit.executor.name, str)
         assert kit.executor.name
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_policies(self, kit: Kit, policy: str) -> None:
         """A declared policy runs; another one is refused by name, and does not work either."""
         if policy in kit.capabilities.policies:
@@ -84,12 +83,11 @@ class Honesty(KitBase):
         assert not later, f"{kit.name} declares an atomic commit, but went on with {later[0]}"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_capture(self, kit: Kit, policy: str) -> None:
+    def test_capture(self, kit: Kit, rig: Rig) -> None:
         """A commit that is declared not to be capturable is not."""
         kit.need_cuda()
         if kit.capabilities.capturable:
             pytest.skip("capture is declared; promise 6 tests it")
-        rig = kit.rig(policy)
         assert not works(lambda: replayed_commit(rig)), (
             f"{kit.name} declares that commit cannot be captured, and it can"
         )
@@ -150,13 +148,7 @@ def commit_two(rig: Rig) -> None:
     """Run two windows, compared before and after commit; raise if the policy is not kept."""
     for counts in ([2, 0], [1, 2]):
         batch = rig.batch()
-        with rig.open(batch) as window:
-            rig.stage(window, batch)
-            rig.expect_staged(batch)
-            rig.check("staged")
-            window.commit(rig.accepted(counts))
-        rig.expect_committed(batch, batch.kept(counts))
-        rig.check("committed")
+        rig.commit(batch, counts, "committed", check_staged=True)
 
 
 def _commit_branch(rig: Rig) -> None:

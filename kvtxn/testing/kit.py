@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Final, TypeVar
+from contextlib import ExitStack
+from typing import Any, Final
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from .. import registry
 from ..executor import Capabilities, Executor
 from .faults import Faults, faulty
 from .rig import VARIED, AnySpec, Backend, Rig, registered
-
-T = TypeVar("T")
 
 #: Every policy; a test skips policies that the backend does not declare.
 POLICIES: Final = ("deferred", "undo", "direct")
@@ -78,14 +76,22 @@ class Kit:
         executor = faulty(self.executor)
         return self.rig(policy, specs, executor=executor, **config), executor.faults
 
-    def enter(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context that ends with the test."""
-        return self._stack.enter_context(context)
-
     def need_cuda(self) -> None:
         """Skip the test unless it runs on a CUDA device."""
         if self.device.type != "cuda":
             pytest.skip(f"a CUDA device is needed; {self.device} has no streams to wait for")
+
+    def need_no_host_sync(self) -> None:
+        """Skip the test unless the executor promises, on a CUDA device, that nothing waits."""
+        self.need_cuda()
+        if not self.capabilities.no_host_sync:
+            pytest.skip(f"{self.name} declares that it waits for the device")
+
+    def need_capture(self) -> None:
+        """Skip the test unless the executor's commit can be captured, on a CUDA device."""
+        self.need_cuda()
+        if not self.capabilities.capturable:
+            pytest.skip(f"{self.name} declares that commit cannot be captured")
 
     def need_attention(self) -> None:
         """Skip the test for executors that declare no attention."""
@@ -113,6 +119,17 @@ class KitBase:
     def device(self) -> str:
         """Supply the device to test on."""
         return "cpu"
+
+    @pytest.fixture(params=POLICIES)
+    def policy(self, request: pytest.FixtureRequest) -> str:
+        """Supply each policy in turn, to tests that are not for some of them alone."""
+        policy: str = request.param
+        return policy
+
+    @pytest.fixture
+    def rig(self, kit: Kit, policy: str) -> Rig:
+        """Make a rig over layers of different kinds, for tests that want nothing else of it."""
+        return kit.rig(policy)
 
     @pytest.fixture
     def attention_tolerance(self) -> float:

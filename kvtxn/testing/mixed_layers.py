@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from .caches import LayerSpec
+from .captured_forward import CapturedForward
 from .faults import Faults
 from .kit import Kit, KitBase
 from .number_formats import FORMATS
@@ -113,3 +114,13 @@ class MixedKit(KitBase):
             return specs if request.param == "rows" else specs_for(kit, policy, specs)
 
         return layers
+
+    @pytest.fixture
+    def mixed(self, kit: Kit, policy: str, layers: Layers) -> Rig:
+        """Make a rig over the layers of one name in ``LAYERS``."""
+        return kit.rig(policy, layers(policy))
+
+    @pytest.fixture
+    def forward(self, mixed: Rig) -> CapturedForward:
+        """Make a captured forward of the rig over these layers."""
+        return CapturedForward(mixed)

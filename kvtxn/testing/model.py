@@ -140,9 +140,7 @@ class Model:
 
     def _end(self, state: WindowState, kept: Sequence[bool] | None = None) -> None:
         if self.mapped:
-            kept = [False] * self.batch.num_rows if kept is None else kept
-            staged, committed = self.batch.count(kept, self.mapped)
-            for place, number in enumerate((staged, committed, staged - committed)):
+            for place, number in enumerate(self.batch.count(kept, self.mapped)):
                 self.rows[place] += number
         self.outcomes[state] += 1
         self.state = None

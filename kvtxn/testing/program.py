@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import hypothesis.strategies as st
@@ -183,13 +184,9 @@ class Program(RuleBasedStateMachine):
         staged = [i for i in self.model.staged if not self.rig.refs[i].is_latent]
         if not staged:
             return
-        ref, batch = self.rig.refs[staged[which % len(staged)]], self.model.batch
-        heads, size = ref.planes[0].row_shape
-        query = torch.zeros(batch.num_rows, heads, size, device=self.rig.device)
-        requests = len(batch.settled)
-        table = torch.zeros(requests, 3, dtype=torch.int64, device=self.rig.device)
-        lengths = self.rig.accepted([6] * requests)
-        failed = self.call(lambda: self._open.attend(ref, query, table, lengths), "attend", fault)
+        index, batch = staged[which % len(staged)], self.model.batch
+        attend = partial(self.rig.attend, self._open, batch, index, length=6)
+        failed = self.call(attend, "attend", fault)
         self.model.attend(failed)
 
     @_all_staged

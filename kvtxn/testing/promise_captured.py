@@ -18,7 +18,7 @@ from .captured_forward import HELD, CapturedForward, exact_steps
 from .kit import TRANSACTIONAL, Kit
 from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
-from .rig import SIMPLE
+from .rig import SIMPLE, Rig
 
 
 def sampled(batch: Batch, counts: Sequence[int], device: torch.device) -> Tensor:
@@ -116,32 +116,25 @@ class CapturedWindows(MixedKit):
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_sampled_ids_say_the_same_as_counts(
-        self, kit: Kit, layers: Layers, policy: str, shape: str
-    ) -> None:
+    def test_sampled_ids_say_the_same_as_counts(self, mixed: Rig, shape: str) -> None:
         """Ids and counts leave the same bytes, whether manager, kernel or graph counts them."""
-        rig = kit.rig(policy, layers(policy))
         for _ in range(3):
-            batch = rig.batch(SHAPES[shape])
-            counts = random_counts(batch, rig.rng)
-            ids = SampledIds(sampled(batch, counts, rig.device))
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                rig.expect_staged(batch)
-                window.commit(ids)
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check(f"ids that mean {counts}")
+            batch = mixed.batch(SHAPES[shape])
+            counts = random_counts(batch, mixed.rng)
+            ids = SampledIds(sampled(batch, counts, mixed.device))
+            mixed.commit(batch, counts, f"ids that mean {counts}", given=ids)
 
     def test_ids_beyond_the_vocabulary_count_as_nothing(self, kit: Kit) -> None:
         """Ids at or above the vocabulary size count as no token."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch(((1,), (3,)))
         ids = torch.tensor([[3, 99, 100, -7]], dtype=torch.int32).to(rig.device)
-        with rig.open(batch) as window:
-            rig.stage(window, batch)
-            window.commit(SampledIds(ids, placeholder=-7, vocab_size=100))
-        rig.expect_committed(batch, batch.kept([1]))
-        rig.check("two real ids: one draft")
+        rig.commit(
+            batch,
+            [1],
+            "two real ids: one draft",
+            given=SampledIds(ids, placeholder=-7, vocab_size=100),
+        )
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_refusals_are_counted(self, kit: Kit, policy: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import pytest
 import torch
 
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit, KitBase
 from .rig import Rig
 
 
@@ -57,8 +57,7 @@ def _whole_window(
 
 def replayed_commit(rig: Rig) -> None:
     """Capture a commit, change the counts, replay, and compare."""
-    rig.run(warm := rig.batch(), [1, 1])
-    rig.expect_committed(warm, warm.kept([1, 1]))
+    rig.commit(rig.batch(), [1, 1], "the warm-up")
     batch = rig.batch()
     counts = rig.accepted([0, 0])
     window = rig.open(batch)
@@ -80,18 +79,13 @@ def replayed_commit(rig: Rig) -> None:
 class Device(KitBase):
     """The host never waits for the device from begin to the end of commit."""
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_no_host_sync(self, kit: Kit, policy: str) -> None:
         """A window with a new layout passes torch's sync debug mode."""
-        kit.need_cuda()
-        if not kit.capabilities.no_host_sync:
-            pytest.skip(f"{kit.name} declares that it waits for the device")
+        kit.need_no_host_sync()
         window_without_sync(kit.rig(policy), kit.capabilities.attention)
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
         """A captured commit reads its counts when it is replayed."""
-        kit.need_cuda()
-        if not kit.capabilities.capturable:
-            pytest.skip(f"{kit.name} declares that commit cannot be captured")
+        kit.need_capture()
         replayed_commit(kit.rig(policy))

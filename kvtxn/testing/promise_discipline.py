@@ -16,7 +16,7 @@ from ..states import WindowState
 from ..window import Window
 from .batches import Batch
 from .caches import LayerSpec, build_cache
-from .kit import POLICIES, Kit, KitBase
+from .kit import Kit, KitBase
 from .rig import SIMPLE, Rig
 
 #: Three layers in two groups, for staging in every order.
@@ -29,7 +29,6 @@ _SAME_LENGTHS: Final[tuple[int | list[int], ...]] = (2, [2, 2])
 class Discipline(KitBase):
     """Padding is never written, order does not matter, a window is used once."""
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_padding_anywhere(self, kit: Kit, policy: str) -> None:
         """Padding may be the first, last, a settled or a draft row; -1 is no slot of the cache."""
         rig = kit.rig(policy, [LayerSpec(), LayerSpec("latent"), LayerSpec("offsets")])
@@ -38,11 +37,8 @@ class Discipline(KitBase):
             batch = rig.batch(((1, 1), (1, 1)), padding=0.0, avoid=(0, last))
             _pad(batch, pattern)
             for counts in ([1, 1], [0, 1]):
-                rig.run(batch, counts)
-                rig.expect_committed(batch, batch.kept(counts))
-                rig.check(f"padding {pattern}, accepted {counts}")
+                rig.commit(batch, counts, f"padding {pattern}, accepted {counts}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_padding_beside_the_edge_slots(self, kit: Kit, policy: str) -> None:
         """Slot 0 and the last slot have real rows: padding must not overwrite them."""
         rig = kit.rig(policy, SIMPLE)
@@ -51,33 +47,23 @@ class Discipline(KitBase):
             batch = rig.batch(((0, 0), (2, 2)), padding=0.0)
             batch.slots["default"][:] = order
             for counts in ([2, 2], [0, 1], [0, 0]):
-                rig.run(batch, counts)
-                rig.expect_committed(batch, batch.kept(counts))
-                rig.check(f"slots {order}, accepted {counts}")
+                rig.commit(batch, counts, f"slots {order}, accepted {counts}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_nothing_but_padding(self, kit: Kit, policy: str) -> None:
+    def test_nothing_but_padding(self, rig: Rig) -> None:
         """A window of only padding runs to its end, and changes no byte and no counter of rows."""
-        rig = kit.rig(policy)
         for accepted in ([0, 0], [3, 2]):
             rig.run(rig.batch(padding=1.0), accepted)
             rig.check("all padding")
         assert rig.rows() == (0, 0, 0)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_any_order_of_layers(self, kit: Kit, policy: str) -> None:
         """Every permutation leaves the same bytes."""
         rig = kit.rig(policy, [*ORDERED, LayerSpec("latent", group="other", block_size=2)])
         for order in itertools.permutations(range(3)):
             batch = rig.batch()
-            with rig.open(batch) as window:
-                rig.stage(window, batch, order)
-                window.commit([1, 2])
-            rig.expect_committed(batch, batch.kept([1, 2]))
-            rig.check(f"order {order}")
+            rig.commit(batch, [1, 2], f"order {order}", given=[1, 2], order=order)
 
     @pytest.mark.parametrize("kind", ["int64", "int32", "list"])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_slots_given_late(self, kit: Kit, policy: str, kind: str) -> None:
         """Slots may come with the first layer of a group, in any order, and be repeated later."""
         rig = kit.rig(policy, [*ORDERED, *ORDERED])
@@ -96,7 +82,6 @@ class Discipline(KitBase):
             rig.expect_committed(batch, batch.kept([1, 0]))
             rig.check(f"order {order}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_the_slots_are_copied(self, kit: Kit, policy: str) -> None:
         """The caller may refill its slot buffer for the next step before commit."""
         rig = kit.rig(policy, SIMPLE)
@@ -110,7 +95,6 @@ class Discipline(KitBase):
         rig.check("slots overwritten after begin")
 
     @pytest.mark.parametrize("end", ["commit", "abort"])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_window_is_single_use(self, kit: Kit, policy: str, end: str) -> None:
         """After its end every call is refused, and the next window starts clean."""
         rig = kit.rig(policy, SIMPLE)
@@ -135,12 +119,9 @@ class Discipline(KitBase):
         assert not before.differences()
         assert rig.rows() == rows
         rig.truth = before
-        rig.run(batch, [1, 1])
-        rig.expect_committed(batch, batch.kept([1, 1]))
-        rig.check("the next window")
+        rig.commit(batch, [1, 1], "the next window")
 
     @pytest.mark.parametrize("end", ["commit", "abort"])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_staged_tensors_are_let_go(self, kit: Kit, policy: str, end: str) -> None:
         """Once a window has ended, only the caller keeps its tensors in memory."""
         rig = kit.rig(policy, SIMPLE)
@@ -156,7 +137,6 @@ class Discipline(KitBase):
             held = sum(not storage.expired() for storage in memory)
             assert held == 0, f"{held} of {len(memory)} staged tensors are held after {end}"
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_misuse_changes_nothing(self, kit: Kit, policy: str) -> None:
         """Each refused call raises the error of its cause, and the window goes on unchanged."""
         rig = kit.rig(policy, ORDERED)
@@ -175,7 +155,6 @@ class Discipline(KitBase):
         rig.expect_committed(batch, batch.kept([3, 1]))
         rig.check("after all misuse")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_window_that_cannot_begin(self, kit: Kit, policy: str) -> None:
         """Slots or lengths that do not fit are refused, and the manager is free again."""
         rig = kit.rig(policy, SIMPLE)
@@ -197,9 +176,7 @@ class Discipline(KitBase):
             assert rig.manager.current is None
         rig.check("nothing was begun")
         batch = rig.batch()
-        rig.run(batch, [1, 1])
-        rig.expect_committed(batch, batch.kept([1, 1]))
-        rig.check("the window after them")
+        rig.commit(batch, [1, 1], "the window after them")
 
 
 def _pad(batch: Batch, pattern: tuple[bool, ...]) -> None:

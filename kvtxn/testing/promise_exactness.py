@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -14,7 +14,7 @@ from .. import registry
 from ..executor import Executor, Txn
 from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
 from .caches import LAYOUTS, LayerSpec
-from .kit import POLICIES, Kit, KitBase
+from .kit import Kit, KitBase
 from .number_formats import FORMATS, WIDE
 from .rig import VARIED, Rig
 
@@ -40,51 +40,40 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("fmt", [*FORMATS, WIDE.name])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_every_layout_and_format(self, kit: Kit, policy: str, fmt: str, layout: str) -> None:
         """Any strides, any number format: bit patterns survive, numbers are stored once."""
         kind = FORMATS.get(fmt, WIDE)
         specs = [LayerSpec(layout, kind), LayerSpec(layout, kind, heads=3, size=4, value_size=6)]
         rig = kit.rig(policy, specs)
         for payload in ("native", "cast"):
-            _commit(rig, rig.batch(payload=payload), f"{payload} payload")
+            rig.commit(rig.batch(payload=payload), when=f"{payload} payload")
 
     @pytest.mark.parametrize("accepting", EXTREMES)
     @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_every_shape(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
+    def test_every_shape(self, rig: Rig, shape: str, accepting: str) -> None:
         """Uneven, empty and settled-only requests, over layers and groups of different kinds."""
-        rig = kit.rig(policy)
         for _ in range(2):  # the second window finds buffers that the first one used
             batch = rig.batch(SHAPES[shape])
-            _commit(rig, batch, shape, EXTREMES[accepting](batch, rig))
+            rig.commit(batch, EXTREMES[accepting](batch, rig), shape)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_many_rows(self, kit: Kit, policy: str) -> None:
         """More rows than one block of a kernel has, and more than the window before had."""
         rig = kit.rig(policy, [LayerSpec(num_blocks=120)], max_rows=320)
         for requests in (1, 40):
-            _commit(rig, rig.batch(((1,) * requests, (7,) * requests)))
+            rig.commit(rig.batch(((1,) * requests, (7,) * requests)))
 
     @pytest.mark.parametrize("drafts", [1, 2, 5])
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_rows_side_by_side(self, kit: Kit, policy: str, drafts: int) -> None:
+    def test_rows_side_by_side(self, rig: Rig, policy: str, drafts: int) -> None:
         """Slots may follow each other, as engines deal them out."""
-        rig = kit.rig(policy)
         for settled, start in ((0, 0), (1, 1), (0, 6)):
             batch = rig.batch(((settled,), (drafts,)), padding=0.0)
             slots = list(range(start, start + batch.num_rows))
             batch = attrs.evolve(batch, slots=dict.fromkeys(batch.slots, slots))
             if policy != "direct":
-                with rig.open(batch) as window:
-                    rig.stage(window, batch)
-                    window.abort()
-                rig.expect_settled(batch)
-                rig.check("after abort")
+                rig.abort(batch, when="after abort")
             for accepted in {0, drafts // 2, drafts}:
-                _commit(rig, batch, f"{settled} settled from slot {start}", [accepted])
+                rig.commit(batch, [accepted], f"{settled} settled from slot {start}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_sizes_from_one_to_odd(self, kit: Kit, policy: str) -> None:
         """Caches of one block, one head, one element, and of odd widths are exact."""
         specs = [
@@ -96,9 +85,8 @@ class Exactness(KitBase):
         ]
         rig = kit.rig(policy, specs)
         for _ in range(3):
-            _commit(rig, rig.batch())
+            rig.commit(rig.batch())
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_chain_of_windows(self, kit: Kit, policy: str) -> None:
         """Windows may use the slots of earlier windows, accepted, rejected or aborted."""
         rig = kit.rig(policy, seed=5)
@@ -106,64 +94,46 @@ class Exactness(KitBase):
         for step in range(12):
             batch = rig.batch(shapes[step % len(shapes)])
             if step % 4 == 3 and policy != "direct":
-                with rig.open(batch) as window:
-                    rig.stage(window, batch)
-                    window.abort()
-                rig.expect_settled(batch)
-                rig.check(f"aborted window {step}")
+                rig.abort(batch, when=f"aborted window {step}")
             else:
-                _commit(rig, batch, f"window {step}")
+                rig.commit(batch, when=f"window {step}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_as_many_rows_without_settled_ones(self, kit: Kit, policy: str) -> None:
+    def test_as_many_rows_without_settled_ones(self, rig: Rig) -> None:
         """Nothing of a window is left for the next one, which may call no ``stage`` at all."""
-        rig = kit.rig(policy)
         for shape in (((1, 1), (2, 2)), ((0, 0), (3, 3)), ((1, 1), (2, 2)), ((0, 0), (2, 4))):
-            _commit(rig, rig.batch(shape), f"settled and draft rows {shape}")
+            rig.commit(rig.batch(shape), when=f"settled and draft rows {shape}")
 
     @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_forms_of_acceptance(self, kit: Kit, policy: str, form: str) -> None:
+    def test_forms_of_acceptance(self, rig: Rig, form: str) -> None:
         """Counts or masks, as sequences or tensors, all mean the same."""
-        rig = kit.rig(policy)
         batch = rig.batch(((1, 2, 0), (3, 0, 4)))
         counts = [2, 0, 1]
-        _commit(rig, batch, form, counts, FORMS[form](counts, batch))
+        rig.commit(batch, counts, form, given=FORMS[form](counts, batch))
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_one_count_for_all_requests(self, kit: Kit, policy: str) -> None:
+    def test_one_count_for_all_requests(self, rig: Rig) -> None:
         """An int, or a tensor without dimensions, counts for every request."""
-        rig = kit.rig(policy)
         for accepted in (2, torch.tensor(1), 0):
             batch = rig.batch(((1, 1, 1), (2, 3, 2)))
-            _commit(rig, batch, repr(accepted), [int(accepted)] * 3, accepted)
+            rig.commit(batch, [int(accepted)] * 3, repr(accepted), given=accepted)
 
     @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_masks_that_are_no_prefix(self, kit: Kit, policy: str, on_device: bool) -> None:
+    def test_masks_that_are_no_prefix(self, kit: Kit, rig: Rig, on_device: bool) -> None:
         """A mask may keep any draft rows; its elements for settled rows are ignored."""
-        rig = kit.rig(policy)
         for _ in range(3):
             batch = rig.batch(((1, 2, 1), (5, 0, 6)))
             mask = [rig.rng.random() < 0.5 for _ in range(batch.num_rows)]
             given = torch.tensor(mask).to(kit.device if on_device else "cpu")
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                window.commit(given)
             kept = [keep and draft for keep, draft in zip(mask, batch.drafts, strict=True)]
-            rig.expect_committed(batch, kept)
-            rig.check("mask")
+            rig.commit(batch, given=given, kept=kept)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
         """Counts on the device are clamped to the number of drafts."""
         counts, clamped = [-7, 99, 2**40], [0, 2, 4]
         host = kit.device.type == "cpu"  # where commit itself refuses them
         rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)
         batch = rig.batch(((1, 1, 1), (3, 2, 4)))
-        _commit(rig, batch, "clamped", clamped, rig.accepted(clamped if host else counts))
+        rig.commit(batch, clamped, "clamped", given=rig.accepted(clamped if host else counts))
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
         """If a slot on the device is outside its cache, no row is written."""
         kit.need_cuda()
@@ -175,7 +145,6 @@ class Exactness(KitBase):
             rig.check(f"slot {bad}")
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
         """A refused commit writes and restores no row in any layer, and rejects every draft."""
         rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "commit"))
@@ -188,7 +157,6 @@ class Exactness(KitBase):
         _check_refused(rig)
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_staging_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
         """Staging writes no row in any layer, settled ones included, nor does the commit."""
         rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "stage", "commit"))
@@ -214,7 +182,6 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
     @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head", "int8-row"])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_ways_to_stage(self, kit: Kit, policy: str, fmt: str, staging: str) -> None:
         """By reference or by copy, with or without a version counter, from strided tensors."""
         specs = [LayerSpec(fmt=FORMATS[fmt]), LayerSpec("hnd", FORMATS[fmt])]
@@ -229,7 +196,6 @@ class Exactness(KitBase):
             rig.expect_committed(batch, batch.kept([2, 1]))
             rig.check(f"tensors made by {view.__name__}")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_latent_in_two_halves(self, kit: Kit, policy: str) -> None:
         """A latent may be staged as two tensors, which together are one row."""
         rig = kit.rig(policy, [LayerSpec("latent", size=9), LayerSpec("latent-gapped", size=4)])
@@ -242,16 +208,14 @@ class Exactness(KitBase):
         rig.expect_committed(batch, batch.kept([1, 2]))
         rig.check()
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_debug_finds_nothing(self, kit: Kit, policy: str) -> None:
         """Debug mode, the library's own check of each commit, finds no difference."""
         rig = kit.rig(policy, debug=True)
-        _commit(rig, rig.batch(SHAPES["uneven"]))
+        rig.commit(rig.batch(SHAPES["uneven"]))
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
-    def test_rows_written_by_the_caller(self, kit: Kit, policy: str) -> None:
+    def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
         """If the caller writes rows itself, the window only takes rejected ones back."""
-        rig = kit.rig(policy)
         batch = rig.batch(((1, 2), (4, 3)))
         slots = rig.slots(batch)
         window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
@@ -269,7 +233,6 @@ class Exactness(KitBase):
         rig.expect_committed(batch, [False] * batch.num_rows)
         rig.check("after abort")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
         """The torch executor, given the same program, leaves the same memory word for word."""
         if "torch" not in registry.names():
@@ -284,7 +247,6 @@ class Exactness(KitBase):
                 assert mine.tolist() == other.tolist(), f"{ours.name} differs from torch"
         assert rigs[0].rows() == rigs[1].rows()
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_addresses_beyond_32_bits(self, kit: Kit, policy: str) -> None:
         """A cache of more than 2**31 elements: rows at its end land there, and nowhere else."""
         kit.need_cuda()
@@ -331,22 +293,6 @@ def _check_refused(rig: Rig) -> None:
     staged, committed, rejected = rig.rows()
     assert (committed, rejected) == (0, staged)
     assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
-
-
-def _commit(
-    rig: Rig,
-    batch: Batch,
-    when: str = "",
-    counts: Sequence[int] | None = None,
-    given: Any = None,
-) -> None:
-    """Run a window, accept ``counts`` drafts (passed as ``given``), and compare everything."""
-    counts = random_counts(batch, rig.rng) if counts is None else counts
-    with rig.open(batch) as window:
-        rig.stage(window, batch)
-        window.commit(rig.accepted(counts) if given is None else given)
-    rig.expect_committed(batch, batch.kept(counts))
-    rig.check(f"{when} after commit of {list(counts)}")
 
 
 def _write_as_an_engine(rig: Rig, batch: Batch) -> None:

@@ -106,7 +106,6 @@ class LongRuns(KitBase):
     @pytest.mark.parametrize("past", _PASTS)
     @pytest.mark.parametrize("extra", [0, 1, 5])
     @pytest.mark.parametrize("window", [1, 3, 4])
-    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_attention_to_a_ring(
         self,
         kit: Kit,

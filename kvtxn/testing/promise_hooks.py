@@ -12,7 +12,7 @@ from ..row_io import read
 from ..states import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .faults import OPERATIONS
-from .kit import POLICIES, Kit
+from .kit import Kit
 from .mixed_layers import Layers, MixedKit
 from .oracle import Row
 from .promise_device import window_without_sync
@@ -95,60 +95,49 @@ class Hooks(MixedKit):
     """A connector that copies rows in hooks copies accepted rows only, failures included."""
 
     @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_offloader_sees_accepted_rows_only(
-        self, kit: Kit, layers: Layers, policy: str, shape: str
-    ) -> None:
+    def test_an_offloader_sees_accepted_rows_only(self, mixed: Rig, shape: str) -> None:
         """The offloader copies exactly the settled and accepted rows, with the staged bytes."""
-        rig = kit.rig(policy, layers(policy))
-        offloader = Offloader(rig)
+        offloader = Offloader(mixed)
         for _ in range(3):
-            batch = rig.batch(SHAPES[shape])
-            counts = random_counts(batch, rig.rng)
-            rig.run(batch, counts)
-            rig.expect_committed(batch, batch.kept(counts))
-            assert offloader.seen() == durable(rig, batch, batch.kept(counts))
+            batch = mixed.batch(SHAPES[shape])
+            counts = random_counts(batch, mixed.rng)
+            mixed.run(batch, counts)
+            mixed.expect_committed(batch, batch.kept(counts))
+            assert offloader.seen() == durable(mixed, batch, batch.kept(counts))
         assert offloader.committed == [0, 1, 2]
         assert offloader.aborted == []
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_it_is_told_of_nothing_before_commit(
-        self, kit: Kit, layers: Layers, policy: str
-    ) -> None:
+    def test_it_is_told_of_nothing_before_commit(self, mixed: Rig) -> None:
         """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots."""
-        rig = kit.rig(policy, layers(policy))
-        offloader = Offloader(rig)
+        offloader = Offloader(mixed)
         for end in ("commit", "abort"):
-            batch = rig.batch()
-            with rig.open(batch) as window:
-                for index in range(len(rig.refs)):
-                    rig.stage(window, batch, [index])
+            batch = mixed.batch()
+            with mixed.open(batch) as window:
+                for index in range(len(mixed.refs)):
+                    mixed.stage(window, batch, [index])
                     assert offloader.seen() == {}
                 if end == "commit":
-                    window.commit(rig.accepted([2, 1]))
+                    window.commit(mixed.accepted([2, 1]))
                 else:
                     window.abort()
             if end == "commit":
-                rig.expect_committed(batch, kept := batch.kept([2, 1]))
-                assert offloader.seen() == durable(rig, batch, kept)
+                mixed.expect_committed(batch, kept := batch.kept([2, 1]))
+                assert offloader.seen() == durable(mixed, batch, kept)
             else:
-                assert offloader.seen() == after_abort(rig, batch)
+                assert offloader.seen() == after_abort(mixed, batch)
         assert (offloader.committed, offloader.aborted) == ([0], [1])
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_abort_between_layers(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_an_abort_between_layers(self, mixed: Rig) -> None:
         """If a layer is missing, no row is in every layer, and ``on_abort`` gets no slots."""
-        rig = kit.rig(policy, layers(policy))
-        offloader = Offloader(rig)
-        batch = rig.batch()
-        with rig.open(batch) as window:
-            rig.stage(window, batch, range(len(rig.refs) - 1))
+        offloader = Offloader(mixed)
+        batch = mixed.batch()
+        with mixed.open(batch) as window:
+            mixed.stage(window, batch, range(len(mixed.refs) - 1))
             window.abort()
         assert offloader.seen() == {}
         assert offloader.aborted == [0]
 
     @pytest.mark.parametrize("at", OPERATIONS)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_fallback_tells_of_accepted_rows_only(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
@@ -168,25 +157,19 @@ class Hooks(MixedKit):
             faults.disarm()
         assert offloader.committed == [0, 1, 2]
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_hooks_of_a_commit_that_the_device_refuses(self, kit: Kit, policy: str) -> None:
+    def test_hooks_of_a_commit_that_the_device_refuses(self, kit: Kit, rig: Rig) -> None:
         """If the device refuses a commit, the hook's tensors say so, on the device."""
         kit.need_cuda()
-        rig = kit.rig(policy)
         offloader = Offloader(rig)
         batch = rig.batch()
         batch.slots["sliding"][1] = 10**6
         rig.run(batch, [2, 1])
         assert offloader.seen() == {}
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_hooks_do_not_wait(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_hooks_do_not_wait(self, kit: Kit, mixed: Rig) -> None:
         """Calling a hook costs no host sync."""
-        kit.need_cuda()
-        if not kit.capabilities.no_host_sync:
-            pytest.skip(f"{kit.name} declares that it waits for the device")
-        rig = kit.rig(policy, layers(policy))
+        kit.need_no_host_sync()
         stored = []
-        rig.manager.on_commit(lambda window: stored.append(window.stored()))
-        window_without_sync(rig, attend=False)
+        mixed.manager.on_commit(lambda window: stored.append(window.stored()))
+        window_without_sync(mixed, attend=False)
         assert len(stored) == 3

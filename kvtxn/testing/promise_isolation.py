@@ -15,7 +15,7 @@ from ..states import WindowState
 from ..window import Window
 from .batches import SHAPES, Batch
 from .caches import LayerSpec
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit, KitBase
 from .rig import SIMPLE, VARIED, Rig
 
 #: Acceptances that commit must refuse for two requests with 3 and 2 drafts, 7 rows in all.
@@ -40,10 +40,8 @@ class AllOrNothing(KitBase):
     """A refused commit writes nothing; an abort leaves the caches as before the window."""
 
     @pytest.mark.parametrize("missing", range(len(VARIED)))
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_layer_is_missing(self, kit: Kit, policy: str, missing: int) -> None:
+    def test_a_layer_is_missing(self, rig: Rig, missing: int) -> None:
         """Commit is refused and writes nothing; once the layer is staged, commit passes."""
-        rig = kit.rig(policy)
         batch = rig.batch()
         others = [index for index in range(len(rig.refs)) if index != missing]
         with rig.open(batch) as window:
@@ -60,7 +58,6 @@ class AllOrNothing(KitBase):
         rig.check("after the commit that was allowed")
 
     @pytest.mark.parametrize("wrong", REFUSED)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_acceptance_that_does_not_fit(self, kit: Kit, policy: str, wrong: str) -> None:
         """A wrong acceptance is refused and changes nothing; the right one passes afterwards."""
         rig = kit.rig(policy, SIMPLE)
@@ -78,17 +75,11 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("staged", range(len(VARIED) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_abort_at_any_point(self, kit: Kit, policy: str, staged: int) -> None:
+    def test_abort_at_any_point(self, rig: Rig, staged: int) -> None:
         """After any number of layers an abort removes all drafts and keeps settled rows."""
-        rig = kit.rig(policy)
         for shape in SHAPES.values():
             batch = rig.batch(shape)
-            with rig.open(batch) as window:
-                rig.stage(window, batch, range(staged))
-                window.abort()
-            assert window.state is WindowState.ABORTED
-            rig.expect_settled(batch, range(staged))
-            rig.check(f"aborted after {staged} layers")
+            rig.abort(batch, range(staged), f"aborted after {staged} layers")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
@@ -107,9 +98,8 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("staged", [0, 2, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_the_exception_of_the_body_wins(self, kit: Kit, policy: str, staged: int) -> None:
+    def test_the_exception_of_the_body_wins(self, rig: Rig, staged: int) -> None:
         """Leaving the block by an exception aborts, and the same exception surfaces."""
-        rig = kit.rig(policy)
         batch = rig.batch()
         ours, window = KeyError("from the body"), rig.open(batch)
         with pytest.raises(KeyError) as caught:
@@ -121,9 +111,8 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("staged", [0, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_block_without_a_verdict(self, kit: Kit, policy: str, staged: int) -> None:
+    def test_a_block_without_a_verdict(self, rig: Rig, staged: int) -> None:
         """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError."""
-        rig = kit.rig(policy)
         batch = rig.batch()
         with pytest.raises(UnresolvedWindowError), rig.open(batch) as window:
             rig.stage(window, batch, range(staged))
@@ -234,9 +223,8 @@ class Isolation(KitBase):
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["undo", "direct"])
-    def test_written_through_at_once(self, kit: Kit, policy: str, shape: str) -> None:
+    def test_written_through_at_once(self, rig: Rig, policy: str, shape: str) -> None:
         """Under ``undo`` and ``direct`` all rows are in the caches as soon as they are staged."""
-        rig = kit.rig(policy)
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:
             rig.check("after begin")

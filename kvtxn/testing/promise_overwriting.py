@@ -75,7 +75,6 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("accepting", ["none", "some", "all", "mask"])
     @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_rings_and_states(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
         """After staging and after commit, a slot holds its last kept row."""
         rig = mixed_rig(kit, policy)
@@ -88,13 +87,7 @@ class Overwriting(KitBase):
             if accepting == "mask":
                 kept = [draft and rig.rng.random() < 0.5 for draft in batch.drafts]
                 given = torch.tensor(kept, dtype=torch.bool).to(rig.device)
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                rig.expect_staged(batch)
-                rig.check("staged")
-                window.commit(given)
-            rig.expect_committed(batch, kept)
-            rig.check(f"{shape}, {accepting} accepted")
+            rig.commit(batch, counts, shape, given=given, kept=kept, check_staged=True)
 
     @pytest.mark.parametrize("ring_size", range(1, 6))
     def test_wrap_around(self, kit: Kit, ring_size: int) -> None:
@@ -106,9 +99,7 @@ class Overwriting(KitBase):
         for settled, drafts in itertools.product((0, 1, ring_size), range(most + 1)):
             counts = range(drafts + 1)  # one request for each number that can be accepted
             batch = rig.batch(([settled] * len(counts), [drafts] * len(counts)), padding=0.0)
-            rig.run(batch, counts)
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check(f"{settled} settled, {drafts} drafts")
+            rig.commit(batch, counts, f"{settled} settled, {drafts} drafts")
 
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp8_e4m3-head", "int8-tensor", "int8-row"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])
@@ -126,9 +117,7 @@ class Overwriting(KitBase):
         )
         for payload in ("native", "cast"):
             batch = rig.batch(((1, 2), (6, 1)), payload=payload)
-            rig.run(batch, counts := random_counts(batch, rig.rng))
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check(payload)
+            rig.commit(batch, when=payload)
 
     @pytest.mark.parametrize("missing", range(len(MIXED)))
     def test_one_transaction(self, kit: Kit, missing: int) -> None:
@@ -156,14 +145,8 @@ class Overwriting(KitBase):
         staged = min(staged, len(rig.refs))
         for shape in SHAPES.values():
             batch = rig.batch(shape)
-            with rig.open(batch) as window:
-                rig.stage(window, batch, range(staged))
-                window.abort()
-            rig.expect_aborted(batch, range(staged))
-            rig.check(f"aborted after {staged} layers")
-            rig.run(batch, counts := random_counts(batch, rig.rng))
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check("repeated")
+            rig.abort(batch, range(staged), f"aborted after {staged} layers")
+            rig.commit(batch, when="repeated")
 
     @_failing
     def test_a_fallback_evicts_nothing(
@@ -193,8 +176,7 @@ class Overwriting(KitBase):
             if faults.fired:
                 either(rig, batch)
             rig.check(f"{at} failed, committed: {committed}")
-            staged, rows = batch.count(kept, list(batch.slots))
-            assert rig.rows() == (staged, rows, staged - rows)
+            rig.check_rows(batch.count(kept))
 
     @_failing
     def test_an_error_leaves_whole_states(
@@ -246,11 +228,8 @@ class Overwriting(KitBase):
             raise ZeroDivisionError
         rig.expect_aborted(batch, staged)
         rig.check("the body raised")
-        rig.run(batch, counts := random_counts(batch, rig.rng))
-        rig.expect_committed(batch, batch.kept(counts))
-        rig.check("repeated")
+        rig.commit(batch, when="repeated")
 
-    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_counts_of_rings_and_states(self, kit: Kit, policy: str) -> None:
         """A row counts once per window; bytes count per slot, and a state's once per request."""
         rig = mixed_rig(kit, policy)
@@ -258,8 +237,7 @@ class Overwriting(KitBase):
         counts = random_counts(batch, rig.rng)
         rig.run(batch, counts)
         kept = batch.kept(counts)
-        staged, committed = batch.count(kept, list(batch.slots))
-        assert rig.rows() == (staged, committed, staged - committed)
+        rig.check_rows(batch.count(kept))
         written = avoided = 0
         sizes = {ref.name: ref.row_bytes for ref in rig.refs if ref.replay}
         for cache in rig.caches:
@@ -278,23 +256,17 @@ class Overwriting(KitBase):
         assert flat["kvtxn_bytes_avoided_total"] == avoided
 
     @pytest.mark.parametrize("staging", ["auto", "copy"])
-    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_the_librarys_own_check(self, kit: Kit, policy: str, staging: str) -> None:
         """Debug mode finds no difference, in growing windows, by reference or by copy."""
         rig = mixed_rig(kit, policy, debug=True, staging=staging)
         for shape in ("one", "laps", "settled-laps"):
             batch = rig.batch(SHAPES[shape])
             with torch.inference_mode():
-                rig.run(batch, counts := random_counts(batch, rig.rng))
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check(shape)
+                rig.commit(batch, when=shape)
 
-    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
         """States' slots are spread over rows, and laps found, without waiting for the device."""
-        kit.need_cuda()
-        if not kit.capabilities.no_host_sync:
-            pytest.skip(f"{kit.name} declares that it waits for the device")
+        kit.need_no_host_sync()
         rig = mixed_rig(kit, policy)
         window_without_sync(rig, attend=False)
         if policy != "deferred":
@@ -311,9 +283,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_rings_and_states_in_a_graph(self, kit: Kit, policy: str) -> None:
         """A captured commit selects rows and states by the counts of its replay."""
-        kit.need_cuda()
-        if not kit.capabilities.capturable:
-            pytest.skip(f"{kit.name} declares that commit cannot be captured")
+        kit.need_capture()
         replayed_commit(mixed_rig(kit, policy))
 
     @pytest.mark.parametrize("group", ["ring", "state", "replayed"])
@@ -360,6 +330,4 @@ def _lap_and_replace(name: str, kit: Kit, specs: Sequence[AnySpec]) -> None:
     commit_two(Rig(name, "deferred", kit.device, specs))
     rig = Rig(name, "deferred", kit.device, specs)
     batch = rig.batch(SHAPES["settled-laps"])
-    rig.run(batch, counts := random_counts(batch, rig.rng))
-    rig.expect_committed(batch, batch.kept(counts))
-    rig.check("committed")
+    rig.commit(batch, when="committed")

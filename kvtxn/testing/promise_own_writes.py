@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .batches import spread, turned
 from .caches import KEY_VALUE, LayerSpec
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit, KitBase
 from .naive import attention, make_sequences
 from .number_formats import FORMATS
 from .rig import Rig
@@ -123,7 +123,6 @@ class OwnWrites(KitBase):
 
     @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_half_precision_queries(
         self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
     ) -> None:
@@ -132,7 +131,6 @@ class OwnWrites(KitBase):
         rig = kit.rig(policy, [_spec(fmt=fmt, size=16)])
         attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
         """Attention between the stagings changes neither caches nor commit nor counters."""
         kit.need_attention()

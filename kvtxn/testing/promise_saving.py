@@ -9,13 +9,13 @@ import pytest
 from ..errors import WindowStateError
 from ..states import WindowState
 from .batches import SHAPES, random_counts
-from .captured_forward import CapturedForward, exact_steps
+from .captured_forward import COUNTS, SHAPE, CapturedForward, exact_steps
 from .faults import InjectedFault
 from .kit import Kit
 from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
 from .promise_hooks import Offloader
-from .promise_steps import COUNTS, SHAPE, STEPS
+from .promise_steps import STEPS
 from .rig import Rig
 
 #: Who saves: a launch in the captured forward, or one of the window's own just before it.
@@ -62,8 +62,7 @@ class SavingForwards(MixedKit):
         rig.check("aborted before the forward")
         if forward.leaves_saving:
             assert not offloader.seen(), "a hook was told of rows that nobody wrote"
-        forward.step(rig.batch(SHAPE), COUNTS)
-        rig.check("the step after it")
+        forward.next_step()
 
     @pytest.mark.parametrize("saver", SAVERS)
     def test_an_abort_after_a_forward_that_saved(
@@ -80,8 +79,7 @@ class SavingForwards(MixedKit):
             window.abort()
             rig.expect_aborted(batch)
             rig.check("aborted")
-            forward.step(rig.batch(SHAPE), COUNTS)
-            rig.check("the step after it")
+            forward.next_step()
 
     @pytest.mark.parametrize("form", ["sampled", "counts"])
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
@@ -109,13 +107,10 @@ class SavingForwards(MixedKit):
         else:
             committed()
             assert (window.state, window.fallback_reason) == (WindowState.FELL_BACK, "begin")
-            staged, kept = batch.count(batch.kept(COUNTS), list(batch.slots))
-            added = zip(before, (staged, kept, staged - kept), strict=True)
-            assert rig.rows() == tuple(a + b for a, b in added)
+            rig.check_rows(batch.count(batch.kept(COUNTS)), before)
         rig.write(batch, [True] * batch.num_rows)
         rig.check("as stock leaves them")
-        forward.step(rig.batch(SHAPE), COUNTS)
-        rig.check("the step after it")
+        forward.next_step()
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_saving_late_fails(self, kit: Kit, layers: Layers, on_error: str) -> None:
@@ -140,8 +135,7 @@ class SavingForwards(MixedKit):
             either(rig, batch)
             rig.check("as stock leaves them")
             assert window.state is WindowState.FELL_BACK
-        forward.step(rig.batch(SHAPE), COUNTS)
-        rig.check("the step after it")
+        forward.next_step()
 
 
 def saving(rig: Rig, saver: str) -> CapturedForward:

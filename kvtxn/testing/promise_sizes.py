@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
-import pytest
 
 from .batches import random_counts
 from .caches import LayerSpec
-from .kit import POLICIES, Kit, KitBase
+from .kit import Kit, KitBase
 from .number_formats import FORMATS
 
 _SMALL: Final = LayerSpec(heads=1, size=2, block_size=4, num_blocks=4)
@@ -33,26 +32,22 @@ _WIDE: Final = [
 class Sizes(KitBase):
     """Exactness has no upper bound but ``max_rows``."""
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_many_layers(self, kit: Kit, policy: str) -> None:
         """The last of many layers is committed and restored like the first."""
         # Writing through is a launch per layer, which an interpreter of kernels feels.
         layers = _LAYERS if policy == "deferred" else _LAYERS[:20]
         _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_many_requests(self, kit: Kit, policy: str) -> None:
         """The count of every request holds, the last one included."""
         spec = attrs.evolve(_SMALL, num_blocks=140)
         _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_long_drafts(self, kit: Kit, policy: str) -> None:
         """A request may have many drafts, as prompt lookup proposes them."""
         spec = attrs.evolve(_SMALL, num_blocks=60)
         _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
         """Every element of a wide row is committed."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
@@ -70,14 +65,8 @@ def _commit_and_abort(
     batch = rig.batch(shape)
     counts = random_counts(batch, rig.rng)
     counts[::2] = batch.draft_len[::2]
-    rig.run(batch, counts)
-    rig.expect_committed(batch, batch.kept(counts))
-    rig.check(f"after commit of {sum(counts)} drafts")
+    rig.commit(batch, counts, f"after commit of {sum(counts)} drafts")
     if policy == "direct":
         return
     batch = rig.batch(shape)
-    with rig.open(batch) as window:
-        rig.stage(window, batch)
-        window.abort()
-    rig.expect_settled(batch)
-    rig.check("after abort")
+    rig.abort(batch, when="after abort")

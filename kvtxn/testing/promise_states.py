@@ -77,13 +77,7 @@ class States(KitBase):
             some = [rig.rng.randint(0, most) for most in drafts]
             counts = {"none": [0] * len(drafts), "all": list(drafts)}.get(accepting, some)
             batch = rig.batch(SHAPES[shape], counts=counts, padding=padding)
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                rig.expect_staged(batch)
-                rig.check("staged")
-                window.commit(rig.accepted(counts))
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check(f"{shape}, {accepting} accepted")
+            rig.commit(batch, counts, f"{shape}, {accepting} accepted", check_staged=True)
 
     @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +89,9 @@ class States(KitBase):
             for settled, drafts in itertools.product((0, 1, 3), (0, 1, 4)):
                 requests = range(drafts + 1)
                 shape = ([settled] * len(requests), [drafts] * len(requests))
-                _exact(rig, shape, list(requests), f"{settled} settled, {drafts} drafts")
+                counts = list(requests)
+                batch = rig.batch(shape, counts=counts, padding=0.0)
+                rig.commit(batch, counts, f"{settled} settled, {drafts} drafts")
 
     @pytest.mark.parametrize(
         "sizes", [(1, 1, 1, 1), (6, 3, 17, 33), (3, 1, 64, 20), (2, 2, 5, 130)]
@@ -106,16 +102,14 @@ class States(KitBase):
         heads, key_heads, values, keys = sizes
         state = StateSpec(family, FORMATS["bf16"], "plain", heads, key_heads, values, keys)
         rig = state_rig(kit, [ReplayedSpec((state,), num_states=3)])
-        _exact(rig, ((1, 0), (2, 1)), [1, 1], family)
+        rig.commit(rig.batch(((1, 0), (2, 1)), counts=[1, 1], padding=0.0), [1, 1], family)
 
     def test_the_same_rows_again(self, kit: Kit) -> None:
         """Each window over the same tensors takes their rows in once more."""
         rig = state_rig(kit)
         batch = rig.batch(SHAPES["uneven"], counts=[2, 0, 3], padding=0.0)
         for _ in range(3):
-            rig.run(batch, [2, 0, 3])
-            rig.expect_committed(batch, batch.kept([2, 0, 3]))
-            rig.check("taken in again")
+            rig.commit(batch, [2, 0, 3], "taken in again")
 
     @pytest.mark.parametrize("accepted", [[[], []], [[1], [0, 2]], [[0, 2], [1]]])
     def test_states_along_a_path(self, kit: Kit, accepted: list[list[int]]) -> None:
@@ -155,13 +149,14 @@ class States(KitBase):
         count = 70
         rig = _small(kit, family, "fp32", num_states=count + 3, max_rows=2 * count)
         counts = [rig.rng.randint(0, 1) for _ in range(count)]
-        _exact(rig, ([1] * count, [1] * count), counts, f"{count} requests")
+        batch = rig.batch(([1] * count, [1] * count), counts=counts, padding=0.0)
+        rig.commit(batch, counts, f"{count} requests")
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_request_with_many_rows(self, kit: Kit, family: str) -> None:
         """All kept rows are taken in, however many a request has."""
         rig = _small(kit, family, "bf16", max_rows=96)
-        _exact(rig, ((1, 35), (40, 3)), [37, 1], "37 accepted drafts, and 35 settled rows")
+        rig.commit(rig.batch(((1, 35), (40, 3)), counts=[37, 1], padding=0.0), [37, 1])
 
     @pytest.mark.parametrize("family", INDEPENDENT)
     def test_masks_with_gaps(self, kit: Kit, family: str) -> None:
@@ -171,11 +166,7 @@ class States(KitBase):
             batch = rig.batch(((1, 0), (4, 3)), padding=0.0)
             drafts = iter(keeps)
             kept = [draft and bool(next(drafts)) for draft in batch.drafts]
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                window.commit(torch.tensor(kept).to(rig.device))
-            rig.expect_committed(batch, kept)
-            rig.check(f"drafts {keeps}")
+            rig.commit(batch, given=torch.tensor(kept).to(rig.device), kept=kept)
 
     @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("family", FAMILIES)
@@ -196,19 +187,7 @@ class States(KitBase):
         [(name, (row,))] = batch.tensors.items()
         words = _odd(rig, fmt, row.numel()).view(row.dtype).view(row.shape)
         batch = attrs.evolve(batch, tensors={name: (words.to(rig.device),)})
-        rig.run(batch, [2, 1, 0])
-        rig.expect_committed(batch, batch.kept([2, 1, 0]))
-        rig.check("bit patterns")
-
-
-def _exact(
-    rig: Rig, shape: tuple[Sequence[int], Sequence[int]], counts: Sequence[int], when: str
-) -> None:
-    """Run a window of requests that all have a state, and compare."""
-    batch = rig.batch(shape, counts=counts, padding=0.0)
-    rig.run(batch, counts)
-    rig.expect_committed(batch, batch.kept(counts))
-    rig.check(when)
+        rig.commit(batch, [2, 1, 0], "bit patterns")
 
 
 def _small(kit: Kit, family: str, fmt: str, num_states: int = 9, max_rows: int = 64) -> Rig:

@@ -10,13 +10,13 @@ import torch
 
 from ..states import WindowState
 from .batches import Batch, random_counts
-from .captured_forward import CapturedForward
+from .captured_forward import COUNTS, SHAPE, CapturedForward
 from .faults import Faults, InjectedFault
-from .kit import POLICIES, TRANSACTIONAL, Kit
+from .kit import TRANSACTIONAL, Kit
 from .mixed_layers import Layers, MixedKit
 from .promise_fallback import either
 from .promise_hooks import Offloader, after_abort, durable
-from .promise_steps import COUNTS, SHAPE, STEPS, bring
+from .promise_steps import STEPS, bring
 from .rig import SIMPLE, Rig
 
 #: Operations that can fail in a step: marking or saving, the attention, the commit's launch.
@@ -29,7 +29,6 @@ class StepEndings(MixedKit):
     # -- failures ------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("at", _FAILURES)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_failing_step_loses_nothing(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
@@ -48,11 +47,8 @@ class StepEndings(MixedKit):
             rig.expect_committed(batch, batch.kept(COUNTS))
             either(rig, batch)  # rejected rows may be there, as in stock
             rig.check(f"{at} failed")
-            staged, committed = batch.count(batch.kept(COUNTS), list(batch.slots))
-            added = (staged, committed, staged - committed)
-            assert rig.rows() == tuple(a + b for a, b in zip(before, added, strict=True))
-            forward.step(batch := rig.batch(SHAPE), COUNTS)
-            rig.check("the step after it")
+            rig.check_rows(batch.count(batch.kept(COUNTS)), before)
+            forward.next_step()
         flat = rig.manager.snapshot()
         assert flat[f"kvtxn_fallbacks_total_{at}"] == flat["kvtxn_windows_total_fell_back"] == 2
 
@@ -72,14 +68,11 @@ class StepEndings(MixedKit):
         ran = {"begin": 0, "attend": len(rig.refs) - 1, "commit": len(rig.refs)}[at]
         rig.expect_aborted(batch, range(ran))
         rig.check(f"{at} failed")
-        staged, committed, rejected = rig.rows()
-        assert (staged, committed) == (rejected, 0)
-        assert staged == batch.count([False] * batch.num_rows, list(batch.slots))[0]
+        rig.check_rows(batch.count())
         flat = rig.manager.snapshot()
         assert flat["kvtxn_windows_total_aborted"] == flat["kvtxn_windows_total"] == 1
         assert bool((forward.windows.position == -1).all()) or at != "begin"
-        forward.step(batch := rig.batch(SHAPE), COUNTS)
-        rig.check("the step after it")
+        forward.next_step()
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_an_interrupted_step_claims_nothing(
@@ -97,25 +90,19 @@ class StepEndings(MixedKit):
     # -- counts --------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("shape", STEPS)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_counts_add_up(self, kit: Kit, layers: Layers, policy: str, shape: str) -> None:
+    def test_counts_add_up(self, mixed: Rig, forward: CapturedForward, shape: str) -> None:
         """Draft rows with a slot in any group are counted, per step and in total; aborts reject."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        total = (0, 0, 0)
+        total: tuple[int, ...] = (0, 0, 0)
         for end in ("commit", "abort", "commit"):
-            batch = rig.batch(STEPS[shape], padding=0.4)
-            counts = random_counts(batch, rig.rng)
+            batch = mixed.batch(STEPS[shape], padding=0.4)
+            counts = random_counts(batch, mixed.rng)
             if end == "commit":
                 forward.step(batch, counts)
             else:
                 counts = [0] * len(counts)
                 forward.begin(batch).abort()
-            staged, committed = batch.count(batch.kept(counts), list(batch.slots))
-            added = (staged, committed, staged - committed)
-            total = tuple(a + b for a, b in zip(total, added, strict=True))  # type: ignore[assignment]
-            assert rig.rows() == total
-        flat = rig.manager.snapshot()
+            total = mixed.check_rows(batch.count(batch.kept(counts)), total)
+        flat = mixed.manager.snapshot()
         assert flat["kvtxn_windows_total_committed"] == 2
         assert flat["kvtxn_windows_total_aborted"] == 1
 
@@ -134,7 +121,6 @@ class StepEndings(MixedKit):
         flat = rig.manager.snapshot()
         assert flat["kvtxn_stage_operations_total"] == batch.num_rows * len(SIMPLE)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_warming_up_leaves_no_trace(self, kit: Kit, layers: Layers, policy: str) -> None:
         """Warming up changes no cache, no counter and no mark; steps of those layouts work."""
         rig = kit.rig(policy, layers(policy), max_rows=16)
@@ -156,14 +142,13 @@ class StepEndings(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_hooks_are_told_of_accepted_rows_alone(
-        self, kit: Kit, layers: Layers, policy: str
+        self, mixed: Rig, forward: CapturedForward
     ) -> None:
         """Hooks are called after the work is enqueued; ``on_abort`` gets settled rows' slots."""
-        rig = kit.rig(policy, layers(policy))
-        forward, offloader = CapturedForward(rig), Offloader(rig)
+        offloader = Offloader(mixed)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
         for end in ("commit", "abort", "commit"):
-            batch = rig.batch(SHAPE)
+            batch = mixed.batch(SHAPE)
             window = forward.begin(batch)
             forward.run()
             assert offloader.seen() == {}
@@ -172,31 +157,28 @@ class StepEndings(MixedKit):
             else:
                 window.abort()
             if end == "commit":
-                rig.expect_committed(batch, kept := batch.kept(COUNTS))
-                assert offloader.seen() == durable(rig, batch, kept)
+                mixed.expect_committed(batch, kept := batch.kept(COUNTS))
+                assert offloader.seen() == durable(mixed, batch, kept)
             else:
-                assert offloader.seen() == after_abort(rig, batch)
+                assert offloader.seen() == after_abort(mixed, batch)
             numbers[end].append(window.number)
         assert (offloader.committed, offloader.aborted) == (numbers["commit"], numbers["abort"])
 
     @pytest.mark.parametrize("ran", ["whole", "some", "none"])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_an_abort_tells_how_far_the_forward_came(
-        self, kit: Kit, layers: Layers, policy: str, ran: str
+        self, mixed: Rig, forward: CapturedForward, ran: str
     ) -> None:
         """``on_abort`` gets the slots of settled rows only if the whole forward ran."""
-        rig = kit.rig(policy, layers(policy))
-        forward, offloader = CapturedForward(rig), Offloader(rig)
-        batch = rig.batch(SHAPE)
+        offloader = Offloader(mixed)
+        batch = mixed.batch(SHAPE)
         window = forward.begin(batch)
-        seen = {"whole": len(rig.refs), "some": len(rig.refs) - 1, "none": 0}[ran]
+        seen = {"whole": len(mixed.refs), "some": len(mixed.refs) - 1, "none": 0}[ran]
         forward.run_eagerly(window, range(seen))
         window.abort(replayed=ran == "whole")
-        assert offloader.seen() == (after_abort(rig, batch) if ran == "whole" else {})
+        assert offloader.seen() == (after_abort(mixed, batch) if ran == "whole" else {})
         assert offloader.aborted == [window.number]
 
     @pytest.mark.parametrize("at", _FAILURES)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_hooks_of_a_step_that_fell_back(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:

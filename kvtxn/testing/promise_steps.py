@@ -21,9 +21,9 @@ from ..layout import RowLayout
 from ..states import TRANSITIONS, Event, WindowState
 from .batches import SHAPES, Batch, random_counts
 from .caches import LayerSpec
-from .captured_forward import PLACES, CapturedForward, exact_steps
+from .captured_forward import COUNTS, PLACES, SHAPE, CapturedForward, exact_steps
 from .faults import Faults, InjectedFault
-from .kit import POLICIES, TRANSACTIONAL, Kit
+from .kit import TRANSACTIONAL, Kit
 from .mixed_layers import Layers, MixedKit
 from .promise_captured import sampled
 from .promise_device import no_host_sync
@@ -31,9 +31,6 @@ from .rig import SIMPLE, Rig
 
 #: Shapes of steps, without the shape that has no rows, which launches nothing.
 STEPS: Final = {name: shape for name, shape in SHAPES.items() if shape[0]}
-
-SHAPE: Final = ((1, 2, 1), (3, 0, 4))
-COUNTS: Final = (2, 0, 1)
 
 
 class CapturedSteps(MixedKit):
@@ -43,55 +40,42 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("shape", STEPS)
     @pytest.mark.parametrize("places", PLACES)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_steps_are_exact(
-        self, kit: Kit, layers: Layers, policy: str, places: str, shape: str
-    ) -> None:
+    def test_steps_are_exact(self, mixed: Rig, places: str, shape: str) -> None:
         """Replays with new content are exact; no draft is in a cache before commit."""
-        rig = kit.rig(policy, layers(policy))
-        exact_steps(rig, CapturedForward(rig, places), STEPS[shape])
+        exact_steps(mixed, CapturedForward(mixed, places), STEPS[shape])
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_steps_of_changing_shape(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_steps_of_changing_shape(self, mixed: Rig, forward: CapturedForward) -> None:
         """Shapes recur; a step without a window writes every row, and no state."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
         for name in ("one", "uneven", "one", "only-settled", "seventeen-rows", "uneven", "one"):
-            batch = rig.batch(STEPS[name])
-            forward.step(batch, random_counts(batch, rig.rng))
-            rig.check(f"a step of shape {name}")
-            plain = rig.batch(((1, 1), (2, 3)))
+            batch = mixed.batch(STEPS[name])
+            forward.step(batch, random_counts(batch, mixed.rng))
+            mixed.check(f"a step of shape {name}")
+            plain = mixed.batch(((1, 1), (2, 3)))
             forward.load(plain)
             forward.windows.mark(None)
             forward.run()
-            rig.expect_written(plain)
-            rig.check("a step without a window")
+            mixed.expect_written(plain)
+            mixed.check("a step without a window")
 
     @pytest.mark.parametrize("padding", [0.5, 1.0])
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_padding(self, kit: Kit, layers: Layers, policy: str, padding: float) -> None:
+    def test_padding(self, mixed: Rig, forward: CapturedForward, padding: float) -> None:
         """A row without a slot is written nowhere and counted nowhere."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
         for _ in range(2):
-            batch = rig.batch(SHAPE, padding=padding)
+            batch = mixed.batch(SHAPE, padding=padding)
             forward.step(batch, COUNTS)
-            rig.check("padding is never written")
+            mixed.check("padding is never written")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_counts_out_of_range_clamp(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_counts_out_of_range_clamp(self, mixed: Rig, forward: CapturedForward) -> None:
         """More tokens than drafts plus one accept every draft; no token accepts none."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        batch = rig.batch(((1, 1), (3, 2)))
+        batch = mixed.batch(((1, 1), (3, 2)))
         window = forward.begin(batch)
         forward.run()
-        rig.expect_staged(batch)
+        mixed.expect_staged(batch)
         window.commit_sampled(forward.sampled([-1, 9]))
-        rig.expect_committed(batch, batch.kept([0, 2]))
-        rig.check("clamped")
+        mixed.expect_committed(batch, batch.kept([0, 2]))
+        mixed.check("clamped")
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_the_acceptance_may_move_or_stay(self, kit: Kit, policy: str) -> None:
         """Counts are read from the tensor given at each commit, the same buffer or another one."""
         rig = kit.rig(policy, SIMPLE)
@@ -117,27 +101,25 @@ class CapturedSteps(MixedKit):
     @pytest.mark.parametrize("form", ["int", "list", "counts", "mask", "ids"])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_commit_takes_what_any_window_takes(
-        self, kit: Kit, layers: Layers, policy: str, form: str
+        self, mixed: Rig, forward: CapturedForward, form: str
     ) -> None:
         """Commit takes accepted drafts in any form, instead of sampled tokens."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        batch = rig.batch(((1, 1), (3, 2)))
+        batch = mixed.batch(((1, 1), (3, 2)))
         counts = [1, 1] if form == "int" else [2, 0]
         kept = batch.kept(counts)
         given: dict[str, Any] = {
             "int": 1,
             "list": counts,
-            "counts": rig.accepted(counts),
-            "mask": torch.tensor(kept).to(rig.device),
-            "ids": SampledIds(sampled(batch, counts, rig.device)),
+            "counts": mixed.accepted(counts),
+            "mask": torch.tensor(kept).to(mixed.device),
+            "ids": SampledIds(sampled(batch, counts, mixed.device)),
         }
         window = forward.begin(batch)
         forward.run()
-        rig.expect_staged(batch)
+        mixed.expect_staged(batch)
         window.commit(given[form])
-        rig.expect_committed(batch, kept)
-        rig.check(form)
+        mixed.expect_committed(batch, kept)
+        mixed.check(form)
         assert window.state is WindowState.COMMITTED
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
@@ -150,8 +132,7 @@ class CapturedSteps(MixedKit):
         forward = CapturedForward(rig, "given")
         for _ in range(2):
             batch = rig.batch(SHAPE)
-            rig.run(batch, COUNTS)
-            rig.expect_committed(batch, batch.kept(COUNTS))
+            rig.commit(batch, COUNTS)
             forward.step(batch := rig.batch(SHAPE), COUNTS)
             rig.check("checked")
 
@@ -178,25 +159,22 @@ class CapturedSteps(MixedKit):
     @pytest.mark.parametrize("seen", [False, True])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_an_abort_takes_every_draft_back(
-        self, kit: Kit, layers: Layers, policy: str, seen: bool
+        self, mixed: Rig, forward: CapturedForward, seen: bool
     ) -> None:
         """After an abort settled rows stay, and the next step is sound."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
         for _ in range(2):
-            batch = rig.batch(SHAPE)
+            batch = mixed.batch(SHAPE)
             window = forward.begin(batch)
             if seen:
-                forward.run_eagerly(window, range(len(rig.refs)))
+                forward.run_eagerly(window, range(len(mixed.refs)))
             else:
                 forward.run()
-            rig.expect_staged(batch)
+            mixed.expect_staged(batch)
             window.abort()
-            rig.expect_aborted(batch)
-            rig.check("aborted")
+            mixed.expect_aborted(batch)
+            mixed.check("aborted")
             assert window.state is WindowState.ABORTED
-            forward.step(batch := rig.batch(SHAPE), COUNTS)
-            rig.check("the step after it")
+            forward.next_step()
 
     def test_a_layer_that_is_missing(self, kit: Kit, layers: Layers) -> None:
         """If a layer is missing nothing is written, and the window stays open until it is noted."""
@@ -219,11 +197,9 @@ class CapturedSteps(MixedKit):
         rig.check("complete")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_slot_outside_its_cache(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_a_slot_outside_its_cache(self, mixed: Rig, forward: CapturedForward) -> None:
         """The device refuses and counts the commit if it finds a slot outside its cache."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        batch = rig.batch(SHAPE, padding=0.0)
+        batch = mixed.batch(SHAPE, padding=0.0)
         forward.step(batch, COUNTS)
         real = forward.load
 
@@ -234,11 +210,10 @@ class CapturedSteps(MixedKit):
         forward.load = load  # type: ignore[method-assign]
         window = forward.begin(batch)
         window.commit_sampled(forward.sampled([0, 0, 0]))
-        rig.check("refused whole")
+        mixed.check("refused whole")
         forward.load = real  # type: ignore[method-assign]
-        forward.step(rig.batch(SHAPE), COUNTS)
-        rig.check("the step after it")
-        flat = rig.manager.snapshot()
+        forward.next_step()
+        flat = mixed.manager.snapshot()
         assert flat["kvtxn_windows_refused_total"] == 1
         assert flat["kvtxn_windows_total_committed"] == 3
 
@@ -264,18 +239,16 @@ class CapturedSteps(MixedKit):
         assert forward.begin(batch).number == other.number + 1
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_leaving_the_block(self, kit: Kit, layers: Layers, policy: str) -> None:
+    def test_leaving_the_block(self, mixed: Rig, forward: CapturedForward) -> None:
         """An exception in the ``with`` block aborts the window, and is raised."""
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        batch = rig.batch(SHAPE)
+        batch = mixed.batch(SHAPE)
         window = forward.begin(batch)
         with pytest.raises(KeyError), window:  # noqa: PT012  # the block is what is tested
             forward.run()
             raise KeyError("of the engine's own")
-        rig.expect_staged(batch)
-        rig.expect_aborted(batch)
-        rig.check("aborted")
+        mixed.expect_staged(batch)
+        mixed.expect_aborted(batch)
+        mixed.check("aborted")
         assert window.state is WindowState.ABORTED
 
     def test_the_forward_stages(self, kit: Kit) -> None:
@@ -358,22 +331,17 @@ class CapturedSteps(MixedKit):
     # -- the host never waits ------------------------------------------------------------------
 
     @pytest.mark.parametrize("hooked", [False, True])
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_step_does_not_wait(
-        self, kit: Kit, layers: Layers, policy: str, hooked: bool
+        self, kit: Kit, mixed: Rig, forward: CapturedForward, hooked: bool
     ) -> None:
         """A step does not wait from begin to the end of commit, with a hook or without."""
-        kit.need_cuda()
-        if not kit.capabilities.no_host_sync:
-            pytest.skip(f"{kit.name} declares that it waits for the device")
-        rig = kit.rig(policy, layers(policy))
-        forward = CapturedForward(rig)
-        forward.step(rig.batch(SHAPE), COUNTS)
+        kit.need_no_host_sync()
+        forward.step(mixed.batch(SHAPE), COUNTS)
         stored = []
         if hooked:
-            rig.manager.on_commit(lambda window: stored.append(window.stored()))
+            mixed.manager.on_commit(lambda window: stored.append(window.stored()))
         for _ in range(3):
-            batch, counts = rig.batch(SHAPE), forward.sampled(COUNTS)
+            batch, counts = mixed.batch(SHAPE), forward.sampled(COUNTS)
             window = forward.begin(batch)
             window.abort()
             torch.cuda.synchronize()
@@ -382,9 +350,9 @@ class CapturedSteps(MixedKit):
                 window = forward.windows.begin(plan)
                 forward.run()
                 window.commit_sampled(counts)
-            rig.expect_staged(batch)
-            rig.expect_committed(batch, batch.kept(COUNTS))
-            rig.check("a step that never waited")
+            mixed.expect_staged(batch)
+            mixed.expect_committed(batch, batch.kept(COUNTS))
+            mixed.check("a step that never waited")
         assert len(stored) == 3 * hooked
 
 

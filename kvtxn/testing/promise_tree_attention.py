@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 from .caches import KEY_VALUE, LayerSpec
-from .kit import POLICIES, Kit, KitBase
+from .kit import Kit, KitBase
 from .number_formats import FORMATS
 from .promise_own_writes import SETTINGS, attend_and_compare
 from .rig import Rig
@@ -35,7 +35,6 @@ class TreeAttention(KitBase):
 
     @pytest.mark.parametrize("how", SETTINGS)
     @pytest.mark.parametrize("past", PASTS)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_tree_mask(
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:

@@ -19,13 +19,13 @@ from .. import window as window_module
 from ..states import WindowState
 from .caches import LayerSpec
 from .histories import Histories, queries_for, unrolled
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit, KitBase
 from .mixed_layers import faulty_mixed_rig, mixed_rig, need_kinds
 from .number_formats import FORMATS
 from .promise_hooks import Offloader
 from .promise_trees import unread
 from .rig import Rig
-from .trees import FORESTS, cut, expect_moved, lengths, moved, padded, random_path, write_moved
+from .trees import FORESTS, cut, lengths, moved, padded, random_path, run_tree, write_moved
 
 
 def _forest(rig: Rig) -> tuple[list[int], list[list[int]]]:
@@ -39,7 +39,6 @@ def _forest(rig: Rig) -> tuple[list[int], list[list[int]]]:
 class EvictingTrees(KitBase):
     """Rings and states follow the accepted path, and no other branch evicts a row."""
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_trees_over_rings_and_states(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch, policy: str
     ) -> None:
@@ -137,18 +136,7 @@ def _one_window(rig: Rig) -> None:
     if rig.rng.random() < 0.3:
         given_paths = [[*path, *path[:1], rig.rng.randint(-2, 8)] for path in given_paths]
     paths = [cut(tree, path) for tree, path in zip(forest, given_paths, strict=True)]
-    before = rig.rows()
-    with rig.open(batch, forest) as window:
-        rig.stage(window, batch)
-        rig.expect_staged(batch)
-        rig.check("staged")
-        window.commit(padded(given_paths, rig.device))
-    expect_moved(rig, batch, paths)
-    rig.check(f"trees {forest}, paths {paths}")
-    places = [row is not None for row in moved(batch, paths)]
-    staged, committed = batch.count(places, list(batch.slots))
-    added = (staged, committed, staged - committed)
-    assert rig.rows() == tuple(a + b for a, b in zip(before, added, strict=True))
+    run_tree(rig, batch, forest, paths, padded(given_paths, rig.device), check_staged=True)
 
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:

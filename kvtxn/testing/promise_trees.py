@@ -19,7 +19,7 @@ from ..states import WindowState
 from .batches import Batch
 from .caches import LAYOUTS, LayerSpec
 from .faults import InjectedFault
-from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
 from .promise_device import no_host_sync
 from .promise_fallback import FAULTS, either
@@ -34,6 +34,7 @@ from .trees import (
     moved,
     padded,
     random_path,
+    run_tree,
     write_moved,
 )
 
@@ -50,18 +51,15 @@ class Trees(KitBase):
     """Accepted nodes lie where a plain sequence of accepted tokens would lie."""
 
     @pytest.mark.parametrize("name", FORESTS)
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_forests(self, kit: Kit, policy: str, name: str) -> None:
+    def test_forests(self, kit: Kit, rig: Rig, name: str) -> None:
         """Every node of every tree may end the path, over layers of different kinds."""
         kit.need_trees()
-        rig = kit.rig(policy)
         settled, forest = FORESTS[name]
         for _ in range(6):
             batch = rig.batch(lengths(settled, forest), padding=0.1)
-            _run(rig, batch, forest, [random_path(tree, rig.rng) for tree in forest])
+            run_tree(rig, batch, forest, [random_path(tree, rig.rng) for tree in forest])
 
     @pytest.mark.parametrize(("layout", "fmt"), _kinds)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_tree_layouts_and_formats(self, kit: Kit, policy: str, layout: str, fmt: str) -> None:
         """Any strides, any number format; rows that the library stores, too."""
         kit.need_trees()
@@ -69,7 +67,7 @@ class Trees(KitBase):
         forest = [(-1, -1, 0, 1, 3), (-1, 0, 0)]
         for payload, paths in (("native", [[1, 3, 4], [0, 2]]), ("cast", [[0, 2], []])):
             batch = rig.batch(lengths((1, 1), forest), payload=payload)
-            _run(rig, batch, forest, paths)
+            run_tree(rig, batch, forest, paths)
 
     def test_random_trees(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
@@ -117,22 +115,18 @@ class Trees(KitBase):
         expect_moved(rig, batch, [[0, 2], [1], []])
         rig.check("after commit")
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_places_without_slots(self, kit: Kit, policy: str) -> None:
+    def test_places_without_slots(self, kit: Kit, rig: Rig) -> None:
         """A wide tree needs slots for its depth only: rows without slots wait in the window."""
         kit.need_trees()
-        rig = kit.rig(policy)
         forest = [(-1, -1, -1, 2, 2, 4)]
         batch = rig.batch(lengths((1,), forest), padding=0.0)
         for slots in batch.slots.values():
             slots[4:] = [-1] * 3
-        _run(rig, batch, forest, [[2, 4, 5]])
+        run_tree(rig, batch, forest, [[2, 4, 5]])
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_chains_take_counts(self, kit: Kit, policy: str) -> None:
+    def test_chains_take_counts(self, kit: Kit, rig: Rig) -> None:
         """A tree that is a plain sequence takes counts, masks and paths."""
         kit.need_trees()
-        rig = kit.rig(policy)
         mask = [False, True, True, False, False, True]
         ways: tuple[Any, ...] = (
             [2, 1],
@@ -150,7 +144,6 @@ class Trees(KitBase):
             rig.expect_committed(batch, mask)
             rig.check(repr(accepted))
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
         """Counts, masks and host paths that leave the tree are refused; a path passes then."""
         kit.need_trees()
@@ -185,7 +178,6 @@ class Trees(KitBase):
     @pytest.mark.parametrize(
         ("at", "when", "nth"), FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in FAULTS]
     )
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_tree_survives_a_fallback(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
@@ -206,8 +198,7 @@ class Trees(KitBase):
         either(rig, batch, [not filled for filled in places])
         write_moved(rig, batch, paths)
         rig.check(f"{at} failed")
-        staged, committed = batch.count(places, list(batch.slots))
-        assert rig.rows() == (staged, committed, staged - committed)
+        rig.check_rows(batch.count(places))
         assert offloader.seen() == _stored(rig, batch, paths)
 
     @pytest.mark.parametrize("at", ["stage", "commit"])
@@ -225,33 +216,28 @@ class Trees(KitBase):
         either(rig, batch, [not draft for draft in batch.drafts])
         rig.check(f"{at} failed")
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_an_offloader_sees_the_path_only(self, kit: Kit, policy: str) -> None:
+    def test_an_offloader_sees_the_path_only(self, kit: Kit, rig: Rig) -> None:
         """The hook names the slots after the move, never the nodes' first slots."""
         kit.need_trees()
-        rig = kit.rig(policy)
         offloader = Offloader(rig)
         for settled, forest in FORESTS.values():
             batch = rig.batch(lengths(settled, forest))
             paths = [random_path(tree, rig.rng) for tree in forest]
-            _run(rig, batch, forest, paths)
+            run_tree(rig, batch, forest, paths)
             assert offloader.seen() == _stored(rig, batch, paths)
 
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_debug_checks_trees(self, kit: Kit, policy: str) -> None:
         """Debug mode, the library's own check of each commit, finds no difference."""
         kit.need_trees()
         rig = kit.rig(policy, debug=True)
         settled, forest = FORESTS["late-branch"]
         batch = rig.batch(lengths(settled, forest))
-        _run(rig, batch, forest, [[0, 1, 2, 4, 5], [1, 2]])
+        run_tree(rig, batch, forest, [[0, 1, 2, 4, 5], [1, 2]])
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_trees_do_not_wait(self, kit: Kit, policy: str) -> None:
+    def test_trees_do_not_wait(self, kit: Kit, rig: Rig) -> None:
         """The host does not read a path on the device, which is cut where it leaves the tree."""
         kit.need_trees()
         kit.need_cuda()
-        rig = kit.rig(policy)
         settled, forest = FORESTS["uneven"]
         for paths in ([[0, 2], [1], [0, 1, 2, 4]], [[0, 3], [3], [0, 1, 2**40]]):
             batch = rig.batch(lengths(settled, forest))
@@ -265,16 +251,13 @@ class Trees(KitBase):
             rig.check("never waited")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_tree_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
+    def test_a_tree_commit_in_a_graph(self, kit: Kit, rig: Rig) -> None:
         """A captured commit reads its path when it is replayed."""
         kit.need_trees()
-        kit.need_cuda()
-        if not kit.capabilities.capturable:
-            pytest.skip(f"{kit.name} declares that commit cannot be captured")
-        rig = kit.rig(policy)
+        kit.need_capture()
         settled, forest = FORESTS["uneven"]
         warm = rig.batch(lengths(settled, forest))
-        _run(rig, warm, forest, [[0, 1, 3], [0], []])
+        run_tree(rig, warm, forest, [[0, 1, 3], [0], []])
         batch = rig.batch(lengths(settled, forest))
         path = padded([[], [], []], kit.device, columns=4)
         window = rig.open(batch, forest)
@@ -295,22 +278,6 @@ class Trees(KitBase):
 def unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
     """Pass a path on unread, as from a device, where the library would check it on the host."""
     return accepted
-
-
-def _run(rig: Rig, batch: Batch, forest: Forest, paths: Paths, given: Any = None) -> None:
-    """Run a whole tree window, and compare it with the oracle and the counters."""
-    before = rig.rows()
-    with rig.open(batch, forest) as window:
-        rig.stage(window, batch)
-        rig.expect_staged(batch)
-        window.commit(padded(paths, rig.device) if given is None else given)
-    assert window.state is WindowState.COMMITTED
-    expect_moved(rig, batch, paths)
-    rig.check(f"trees {forest}, paths {paths}")
-    places = [row is not None for row in moved(batch, paths)]
-    staged, committed = batch.count(places, list(batch.slots))
-    added = (staged, committed, staged - committed)
-    assert rig.rows() == tuple(a + b for a, b in zip(before, added, strict=True))
 
 
 def _one_random_window(rig: Rig, data: st.DataObject) -> None:
@@ -334,7 +301,7 @@ def _one_random_window(rig: Rig, data: st.DataObject) -> None:
     paths = [cut(tree, path) for tree, path in zip(forest, given, strict=True)]
     dtype = data.draw(st.sampled_from([torch.int64, torch.int32]), "dtype")
     limited = padded(given, rig.device, data.draw(st.integers(0, 9), "columns"))
-    _run(rig, batch, forest, paths, limited.clamp(-(2**31), 2**31 - 1).to(dtype))
+    run_tree(rig, batch, forest, paths, limited.clamp(-(2**31), 2**31 - 1).to(dtype))
 
 
 def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
@@ -342,9 +309,7 @@ def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
     window = rig.open(batch, forest)
     rig.stage(window, batch)
     if rig.manager.executor.capabilities.attention:
-        query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
-        table = torch.zeros(len(forest), 3, dtype=torch.int64, device=rig.device)
-        window.attend(rig.refs[0], query, table, rig.accepted([7] * len(forest)))
+        rig.attend(window, batch)
     window.commit(padded(paths, rig.device))
     return window
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .batches import Batch
 from .caches import LayerSpec, TestCache
-from .kit import POLICIES, Kit, KitBase
+from .kit import Kit, KitBase
 from .naive import Sequences, make_sequences
 from .number_formats import FORMATS
 from .rig import Rig
@@ -52,7 +52,6 @@ class Unseen(KitBase):
 
     @pytest.mark.parametrize("how", _HOW)
     @pytest.mark.parametrize("fmt", _NAMES)
-    @pytest.mark.parametrize("policy", POLICIES)
     def test_poison_that_no_query_sees(self, kit: Kit, policy: str, fmt: str, how: str) -> None:
         """Poison other requests, later rows, stale slots, and rows outside the sliding window."""
         kit.need_attention()

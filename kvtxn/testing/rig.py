@@ -17,8 +17,9 @@ from ..config import TxnConfig
 from ..executor import Executor
 from ..manager import TransactionManager
 from ..recurrent import StateSlots
+from ..states import WindowState
 from ..window import Window
-from .batches import PADDING, Batch, handed_in, make_batch
+from .batches import PADDING, Batch, handed_in, make_batch, random_counts
 from .caches import LayerSpec, TestCache, build_cache
 from .number_formats import FORMATS
 from .oracle import Replay, Row
@@ -212,12 +213,71 @@ class Rig:
         """Return counts as a tensor on the device."""
         return torch.tensor(counts, dtype=torch.int64).to(self.device)
 
+    def attend(self, window: Window, batch: Batch, index: int = 0, length: int = 7) -> None:
+        """Attend to a layer where only a failure matters: zeros, over a table of zeros.
+
+        Args:
+            window: a window over ``batch``, in which the layer is staged.
+            batch: its rows.
+            index: number of the layer.
+            length: tokens of each request, at least as many as its rows.
+        """
+        ref, requests = self.refs[index], len(batch.settled)
+        heads, size = ref.planes[0].row_shape
+        query = torch.zeros(batch.num_rows, heads, size, device=self.device)
+        table = torch.zeros(requests, 3, dtype=torch.int64, device=self.device)
+        window.attend(ref, query, table, self.accepted([length] * requests))
+
     def run(self, batch: Batch, counts: Sequence[int]) -> Window:
-        """Run a whole window and commit it."""
+        """Run a whole window and commit it, without a comparison."""
         with self.open(batch) as window:
             self.stage(window, batch)
             window.commit(self.accepted(counts))
         return window
+
+    def commit(
+        self,
+        batch: Batch,
+        counts: Sequence[int] | None = None,
+        when: str = "",
+        *,
+        given: Any = None,
+        kept: Sequence[bool] | None = None,
+        order: Sequence[int] | None = None,
+        check_staged: bool = False,
+    ) -> None:
+        """Run a whole window, commit it, and compare the caches with its kept rows.
+
+        Args:
+            batch: the rows.
+            counts: accepted drafts per request; None draws them.
+            when: for the message.
+            given: what the commit is given; None: the counts, on the device.
+            kept: the rows that a mask keeps, in place of those of ``counts``.
+            order: see ``stage``.
+            check_staged: compare before the commit, too.
+        """
+        counts = random_counts(batch, self.rng) if counts is None else counts
+        with self.open(batch) as window:
+            self.stage(window, batch, order)
+            if check_staged:
+                self.expect_staged(batch)
+                self.check("staged")
+            window.commit(self.accepted(counts) if given is None else given)
+        assert window.state is WindowState.COMMITTED
+        self.expect_committed(batch, batch.kept(counts) if kept is None else kept)
+        self.check(f"{when} after commit of {list(counts if kept is None else kept)}")
+
+    def abort(
+        self, batch: Batch, layers: Sequence[int] | None = None, when: str = "aborted"
+    ) -> None:
+        """Stage layers, all of them or these, abort the window, and compare the caches."""
+        with self.open(batch) as window:
+            self.stage(window, batch, layers)
+            window.abort()
+        assert window.state is WindowState.ABORTED
+        self.expect_aborted(batch, layers)
+        self.check(when)
 
     # -- what must be in the caches afterwards --------------------------------------
 
@@ -312,19 +372,30 @@ class Rig:
             where = f"under {self.policy!r}, {when or 'caches differ'}: "
             raise AssertionError(where + "; ".join(found))
 
-    def check_rows(self, expected: Sequence[int]) -> None:
+    def check_rows(
+        self, added: Sequence[int], before: Sequence[int] = (0, 0, 0)
+    ) -> tuple[int, ...]:
         """Compare the manager's counts with draft rows staged, committed and rejected.
+
+        Args:
+            added: rows of the last windows, as ``Batch.count`` has them.
+            before: rows of the windows before them.
+
+        Returns:
+            Their sum.
 
         Raises:
             AssertionError: the counts differ; the message says who counts.
         """
         counted = self.rows()
-        if counted != tuple(expected):
+        expected = tuple(a + b for a, b in zip(before, added, strict=True))
+        if counted != expected:
             raise AssertionError(
                 f"under {self.policy!r} the manager counted (staged, committed, rejected) = "
-                f"{counted}, expected {tuple(expected)}; commit ends with one call of "
+                f"{counted}, expected {expected}; commit ends with one call of "
                 "txn.count(kept), and no other method of an executor calls txn.count"
             )
+        return expected
 
     def states_in(self, name: str, slot: int) -> Row:
         """Return the expected words of a layer's states in a slot."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-import torch
 
 from .. import recovery
 from ..errors import WindowStateError
@@ -49,13 +48,6 @@ class Walk:
             missing = self.window.missing
             index = names.index(missing[0]) if missing else 0
             self.rig.stage(self.window, self.batch, [index])
-
-    def attend(self) -> None:
-        """Attend to the first layer, and ignore the output."""
-        ref, rig = self.rig.refs[0], self.rig
-        query = torch.zeros(self.batch.num_rows, 2, ref.planes[0].row_shape[1], device=rig.device)
-        table = torch.zeros(len(self.batch.settled), 3, dtype=torch.int64, device=rig.device)
-        self.window.attend(ref, query, table, rig.accepted([4, 3]))
 
     def break_repairs(self) -> None:
         """Make every repair of the library fail from here on."""
@@ -117,7 +109,7 @@ class Walk:
         if self.window.state is WindowState.OPEN:
             self.stage(1)
         else:
-            self.attend()
+            self.rig.attend(self.window, self.batch)
 
     def _fail(self) -> None:
         """Make the executor fail, and the repair after it."""

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..states import WindowState
 from .batches import Batch
 from .rig import Rig
 
@@ -80,6 +81,38 @@ def moved(batch: Batch, paths: Paths) -> list[int | None]:
             rows[first + known + place] = first + known + node
         first += known + drafts
     return rows
+
+
+def run_tree(
+    rig: Rig,
+    batch: Batch,
+    forest: Sequence[Sequence[int]],
+    paths: Paths,
+    given: Tensor | None = None,
+    *,
+    check_staged: bool = False,
+) -> None:
+    """Run a whole tree window, and compare it with the oracle and the counters.
+
+    Args:
+        rig: the layers.
+        batch: the rows.
+        forest: parents of each request's drafts.
+        paths: the accepted nodes of each request.
+        given: what the commit is given; None: the paths.
+        check_staged: compare before the commit, too.
+    """
+    before = rig.rows()
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        rig.expect_staged(batch)
+        if check_staged:
+            rig.check("staged")
+        window.commit(padded(paths, rig.device) if given is None else given)
+    assert window.state is WindowState.COMMITTED
+    expect_moved(rig, batch, paths)
+    rig.check(f"trees {forest}, paths {paths}")
+    rig.check_rows(batch.count([row is not None for row in moved(batch, paths)]), before)
 
 
 def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:

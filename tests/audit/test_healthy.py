@@ -26,6 +26,36 @@ def test_a_long_life_without_a_fault(name):
     assert counts["kvtxn_audit_steps_total"] == model.step > 100
 
 
+#: Groups with long blocks, by the kind of engine.
+LONG = {
+    "plain": (RowGroup("full", 64, 700),),
+    "sliding": (
+        RowGroup("full", 64, 900, pool="pages"),
+        RowGroup("sliding", 32, 900, window=300, pool="pages"),
+    ),
+    "shared": (RowGroup("full", 64, 700), RowGroup("reader", 64, 700, window=500, reads="full")),
+    "rings": (
+        RowGroup("ring", 64, 700, ring=1280, window=700),
+        RowGroup("chunks", 64, 900, chunk=512),
+    ),
+    "states": (RowGroup("full", 64, 800, pool="pages"), StateGroup("mamba", 800, pool="pages")),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_contexts_without_a_fault(name):
+    """A step reads thousands of rows at once, some of common beginnings; nothing is found."""
+    ledger = Ledger(LONG[name], max_requests=24, max_length=2008)
+    sizes = {"drafts": 4, "budget": 512, "vocabulary": 40, "max_length": 2000}
+    engine = ConnectedEngine(LONG[name], [ledger], seed=1, **sizes)
+    beginning = [engine.token() for _ in range(1000)]
+    for number in range(12):
+        engine.add([*beginning[: 90 * number], *(engine.token() for _ in range(50))])
+        engine.step()
+    assert said(ledger) == []
+    assert ledger.counters()["kvtxn_audit_rows_checked_total"] > 10_000
+
+
 @st.composite
 def groups(draw):
     """One to three groups of rows, some of one pool, and states or none."""

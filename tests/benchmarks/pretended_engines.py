@@ -49,7 +49,6 @@ class Pretender:
             digest="same",
             first_token=self.first_token,
             per_token=[drift / self.speed, drift / self.speed],
-            token_ids=None,
         )
 
     def clock(self, work):

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.engines("command-bench"),
 ]
 
-LABELS = ["stock", "undo+loop", "deferred+loop", "ledger", "bytes"]
+LABELS = ["stock", "undo", "deferred", "ledger", "bytes"]
 WINDOWS, AUDITS = LABELS[1:3], LABELS[3:]
 
 #: What the JSON has to have: names, and the type of each value or another level of names.
@@ -155,7 +155,7 @@ def test_each_engine_said_what_it_does(result):
     """The plug-in's own line, with its policy; the batch is as asked for."""
     announced = result["conditions"]["announced"]
     assert announced["stock"] is None
-    assert "policy='undo'" in announced["undo+loop"]
-    assert "policy='deferred'" in announced["deferred+loop"]
+    assert "policy='undo'" in announced["undo"]
+    assert "policy='deferred'" in announced["deferred"]
     assert all("groups=1" in announced[label] for label in AUDITS)
     assert result["conditions"]["arguments"]["max_num_seqs"] == 2

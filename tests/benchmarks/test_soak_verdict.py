@@ -83,16 +83,6 @@ def test_each_fault_is_said(changes, said):
     assert said in wrong
 
 
-def test_a_pieces_halves_are_compared():
-    """By processors' seconds, without the first quarter; short pieces say nothing."""
-    slower = piece(
-        cpu=lambda n: 8.0 * n + max(0, n - 7) * 2.0
-    )  # ten seconds where there were eight
-    even, late = verdict.judge([piece(), slower, piece(4)], windows=True).halves
-    assert even == pytest.approx(0.0)
-    assert late == pytest.approx(100.0 * (8.0 / 10.0 - 1.0))
-
-
 def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     """Near-ties are not."""
     bad = piece()
@@ -105,8 +95,8 @@ def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     ]
 
 
-def test_pieces_that_were_cut_off_are_counted_and_many_are_not_listed():
-    """They are no mistake; of ten pieces the range of their changes is shown."""
+def test_pieces_that_were_cut_off_are_counted():
+    """They are no mistake."""
     pieces = [piece() | {"cut": number > 0} for number in range(10)]
     found = verdict.judge(pieces, windows=True)
     assert found.wrong == []
@@ -115,7 +105,6 @@ def test_pieces_that_were_cut_off_are_counted_and_many_are_not_listed():
     soak = {"pieces": [each | {"machine": machine} for each in pieces]}
     text = verdict.report([soak | {"settings": {"about": "ngram", "policy": "auto"}}])
     assert "(10, 9 cut off) |" in text
-    assert "+0 to +0, median +0 |" in text
 
 
 #: Prints what it uses before, while and after a process of one that it starts holds 64 MiB. A

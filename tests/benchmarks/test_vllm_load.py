@@ -13,7 +13,7 @@ from kvtxn.cli import main
 def work(scenario: str, turn: int, **others):
     """The work of a round of a small cell."""
     point = Point(scenario=scenario, context=32, tokens=16, requests=5, acceptance=0.5)
-    settings = {"text": 100, "drafts": 3, "temperature": 0.5, "arrivals": 10.0, **others}
+    settings = {"text": 100, "drafts": 3, "arrivals": 10.0, **others}
     return make(point, turn, **settings)
 
 
@@ -24,7 +24,6 @@ def test_a_plain_load_is_the_same_every_round():
     assert {len(prompt) for prompt in first.prompts} == {32}
     assert first.lengths() == [16] * 5
     assert first.arrivals == []
-    assert first.temperature == 0.5
 
 
 def test_a_mixed_load_is_new_every_round_and_the_same_for_all():

@@ -42,7 +42,7 @@ class AuditWorker(gpu_oracle.Watch):
         if watch is None:
             return False
         if not on:
-            watch.pause()
+            watch.begun = False
             return True
         watch.begin()
         self.audit_brought = 0

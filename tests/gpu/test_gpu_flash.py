@@ -14,7 +14,7 @@ if reason := missing():
 
 from kvtxn.backends.graphs.slot_block_table import slot_tables
 from kvtxn.integrations.vllm_plugin.gpu.cache_layout import by_rows
-from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
+from kvtxn.integrations.vllm_plugin.internals import backends
 from vllm._custom_ops import reshape_and_cache_flash
 
 #: Rows of each request after the step, and its rows of the step.
@@ -88,7 +88,7 @@ def differences(
         block_size=block_size,
         longest=max(totals),
     )
-    flash, one = flash_internals.module(), torch.ones(1, device="cuda")
+    flash, one = backends.flash_module(), torch.ones(1, device="cuda")
     window = (200, 0) if more == "sliding" else (-1, -1)
 
     def run(rows: torch.Tensor, where: torch.Tensor, table: torch.Tensor, splits: int) -> Any:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
+from kernels_here import ON_GPU
 from kvtxn.backends.gated_delta import DeltaLayers, reference
 from torch import Tensor
 
 #: A step of five requests: one has no rows, and one no state.
 LENGTHS = [5, 1, 0, 3, 2]
 SOURCES = [3, 1, 4, 0, 7]
+
+#: Of a key, of a value, and how far apart rows lie.
+SIZES = ((32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def verify_cases(shift: int = 0) -> list[Any]:
+    """Dtypes of states and of rows, and sizes: all on a GPU; interpreted, each two that there are.
+
+    Args:
+        shift: 0 to 2; another takes others.
+    """
+    numbered = [list(enumerate(each)) for each in (DTYPES, DTYPES, SIZES)]
+    return [
+        pytest.param(state, rows, sizes, id=f"{state}-{rows}-{sizes}")
+        for (i, state), (j, rows), (k, sizes) in product(*numbered)
+        if ON_GPU or (i + j + k) % 3 == shift
+    ]
 
 
 def assert_near(found: Tensor, expected: Tensor, error: float) -> None:

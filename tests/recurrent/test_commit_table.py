@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
-from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
+from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 
 with importing_kernels():
     from kvtxn.backends.launching import kernel_call

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_here import ON_GPU, importing_kernels
 from kvtxn.backends.gated_delta import DeltaLayers, reference
-from step_checks import assert_graph_reads_anew, assert_near
+from step_checks import LENGTHS, SOURCES, assert_graph_reads_anew, assert_near, verify_cases
 
 from kvtxn import LayerError
 
@@ -31,6 +31,8 @@ ROWS = ("query", "key", "value", "a", "b", "A_log", "dt_bias")
 #: Rounding to bfloat16: the interpreter cuts off instead.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
+TILES = {"few": None, "many": Tile(16, tiles=8, stages=3, registers=128)}
+
 
 def verify(case, *, longest, normalise=True, tile=None):
     rows = tuple(case.given[name] for name in ROWS)
@@ -41,21 +43,20 @@ def verify(case, *, longest, normalise=True, tile=None):
     )
 
 
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str
-)
-@pytest.mark.parametrize(
-    "tile", [None, Tile(16, tiles=8, stages=3, registers=128)], ids=["few", "many"]
+    ("state", "rows", "sizes", "tile"),
+    [
+        pytest.param(*case.values, tile, id=f"{name}-{case.id}")
+        for shift, (name, tile) in enumerate(TILES.items())
+        for case in verify_cases(shift)
+    ],
 )
 def test_verify_is_as_specified(state, rows, sizes, tile):
     """That holds for all dtypes, sizes and distances of rows; nothing else is written."""
     key_size, value_size, apart = sizes
-    lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
-    cases = [
+    found, expected = (
         make_case(
-            *(lengths, sources),
+            *(LENGTHS, SOURCES),
             device=DEVICE,
             key_size=key_size,
             value_size=value_size,
@@ -64,8 +65,7 @@ def test_verify_is_as_specified(state, rows, sizes, tile):
             rows_dtype=rows,
         )
         for _ in range(2)
-    ]
-    found, expected = cases
+    )
     verify(found, longest=5, tile=tile)
     reference.verify_gated_delta(
         **expected.given, out=expected.out, kept=expected.kept, scale=expected.scale
@@ -91,7 +91,7 @@ def test_programs_take_several_tiles_where_launches_are_large():
     tile=st.sampled_from([Tile(16), Tile(32), Tile(32, 2), Tile(16, tiles=2, stages=3)]),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, tile, heads):
     """Outputs of all rows, and the state after any number of kept rows."""
     key_heads, value_heads = heads

@@ -13,7 +13,7 @@ from kvtxn.backends.gated_delta import DeltaLayers
 from kvtxn.backends.gated_delta import reference as commits
 from kvtxn.backends.mamba2 import reference
 from mamba_cases import exact_step, make_case
-from step_checks import assert_graph_reads_anew, assert_near
+from step_checks import LENGTHS, SOURCES, assert_graph_reads_anew, assert_near, verify_cases
 
 from kvtxn import LayerError
 
@@ -36,18 +36,13 @@ def verify(case, *, longest):
     launch_verify(rows, *where, case.out, case.kept, longest=longest)
 
 
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str
-)
+@pytest.mark.parametrize(("state", "rows", "sizes"), verify_cases())
 def test_verify_is_as_specified(state, rows, sizes):
     """Whatever the dtypes, sizes and distances of rows; nothing else is written."""
     state_size, head_size, apart = sizes
-    lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
     found, expected = (
         make_case(
-            *(lengths, sources),
+            *(LENGTHS, SOURCES),
             device=DEVICE,
             state_size=state_size,
             head_size=head_size,
@@ -70,7 +65,7 @@ def test_verify_is_as_specified(state, rows, sizes):
     seed=st.integers(0, 2**20),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, heads):
     """Outputs of all rows, and the state after any number of kept rows, in one group or several."""
     sources = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[: len(lengths)] + 1

@@ -14,7 +14,7 @@ from kernels_here import ON_GPU, importing_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
-from kvtxn.captured.launches import LayoutLaunches
+from kvtxn.captured_launches import LayoutLaunches
 from kvtxn.config import Policy
 
 with importing_kernels():

@@ -16,7 +16,7 @@ from step_rig import DEVICE, Rig, anywhere  # noqa: F401
 from kvtxn import LayerRef, TransactionManager, TxnConfig
 
 with importing_kernels():
-    from kvtxn.integrations.serving.packed_steps import PackedGraphSteps
+    from kvtxn.integrations.serving.graph_steps import PackedGraphSteps
 
 HEADS, SIZE, BLOCK, BLOCKS, VOCAB = 2, 8, 8, 16, 50
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kvtxn.integrations.serving.state_steps import StateRows, StateSteps
+from kvtxn.integrations.serving.eager_steps import StateRows, StateSteps
 
 from kvtxn import KVTxnError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.recurrent import ShortConv

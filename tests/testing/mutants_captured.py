@@ -16,10 +16,10 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn import lifecycle, recovery
-from kvtxn.captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from kvtxn.captured.shared import SharedPlaces
-from kvtxn.captured.window import CapturedWindow
-from kvtxn.captured.windows import CapturedWindows
+from kvtxn.captured_launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
+from kvtxn.captured_shared import SharedPlaces
+from kvtxn.captured_window import CapturedWindow
+from kvtxn.captured_windows import CapturedWindows
 from kvtxn.executor import Executor, StagedLayer, Txn
 from kvtxn.layout import RowLayout
 from kvtxn.row_io import read_layers, write_layers

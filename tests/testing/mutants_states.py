@@ -14,13 +14,12 @@ import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
-from kvtxn import recovery
-from kvtxn.captured.launches import CapturedPlaces
-from kvtxn.captured.shared import SharedPlaces
-from kvtxn.captured.windows import CapturedWindows
+from kvtxn import recovery, replay
+from kvtxn.captured_launches import CapturedPlaces
+from kvtxn.captured_shared import SharedPlaces
+from kvtxn.captured_windows import CapturedWindows
 from kvtxn.executor import Capabilities, StagedLayer, Txn
 from kvtxn.lifecycle import Lifecycle
-from kvtxn.recurrent import replay
 from kvtxn.row_io import read, select, write
 from kvtxn.states import Event
 

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from ...serving.parts import Part
 from ...serving.step import Changes, Outputs, PlannedStep, Rows
-from ..internals import (
-    audited,
-    audited_cpu,
-    audited_states,
-    audited_v1,
-    carried_states,
-)
+from ..internals import aligned_states, audited, audited_cpu, audited_states, audited_steps
 from ..internals.audited_states import States
 from ..internals.batches import PlannedV1
 from ..seam.hooked_runner import HookedRunnerV1
-from .opening import join_stages, new_state_reader, open_device_watch, open_watch
-from .step_ends import end_step, fail_step, leave, take_back
+from .runner_watch import (
+    end_step,
+    fail_step,
+    join_stages,
+    leave,
+    new_state_reader,
+    open_device_watch,
+    open_watch,
+)
 from .watch import Watch
 
 
@@ -98,7 +99,7 @@ class LedgerV1(Part):
         """Take a forward that raised back: nobody knows which of its rows are there."""
         if self._in_forward:
             self._in_forward = False
-            self._runner.kvtxn_tell(take_back)
+            self._runner.kvtxn_tell(Watch.take_back)
 
     def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
@@ -187,12 +188,12 @@ class DeviceSteps:
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
-        self._reader: audited_v1.StepReader
-        self._samples: audited_v1.SampledReader
+        self._reader: audited_steps.StepReaderV1
+        self._samples: audited_steps.SampledReader
         self._states: audited_states.DeviceStateReader | None = None
         #: Knows the states that the runner copies between blocks on the host's word; None where the
         #: device decides, or nothing is copied.
-        self._copies: carried_states.HostCopies | None = None
+        self._copies: aligned_states.HostCopies | None = None
 
     def open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
@@ -200,11 +201,11 @@ class DeviceSteps:
         watch = open_device_watch(runner, None, None)
         if watch is not None:
             given = watch.ledger.input
-            self._reader = audited_v1.StepReader(runner, watch.groups, given)
-            self._samples = audited_v1.SampledReader(runner, given)
+            self._reader = audited_steps.StepReaderV1(runner, watch.groups, given)
+            self._samples = audited_steps.SampledReader(runner, given)
             self._states = new_state_reader(runner, watch)
-            if watch.kept_states and carried_states.lacks_context(runner):
-                self._copies = carried_states.HostCopies(runner, watch.kept_states)
+            if watch.kept_states and aligned_states.lacks_context(runner):
+                self._copies = aligned_states.HostCopies(runner, watch.kept_states)
         return watch
 
     def begin(self) -> None:
@@ -227,7 +228,7 @@ class DeviceSteps:
         rows = self._reader.rows(step.prepared)
         if self._states is None:
             return rows, None
-        metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(self._runner)
+        metadata, total = audited_states.forward_metadata(), audited_steps.num_rows_v1(self._runner)
         return rows, self._states.read(metadata, rows, total)
 
     def tell_sampled(self, ids: Tensor, watch: Watch) -> None:

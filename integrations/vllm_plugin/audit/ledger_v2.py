@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ...serving.parts import Part
 from ...serving.step import Arrival, Changes, Outputs, PlannedStep, Rows
-from ..internals import (
-    Foreign,
-    audited_states,
-    audited_v2,
-    connectors,
-    held_states,
-)
+from ..internals import Foreign, audited, audited_states, audited_steps, connectors, held_states
 from ..internals.audited_states import States
 from ..internals.batches import PlannedV2
-from ..internals.class_swaps import follow, mix_in
-from ..internals.protocols.engine import SchedulerOutput
+from ..internals.engine_protocols import SchedulerOutput
+from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
-from .opening import join_stages, new_state_reader, open_device_watch
-from .step_ends import end_step, fail_step, leave, take_back
+from .runner_watch import (
+    end_step,
+    fail_step,
+    join_stages,
+    leave,
+    new_state_reader,
+    open_device_watch,
+)
 from .transfers import TransferWatch, WatchedConnectorV2
 from .watch import Watch
 
@@ -45,7 +45,7 @@ class LedgerV2(Part):
         reader: reads the runner's steps.
     """
 
-    reader: audited_v2.StepReader
+    reader: audited_steps.StepReaderV2
 
     def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
@@ -74,10 +74,10 @@ class LedgerV2(Part):
         runner = self._runner
         runner.kvtxn_requests, self._planned, self._metadata = {}, None, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
-        lines = audited_v2.lines(runner) if connectors.connector() is None else None
-        watch = open_device_watch(runner, audited_v2.lacking(runner), lines, WatchedConnectorV2)
+        lines = audited.lines(runner) if connectors.connector() is None else None
+        watch = open_device_watch(runner, audited.lacking(runner), lines, WatchedConnectorV2)
         if watch is not None:
-            self.reader = audited_v2.StepReader(runner, watch.groups, watch.ledger.input)
+            self.reader = audited_steps.StepReaderV2(runner, watch.groups, watch.ledger.input)
             self._states = new_state_reader(runner, watch)
             self._waits = watch.transfers is not None or self._states is not None
             if self._states is not None:
@@ -138,7 +138,7 @@ class LedgerV2(Part):
         self._planned = None
         if self._in_forward:
             self._in_forward = False
-            self._runner.kvtxn_tell(take_back)
+            self._runner.kvtxn_tell(Watch.take_back)
 
     def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
@@ -151,7 +151,7 @@ class LedgerV2(Part):
 
         Pipeline stages before the last are told of an earlier step, and have no drafts here.
         """
-        if self._runner.kvtxn_audit is not None and audited_v2.samples(self._runner):
+        if self._runner.kvtxn_audit is not None and audited.is_last_stage(self._runner):
             self._runner.kvtxn_tell(partial(self._tell_sampled, ids, counts))
 
     def step_ended(self, output: object) -> None:
@@ -175,7 +175,7 @@ class LedgerV2(Part):
     def _note_leaving(self, scheduled: SchedulerOutput, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
-        audited_v2.note_requests(self._runner.kvtxn_requests, scheduled)
+        audited.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def _step_is_ready(self) -> None:
         """Tell the watch which rows and states the step's forward has."""
@@ -194,7 +194,7 @@ class LedgerV2(Part):
         rows = self.reader.rows(step.batch, step.prepared)
         if self._states is None:
             return rows, None
-        return rows, self._states.read(self._metadata, rows, audited_v2.num_rows(step.batch))
+        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""

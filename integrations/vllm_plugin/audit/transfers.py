@@ -23,9 +23,9 @@ from ....audit import Ledger, RowGroup
 from ...serving.step import Arrival
 from ..internals import connectors
 from ..internals.audited_states import block_sizes
-from ..internals.class_swaps import mix_in
 from ..internals.connectors import Handed
-from ..internals.protocols.runners import ConnectorOutput, Runner
+from ..internals.hooks import mix_in
+from ..internals.runner_protocols import ConnectorOutput, Runner
 from ..seam.hooked_runner import HookedRunner
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.

@@ -22,14 +22,19 @@ from ....log import get_logger
 from ...serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
-from .found_violations import AuditError, FoundViolations
-from .late_counters import COPY_SOON, LateCounters
-from .published_blocks import FilledBlocks, PublishedBlocks
 from .rank_agreement import RankAgreement, RankReport
-from .step_forms import StepForms
-from .step_requests import LineBuffer, admissions, fresh_blocks, leave_out
+from .steps import (
+    FilledBlocks,
+    LineBuffer,
+    PublishedBlocks,
+    StepForms,
+    admissions,
+    fresh_blocks,
+    launch_all,
+    leave_out,
+)
 from .transfers import TransferWatch
-from .warming_up import launch_all
+from .violations import COPY_SOON, AuditError, FoundViolations, LateCounters
 
 log = get_logger()
 
@@ -72,7 +77,7 @@ class Watch:
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
-        begun: False until the engine has warmed up; steps before are nobody's.
+        begun: False until ``begin``, as while the engine warms up: no step is watched.
         steps: how many steps with a forward the ledger was told of since then.
         stopped: the audit has ended by an error of its own.
         peers: the other ranks, which act together with this one; None without any, or once all of
@@ -165,10 +170,6 @@ class Watch:
         self.forget()
         self.warm_up()
 
-    def pause(self) -> None:
-        """Watch no longer, until ``begin``; wrong rows are not contained any more."""
-        self.begun = False
-
     def forget(self) -> None:
         """Forget every row and request, as the caches' content is lost; keep what was counted."""
         self._known.clear()
@@ -189,7 +190,7 @@ class Watch:
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def hear(self, tell: Callable[[Any], None]) -> None:
+    def hear(self, tell: Callable[[Watch], None]) -> None:
         """Let the runner tell of a step; an error of the audit's own ends the audit alone.
 
         Args:

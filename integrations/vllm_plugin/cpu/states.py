@@ -17,22 +17,21 @@ from ....errors import KVTxnError, LayerError
 from ....layers import LayerRef
 from ....manager import TransactionManager
 from ....recurrent import Recurrence, RowPart, ShortConv
-from ...serving.eager_steps import EagerSteps
+from ...serving.eager_steps import EagerSteps, StateSteps
 from ...serving.parts import Part
-from ...serving.state_steps import StateSteps
 from ...serving.step import PlannedStep, drafts_and_ends
-from ..internals import Foreign, batches, gated_delta, mixers, state_layers
-from ..internals.class_swaps import check_methods
+from ..internals import batches, cpu_states, state_layers
 from ..internals.config import runner_facts
+from ..internals.cpu_states import StateBatch, step_batch
+from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
-from ..internals.mixers import StateBatch, step_batch
-from ..internals.replaced_names import not_called
+from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows
-from . import cache_layout, lent_rows
+from . import attention, cache_layout
 from .windows import row_slots
 
 
@@ -49,7 +48,7 @@ class OwnGatedDelta(Recurrence):
         dtype: dtype of the rows.
     """
 
-    module: Foreign = attrs.field(repr=False)
+    module: GatedDeltaLayer = attrs.field(repr=False)
     channels: int
     dtype: torch.dtype
 
@@ -70,7 +69,7 @@ class OwnGatedDelta(Recurrence):
     def step(self, state: Tensor, row: Sequence[Tensor]) -> Tensor:
         """Take one row per request into its state."""
         convolved, a, b = (part.to(self.dtype) for part in row)
-        return gated_delta.take_in(self.module, state, convolved, a, b)
+        return cpu_states.take_in_gated_delta(self.module, state, convolved, a, b)
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +87,7 @@ class OwnMamba2(Recurrence):
         stored: dtype of the states.
     """
 
-    module: Foreign = attrs.field(repr=False)
+    module: Mamba2Layer = attrs.field(repr=False)
     channels: int
     dtype: torch.dtype
     stored: torch.dtype
@@ -108,7 +107,7 @@ class OwnMamba2(Recurrence):
     def step(self, state: Tensor, row: Sequence[Tensor]) -> Tensor:
         """Take one row per request into its state."""
         convolved, dt = (part.to(self.dtype) for part in row)
-        return mixers.take_in(self.module, state.to(self.stored), convolved, dt).float()
+        return cpu_states.take_in_mamba2(self.module, state.to(self.stored), convolved, dt).float()
 
 
 def _check(layer: str, state: Tensor, expected: str, dtypes: Sequence[torch.dtype]) -> None:
@@ -134,16 +133,16 @@ def state_ref(layer: StateLayer) -> LayerRef:
     return LayerRef.recurrent(layer.name, layer.past, layer.state, replay=replay, **dtype)
 
 
-def operators_differ(modules: Sequence[Foreign]) -> str | None:
+def operators_differ(modules: Sequence[object]) -> str | None:
     """Say in a sentence how vLLM's operators differ from the known ones; None if they do not."""
     from ..internals.state_layers import kind_of
 
     kinds = {kind_of(module): type(module) for module in modules}
-    if GATED_DELTA in kinds and (wrong := gated_delta.core_differs()) is not None:
+    if GATED_DELTA in kinds and (wrong := cpu_states.core_differs()) is not None:
         return wrong
     for kind in (MAMBA2, SHORT_CONV):
         if kind in kinds:
-            name, parameters = mixers.FORWARDS[kind]
+            name, parameters = cpu_states.FORWARDS[kind]
             wrong = check_methods(kinds[kind], {name: parameters})
             wrong = wrong or not_called(getattr(kinds[kind], name))
             if wrong is not None:
@@ -164,21 +163,21 @@ def hook_states(
     Returns:
         A function that undoes it.
     """
-    undo = gated_delta.hook_core() if any(one.kind == GATED_DELTA for one in layers) else None
+    undo = cpu_states.hook_core() if any(one.kind == GATED_DELTA for one in layers) else None
 
     def hook(layer: StateLayer) -> None:
         ref = steps.manager.layers[layer.name]
         if layer.kind == GATED_DELTA:
-            gated_delta.hook_layer(layer, lambda rows: steps.verified(ref, rows))
+            cpu_states.hook_layer(layer, lambda rows: steps.verified(ref, rows))
         else:
-            mixers.hook_mixer(layer, batch, lambda rows: steps.verified(ref, rows))
+            cpu_states.hook_mixer(layer, batch, lambda rows: steps.verified(ref, rows))
 
     for layer in layers:
         hook(layer)
 
     def unhook() -> None:
-        gated_delta.unhook_layers(layers)
-        mixers.unhook_mixers(layers)
+        cpu_states.unhook_layers(layers)
+        cpu_states.unhook_mixers(layers)
         if undo is not None:
             undo()
 
@@ -281,8 +280,8 @@ class RowAndStateCaches:
         manager = TransactionManager(refs, attrs.evolve(settings, staging=staging))
         steps = StateSteps(manager, batches.vocab_size(self._runner))
         undo = self._runner.kvtxn_undo
-        undo.callback(lent_rows.unhook_attention, layers)
-        lent_rows.hook_attention(steps, layers)
+        undo.callback(attention.unhook_attention, layers)
+        attention.hook_lent_rows(steps, layers)
         undo.callback(hook_states(steps, states, lambda: self._states.batch))
         return steps, {"states": len(states), "state_blocks": 1}
 

@@ -11,8 +11,9 @@ import attrs
 from torch import Tensor
 
 from ....layers import LayerRef
-from ..internals import Foreign, kv_cache
+from ..internals import kv_cache
 from ..internals import layers as attention_layers
+from ..internals.engine_protocols import KVCacheConfig
 from ..internals.layers import TargetLayer
 
 
@@ -41,7 +42,9 @@ class SpareBlocks:
         return int(cache.shape[0]) // self.total * self.own
 
 
-def with_spare_blocks(config: Foreign, rows: int, without: set[str]) -> tuple[Foreign, SpareBlocks]:
+def with_spare_blocks(
+    config: KVCacheConfig, rows: int, without: set[str]
+) -> tuple[KVCacheConfig, SpareBlocks]:
     """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
 
     Args:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..internals import backends
-from ..internals.slot_metadata import FlashLatentTables
-from .latent_attention import WindowLatentImpl
-from .slot_reading import SlotBuilder
+from ..internals.backends import FlashLatentTables
+from .slot_reading import SlotBuilder, WindowLatentImpl
 
 _BUILDER, _IMPL, _BACKEND = backends.flash_latent()
 

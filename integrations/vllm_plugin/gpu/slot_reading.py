@@ -14,7 +14,7 @@ windows, bypassed steps and fallbacks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import attrs
 import torch
@@ -24,7 +24,10 @@ from ....backends.graphs.slot_block_table import slot_tables
 from ....layers import LayerRef
 from ...serving.graph_steps import GraphSteps
 from ..internals import Foreign, batches
-from ..internals.slot_metadata import Tables
+from ..internals.backends import Tables
+from ..internals.runner_protocols import AttentionLayer
+
+T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +46,7 @@ class SlotHook:
     ref: LayerRef
     spare: int
     rows: Tensor
-    module: Foreign
+    module: AttentionLayer
 
 
 @attrs.define(eq=False)
@@ -71,7 +74,7 @@ class Reading:
         """Tell whether an earlier layer failed, so that the other layers run vLLM's own code."""
         return not (self.captured or self.steps.waits)
 
-    def prepare(self, hook: SlotHook, metadata: Foreign, slots: Tensor) -> Tensor:
+    def prepare(self, hook: SlotHook, metadata: object, slots: Tensor) -> Tensor:
         """Make, at the first layer, everything that all layers share; a graph captures this, too.
 
         Args:
@@ -101,7 +104,7 @@ class Reading:
     def complete(self) -> None:
         """Make what else the layers of a backend share; nothing by default."""
 
-    def read(self) -> Foreign:
+    def read(self) -> object:
         """Return the metadata by which rows are found where ``do_kv_cache_update`` put them.
 
         Raises:
@@ -142,19 +145,20 @@ class SlotBuilder:
     kvtxn_reading: ClassVar[type[Reading]] = Reading
     kvtxn_capturing = False
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Foreign) -> Foreign:
+    def build_for_cudagraph_capture(self, common_attn_metadata: object) -> object:
         """Build metadata for a graph that will serve every step of its shape."""
         self.kvtxn_capturing = True
         try:
-            return super().build_for_cudagraph_capture(  # type: ignore[misc]
+            found: object = super().build_for_cudagraph_capture(  # type: ignore[misc]
                 common_attn_metadata
             )
+            return found
         finally:
             self.kvtxn_capturing = False
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Foreign, fast_build: bool = False
-    ) -> Foreign:
+        self, common_prefix_len: int, common_attn_metadata: object, fast_build: bool = False
+    ) -> object:
         """Build metadata for one step; a drafter asks for a fast build of its own."""
         steps, capturing = self.kvtxn, self.kvtxn_capturing
         window = steps is not None and steps.waits and not (fast_build or capturing)
@@ -163,7 +167,7 @@ class SlotBuilder:
             metadata.kvtxn = self.kvtxn_reading(steps, capturing, self)
         return metadata
 
-    def kvtxn_make(self, prefix: int, common: Foreign, fast: bool, window: bool) -> Foreign:
+    def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
         """Let vLLM build a step's metadata.
 
         Args:
@@ -175,14 +179,14 @@ class SlotBuilder:
         return super().build(prefix, common, fast)  # type: ignore[misc]
 
     def update_block_table(
-        self, metadata: Foreign, blk_table: Tensor, slot_mapping: Tensor
-    ) -> Foreign:
+        self, metadata: object, blk_table: Tensor, slot_mapping: Tensor
+    ) -> object:
         """Give another KV-cache group's copy of the metadata a ``Reading`` of its own.
 
         vLLM's V1 runner copies an earlier group's metadata; its ``Reading`` must not be shared,
         since block table and slots differ by group.
         """
-        updated = super().update_block_table(  # type: ignore[misc]
+        updated: Foreign = super().update_block_table(  # type: ignore[misc]
             metadata, blk_table, slot_mapping
         )
         reading = getattr(metadata, "kvtxn", None)
@@ -191,7 +195,7 @@ class SlotBuilder:
         return updated
 
 
-def reading_of(hook: SlotHook | None, metadata: Foreign) -> Reading | None:
+def reading_of(hook: SlotHook | None, metadata: object) -> Reading | None:
     """Return how a layer's forward reads its window; None if vLLM's own code runs as it is."""
     reading: Reading | None = None if hook is None else getattr(metadata, "kvtxn", None)
     return None if reading is None or reading.stopped else reading
@@ -223,8 +227,8 @@ def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tens
 
 
 def attend(
-    hook: SlotHook | None, call: Callable[[Tensor, Foreign], Any], cache: Tensor, metadata: Foreign
-) -> Any:
+    hook: SlotHook | None, call: Callable[[Tensor, object], T], cache: Tensor, metadata: object
+) -> T:
     """Attend over cache and window; without a window run vLLM's own attention.
 
     Args:
@@ -245,3 +249,45 @@ def attend(
                 raise
             hook.steps.fall_back(error)
     return call(cache, metadata)
+
+
+class WindowLatentImpl:
+    """A mixin of vLLM's latent attention of a layer, which reads the step's window if there is one.
+
+    The part that decodes reads the cache by its block table. What vLLM counts among prompts reads
+    the step's own rows from the forward; it is vLLM's own code over vLLM's own blocks.
+
+    Attributes:
+        kvtxn: the layer's hook; None for a layer that is not the target's.
+    """
+
+    kvtxn: SlotHook | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        own = super().do_kv_cache_update  # type: ignore[misc]
+        write(
+            self.kvtxn,
+            lambda slots: own(kv_c_normed, k_pe, kv_cache, slots, *others, **named),
+            slot_mapping,
+        )
+
+    def forward_mqa(
+        self, q: object, kv_c_and_k_pe_cache: Tensor, attn_metadata: object, layer: object
+    ) -> object:
+        """Attend over cache and window; without a window run vLLM's own attention."""
+        own = super().forward_mqa  # type: ignore[misc]
+        found: object = attend(
+            self.kvtxn,
+            lambda cache, metadata: own(q, cache, metadata, layer),
+            *(kv_c_and_k_pe_cache, attn_metadata),
+        )
+        return found

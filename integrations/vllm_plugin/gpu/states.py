@@ -18,9 +18,9 @@ import attrs
 from torch import Tensor
 
 from ....backends.launching.recurring_graphs import RecurringGraphs
-from ....captured.launches import LayoutLaunches
-from ....captured.shared import StepPlan
-from ....captured.window import CapturedWindow
+from ....captured_launches import LayoutLaunches
+from ....captured_shared import StepPlan
+from ....captured_window import CapturedWindow
 from ....cuda_graphs import GraphCache, Replay
 from ....errors import KVTxnError
 from ....log import get_logger
@@ -30,24 +30,16 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
 from ...serving.step import PlannedStep
-from ..internals import (
-    aligned_states,
-    batches,
-    connectors,
-    held_states,
-    state_layers,
-    state_sizes,
-    verify_steps,
-)
-from ..internals.class_swaps import check_methods, mix_in
-from ..internals.commit_graphs import Capture, captures, uses_graphs
+from ..internals import aligned_states, batches, connectors, state_commits, state_layers
+from ..internals import held_states as held_states
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
+from ..internals.hooks import check_methods, mix_in
 from ..internals.layers import attention_of
+from ..internals.state_commits import Capture, captures, uses_graphs
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
-from ..policy.state_choice import takes
-from ..policy.state_rules import measured_fast
+from ..policy.state_rules import measured_fast, takes
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
 from ..seam.window_steps import refuse_without_windows
 
@@ -115,7 +107,7 @@ class StateCaches(Part):
         """Return the bytes of the buffers in which rows wait for the commit of the states."""
         if not self.are_written_by_commits():
             return 0
-        return state_sizes.bytes_of_buffers(self._runner, fast=self._fast)
+        return held_states.bytes_of_buffers(self._runner, fast=self._fast)
 
     def facts(self, facts: EngineFacts) -> EngineFacts:
         """Add what the states are."""
@@ -279,8 +271,8 @@ class ReportedModelState:
         metadata = super().prepare_attn(  # type: ignore[misc]
             input_batch, cudagraph_mode, *args, **kwargs
         )
-        captured = verify_steps.is_capture(args, kwargs)
-        replayed = not captured and verify_steps.is_replay(cudagraph_mode)
+        captured = state_commits.is_capture(args, kwargs)
+        replayed = not captured and state_commits.is_replay(cudagraph_mode)
         self.kvtxn_states.begin(metadata, input_batch, captured=captured, replayed=replayed)
         return metadata
 
@@ -301,7 +293,9 @@ class StatesV2(Part):
 
     def unknown(self) -> str | None:
         """Say what kvtxn does not know about ``model_state``."""
-        return check_methods(type(held_states.model_state(self._runner)), verify_steps.METHODS)
+        return check_methods(
+            type(held_states.model_state(self._runner)), state_commits.MODEL_STATE_METHODS
+        )
 
     def follow(self, states: HeldStates) -> Callable[[], None]:
         """Let the runner's ``model_state`` tell the states of each step."""

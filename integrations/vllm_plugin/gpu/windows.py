@@ -19,8 +19,7 @@ from ....cuda_graphs import MOST_BYTES
 from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
-from ...serving.graph_steps import GraphSteps
-from ...serving.packed_steps import PackedGraphSteps
+from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
 from ...serving.step import PlannedStep
@@ -29,7 +28,6 @@ from ..internals import (
     backends,
     batches,
     connectors,
-    flash,
     kv_cache,
     state_layers,
     whole_graphs,
@@ -38,11 +36,11 @@ from ..internals import (
 from ..internals import config as engine_config
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
+from ..internals.whole_graphs import let_graphs_begin
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
 from ..seam.window_steps import end_unheard, open_steps
-from .begun_graphs import let_graphs_begin
 from .cache_layout import (
     SpareBlocks,
     by_rows,
@@ -53,8 +51,8 @@ from .cache_layout import (
 )
 
 if TYPE_CHECKING:
-    from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
     from .slot_reading import SlotHook
+    from .window_backends import FlashHook  # their modules make classes of vLLM's for GPUs
 
 log = get_logger()
 
@@ -415,7 +413,7 @@ def hook_attention(
         rows = by_rows(layer.cache)
         assert rows is not None  # else the policy is another one
         hook = SlotHook(steps, ref, spare[ref.group], rows, layer.module)
-        own_calls = not layer.latent and flash.version_of(layer.impl) is not None
+        own_calls = not layer.latent and backends.flash_version_of(layer.impl) is not None
         layer.impl.kvtxn = flash_hook(layer, hook) if own_calls else hook
     for builder in builders:
         builder.kvtxn = steps
@@ -429,10 +427,10 @@ def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
         layer: the layer over its whole cache.
         hook: its hook.
     """
-    from .flash_backend import FlashHook
+    from .window_backends import FlashHook
 
     size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
-    fixed = flash.fixed_arguments(layer.impl, *keys_and_values(hook.rows, size))
+    fixed = backends.fixed_arguments(layer.impl, *keys_and_values(hook.rows, size))
     return FlashHook(*facts, keys_and_values(layer.cache, size), fixed)
 
 

@@ -16,8 +16,8 @@ from typing import Final
 
 import attrs
 
-from .protocols.engine import LoRARequest
-from .protocols.runners import Runner
+from .engine_protocols import LoRARequest
+from .runner_protocols import Runner
 
 #: The file of weights that vLLM loads is the first of these that an adapter's folder has.
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

@@ -11,16 +11,21 @@ convolutions stay vLLM's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
-from .class_swaps import check_methods, mix_in
+from .engine_protocols import SchedulerOutput
+from .hooks import check_methods, mix_in, precede
+from .runner_protocols import Runner
 
 if TYPE_CHECKING:
     from ....backends.state_tables.block_boundaries import BlockTables
+
 
 #: The methods of ``MambaSpecDecodeGPUContext`` that copy states, with their parameters.
 METHODS: Final = {
@@ -47,7 +52,7 @@ FIELDS: Final = (
 )
 
 
-def is_aligned(runner: Any) -> bool:
+def is_aligned(runner: Runner) -> bool:
     """Tell whether the prefix cache keeps states."""
     return str(runner.vllm_config.cache_config.mamba_cache_mode) == "align"
 
@@ -62,7 +67,7 @@ def copies_differ() -> str | None:
     return check_methods(Own, METHODS)
 
 
-def block_tables(runner: Any, groups: list[str]) -> BlockTables:
+def block_tables(runner: Runner, groups: list[str]) -> BlockTables:
     """Return the block tables of a runner's groups; a table has a line for each place of a batch.
 
     Args:
@@ -77,7 +82,7 @@ def block_tables(runner: Any, groups: list[str]) -> BlockTables:
     return BlockTables.build(tuple(tables), int(spec.block_size))
 
 
-def tables_of_batch(runner: Any, groups: list[str]) -> list[Tensor]:
+def tables_of_batch(runner: Runner, groups: list[str]) -> list[Tensor]:
     """Return the block tables of a runner's groups, with a line for each place of a batch."""
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 gathers the lines of the batch
@@ -179,7 +184,7 @@ def part_of(context: Any, chosen: Tensor) -> Any:
     return part
 
 
-def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
+def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
     """Let vLLM copy the one state that each request has.
 
     Args:
@@ -204,12 +209,12 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
     )
 
 
-def context_of(runner: Any) -> Any:
+def context_of(runner: Runner) -> Any:
     """Return the context of copies of a runner whose caches exist."""
     return runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
 
 
-def tables_of_requests(runner: Any, groups: list[str]) -> list[Tensor]:
+def tables_of_requests(runner: Runner, groups: list[str]) -> list[Tensor]:
     """Return the block tables whose lines the context of copies counts by.
 
     Args:
@@ -232,3 +237,189 @@ def _v1_copies(runner: Any) -> Any:
         [_v1_table(runner, number) for number in context.mamba_group_ids],
     )
     return context
+
+
+#: Tells of copies: by group, int ``[num_requests]`` twice, the blocks copied from and those copied
+#: to; -1 where nothing is copied.
+Carry = Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]
+
+
+@attrs.frozen(eq=False)
+class CopyTeller:
+    """Tells of the copies of vLLM's context before they are made; its methods have vLLM's names.
+
+    Attributes:
+        tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request that
+            vLLM's kernels count by.
+        carry: is told.
+        size: tokens of a block.
+        held: kvtxn's windows hold one state per request, which is in the first column, whatever was
+            accepted; what is at the ends of blocks is left by their commits.
+    """
+
+    tables: Mapping[str, Tensor]
+    carry: Carry
+    size: int
+    held: bool = False
+
+    def run_fused_precopy(
+        self,
+        num_reqs: int,
+        state_idx_gpu: Tensor,
+        src_col_gpu: Tensor,
+        token_bias_gpu: Tensor,
+        idx_mapping: Tensor | None,
+    ) -> None:
+        """Tell of states that go to the blocks of their steps."""
+        place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
+        source, target = src_col_gpu[place].long(), state_idx_gpu[place].long()
+        copied = live & (source >= 0) & (source != target)
+        bias = 0 if self.held else token_bias_gpu[place]
+        self._tell(place, copied, source + bias, target)
+
+    def run_fused_postprocess_align(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        state_idx_gpu: Tensor,
+        new_num_computed_tokens_gpu: Tensor,
+        idx_mapping: Tensor,
+    ) -> None:
+        """Tell of states at the ends of blocks."""
+        place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
+        after = new_num_computed_tokens_gpu[place].long()
+        running = after - num_accepted_tokens_gpu[place] + 1
+        self._tell_ends(place, live, state_idx_gpu[place].long(), running, after)
+
+    def run_fused_postprocess(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        mamba_state_idx_gpu: Tensor,
+        num_scheduled_tokens_gpu: Tensor,
+        num_computed_tokens_gpu: Tensor,
+        num_draft_tokens_gpu: Tensor,
+    ) -> None:
+        """Do the same in the V1 runner, which counts the tokens after the step in the kernel."""
+        place, live = _places(None, num_reqs, mamba_state_idx_gpu)
+        counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
+        scheduled, computed, drafts = (count[place].long() for count in counts)
+        running = computed + scheduled - drafts
+        after = running + num_accepted_tokens_gpu[place] - 1
+        self._tell_ends(place, live, mamba_state_idx_gpu[place].long(), running, after)
+
+    def _tell_ends(
+        self, place: Tensor, live: Tensor, column: Tensor, running: Tensor, after: Tensor
+    ) -> None:
+        """Tell of states at the ends of blocks.
+
+        Args:
+            place: the lines of the requests.
+            live: the requests that are none of padding.
+            column: the column of the state after each request's first row of the step that counts.
+            running: the tokens that this state has taken in.
+            after: the tokens that the request's last state has taken in.
+        """
+        if self.held:
+            return
+        full = after // self.size
+        further = full * self.size - running
+        target = full - 1
+        copied = live & (further >= 0) & ((column != target) | (further != 0))
+        self._tell(place, copied, column + further, target)
+
+    def _tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
+        """Tell of copies from column to column of each group's table."""
+        told = {}
+        for name, table in self.tables.items():
+            lines, last = table[place].long(), table.shape[1] - 1
+            blocks = (
+                lines.gather(1, column.clamp(0, last)[:, None])[:, 0] for column in (source, target)
+            )
+            one, other = (torch.where(copied, block, -1) for block in blocks)
+            told[name] = one, other
+        self.carry(told)
+
+
+def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lines of a batch's requests, int64 ``[num_requests]``, and which have one."""
+    if mapping is None:
+        every = torch.arange(count, device=like.device)
+        return every, every >= 0
+    return mapping[:count].long().clamp(min=0), mapping[:count] >= 0
+
+
+class HostCopies:
+    """The copies of a V1 runner that drafts nothing, whose columns are on the host.
+
+    Args:
+        runner: the runner.
+        sizes: tokens of a block, by group of states.
+    """
+
+    def __init__(self, runner: Any, sizes: Mapping[str, int]) -> None:
+        self._runner = runner
+        self._numbers = {name: int(name.partition(".")[2]) for name in sizes}
+        self._size = next(iter(sizes.values()))  # one for all groups
+        self._columns: dict[str, int] = {}
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """Remember the columns of the states before vLLM has prepared a step."""
+        self._columns = dict(self._runner.mamba_state_idx)
+        told = scheduler_output
+        for names in (
+            told.finished_req_ids,
+            told.preempted_req_ids or (),
+            told.scheduled_cached_reqs.resumed_req_ids,
+        ):
+            for name in names:
+                self._columns.pop(name, None)
+
+    def take(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Return the blocks that vLLM has copied from and to since, by group."""
+        runner = self._runner
+        found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._numbers}
+        for name in runner.input_batch.req_ids:
+            state, column = runner.requests[name], runner.mamba_state_idx[name]
+            before = self._columns.get(name, (state.num_computed_tokens - 1) // self._size)
+            if before in (-1, column):
+                continue
+            for group, number in self._numbers.items():
+                blocks = state.block_ids[number]
+                found[group][0].append(int(blocks[before]))
+                found[group][1].append(int(blocks[column]))
+        return found
+
+
+def lacks_context(runner: Runner) -> bool:
+    """Tell whether a runner copies states without the context: V1 does where nothing is drafted."""
+    return not hasattr(runner, "model_state") and runner.speculative_config is None
+
+
+def tell_copies(
+    runner: Runner, groups: Iterable[str], carry: Carry, *, held: bool = False
+) -> Callable[[], None]:
+    """Let a runner's context tell of the copies that it makes.
+
+    Args:
+        runner: a runner whose prefix cache keeps states, and whose caches exist.
+        groups: names of the groups to tell of.
+        carry: is told.
+        held: as for ``CopyTeller``.
+
+    Returns:
+        A function that undoes it.
+    """
+    assert is_aligned(runner)
+    names = [*groups]
+    tables = dict(zip(names, tables_of_requests(runner, names), strict=True))
+    context = context_of(runner)
+    teller = CopyTeller(tables, carry, int(context.block_size), held)
+    undo = ExitStack()
+    for tell in (
+        teller.run_fused_precopy,
+        teller.run_fused_postprocess_align,
+        teller.run_fused_postprocess,
+    ):
+        undo.callback(precede(context, tell.__name__, tell))
+    return undo.close

@@ -1,29 +1,32 @@
-"""Reading the V1 runner for the ledger: cache groups, requests that begin and end, and rows."""
+"""Reading vLLM's runners for the ledger: cache groups, and requests that begin and end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from ....audit import RowGroup
 from ...serving.step import NO_CHANGES, Arrival, Changes, Room
-from ..policy.audit_rules import cannot_watch
+from ..policy.supported import cannot_watch
+from . import batches
 from .adapters import Adapters, hash_of
-from .protocols.engine import BlockCopy, RequestContent, SchedulerOutput, VllmConfig
-from .protocols.runners import BlockTable, Runner, RunnerV1
+from .engine_protocols import BlockCopy, NewRequest, RequestContent, SchedulerOutput, VllmConfig
+from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
-AUDITED_METHODS: Final = {
-    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
-    "_update_states": ("scheduler_output",),
-    "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
-    "_model_forward": (
-        *("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
-    ),
-    "_sample": ("logits", "spec_decode_metadata"),
+AUDITED_METHODS: Final = {**batches.V1_METHODS, "sample_tokens": ("grammar_output",)}
+#: Of the V2 runner:
+AUDITED_V2_METHODS: Final = {
+    **{
+        name: batches.V2_METHODS[name]
+        for name in ("initialize_kv_cache", "prepare_attn", "sample", "postprocess_sampled")
+    },
+    "update_requests": ("scheduler_output",),
     "sample_tokens": ("grammar_output",),
 }
 
@@ -272,3 +275,88 @@ def own_blocks(
     parts = block_size // int(table.block_size)
     found = (table.block_table.gpu if blocks is None else blocks)[:count]
     return found if parts == 1 else found[:, ::parts] // parts
+
+
+# -- the V2 runner --------------------------------------------------------------------------
+
+
+def lacking(runner: RunnerV2) -> str | None:
+    """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
+    if int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1)) != 1:
+        return "a diffusion model writes the rows of one position again and again"
+    return None
+
+
+def is_last_stage(runner: RunnerV2) -> bool:
+    """Tell whether the runner samples: the stage is the last one, or the only one."""
+    return bool(runner.is_last_pp_rank)
+
+
+def lines(runner: RunnerV2) -> int:
+    """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
+    return int(runner.max_num_reqs) + 1
+
+
+def runner_device(runner: Runner) -> torch.device:
+    """Return the device of a runner's tensors."""
+    return torch.device(runner.device)
+
+
+def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
+    """Read the changes of a step. A request that was preempted comes again as a new one."""
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
+    gone = told.finished_req_ids or told.preempted_req_ids
+    by_request = [blocks for blocks in cached.new_block_ids if blocks]
+    if not (gone or new or copies or by_request):
+        return NO_CHANGES
+    grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
+    if by_request:
+        by_group = zip(*by_request, strict=True)
+        for known, blocks in zip(grown, by_group, strict=True):
+            known += chain.from_iterable(blocks)
+        if not (gone or new or copies):  # the usual change
+            return Changes((), (), grown, ())
+    return Changes(
+        gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
+        arrivals=[_arrival_v2(runner, each) for each in new],
+        grown=grown,
+        copies=[pair(copy) for copy in copies],
+    )
+
+
+def _arrival_v2(runner: RunnerV2, new: NewRequest) -> Arrival:
+    return arrival_of(
+        *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids)
+    )
+
+
+@attrs.frozen(eq=False)
+class Told:
+    """A request as the scheduler told the V2 runner of it.
+
+    Attributes:
+        came: what it said when the request came.
+        tables: the request's blocks by KV-cache group.
+    """
+
+    came: NewRequest
+    tables: list[list[int]]
+
+
+def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
+    """Bring up to date which requests a runner has, and their blocks; it keeps no such list.
+
+    Args:
+        known: requests by name, as this function left them after the step before.
+        scheduler_output: what the step changes.
+    """
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
+        known.pop(name, None)
+    for new in told.scheduled_new_reqs:
+        known[new.req_id] = Told(new, [list(blocks) for blocks in new.block_ids])
+    for name, grown in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if name in known and grown is not None:
+            for own, more in zip(known[name].tables, grown, strict=True):
+                own += more

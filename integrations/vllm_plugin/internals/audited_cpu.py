@@ -1,4 +1,4 @@
-"""Reading the steps of the V1 runner on a CPU for the ledger."""
+"""Reading the steps of the V1 runner on a CPU for the ledger, as its layers are given them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from operator import is_
 from typing import Final
 
 import attrs
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from ...serving.step import Rows
-from . import audited, audited_v1, given_forwards
-from .protocols.layers import BatchMetadata, ForwardContext
-from .protocols.runners import BlockTable, Prepared, RunnerV1
+from . import audited, audited_steps
+from .runner_protocols import (
+    BatchMetadata,
+    BlockTable,
+    ForwardContext,
+    Prepared,
+    Runner,
+    RunnerV1,
+)
 
 
 def ids_and_positions(inputs: Mapping[str, object]) -> tuple[object, object]:
@@ -42,7 +50,7 @@ class StepReader:
         self._input: Final = step_input
         self._sizes: Final = {name: group.block_size for name, group in groups.items()}
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._layers: Final = {name: given_forwards.layers_of(runner, name) for name in groups}
+        self._layers: Final = {name: layers_of(runner, name) for name in groups}
         #: Layers of chunks are given lengths and tables by chunk.
         self._chunked: Final = {name for name, group in groups.items() if group.chunk is not None}
         requests, rows = int(runner.max_num_reqs), len(runner.input_ids.gpu)
@@ -136,26 +144,26 @@ class StepReader:
             The buffers, which are the same object where the tensors are, and the names of groups
             whose layers are given lengths of their own.
         """
-        runner, context = self._runner, given_forwards.context()
+        runner, context = self._runner, forward_context()
         starts, odd = runner.query_start_loc.gpu, []
         total = int(runner.query_start_loc.np[number])
         given: list[Tensor] = [
             starts,
-            given_forwards.argument(positions, runner.positions, total),
-            given_forwards.argument(tokens, runner.input_ids.gpu, total),
+            given_argument(positions, runner.positions, total),
+            given_argument(tokens, runner.input_ids.gpu, total),
         ]
         for name, size in self._sizes.items():
             table, metadata = self._table(name), self._metadata(context, name)
             # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
             own = table.slot_mapping.gpu
-            blocks = given_forwards.blocks(metadata, table.block_table.gpu, number)
+            blocks = given_blocks(metadata, table.block_table.gpu, number)
             if size != int(table.block_size):
                 blocks = audited.own_blocks(table, number, size, blocks)
-            lengths = given_forwards.lengths(metadata, runner.seq_lens, starts)
+            lengths = given_lengths(metadata, runner.seq_lens, starts)
             if lengths is None:
                 odd.append(name)
-                lengths = given_forwards.NO_LENGTHS
-            slots = given_forwards.slots(context, self._layers[name], own, total)
+                lengths = NO_LENGTHS
+            slots = given_slots(context, self._layers[name], own, total)
             given += slots, blocks, lengths
         if self._source is None or not all(map(is_, given, self._given)):
             self._given = tuple(given)
@@ -174,17 +182,17 @@ class StepReader:
         if name in self._chunked:
             return ()
         starts = self._runner.query_start_loc.gpu
-        return given_forwards.metadata(context, self._layers[name], starts)
+        return given_metadata(context, self._layers[name], starts)
 
     def _wrong_lengths(
         self, names: Sequence[str] | Mapping[str, int], rows: Rows
     ) -> dict[str, Tensor]:
         """Return, by group, the lengths that its layers are given, if some are wrong."""
-        context, found = given_forwards.context(), {}
+        context, found = forward_context(), {}
         ends = (self._first[: len(rows.names)] + rows.starts.diff()).numpy()
         starts = self._runner.query_start_loc.gpu
         for name in names:
-            wrong = given_forwards.wrong_lengths(self._metadata(context, name), ends, starts)
+            wrong = wrong_lengths(self._metadata(context, name), ends, starts)
             if wrong is not None:
                 found[name] = wrong
         return found
@@ -207,7 +215,7 @@ class StepReader:
         )
 
 
-class SampledReader(audited_v1.SampledReader):
+class SampledReader(audited_steps.SampledReader):
     """Reads what a V1 runner on a CPU has sampled into buffers of its own.
 
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
@@ -222,3 +230,160 @@ class SampledReader(audited_v1.SampledReader):
                 than drafts and one.
         """
         return self.sampled(ids, None if rows is None else rows.drafts)
+
+
+#: The lengths of requests of which none are known.
+NO_LENGTHS: Final = torch.zeros(0, dtype=torch.int32)
+
+
+def layers_of(runner: Runner, group: str) -> tuple[str, ...]:
+    """Return the names of the layers of a KV-cache group."""
+    number = int(group.partition(".")[2])
+    return tuple(runner.kv_cache_config.kv_cache_groups[number].layer_names)
+
+
+def forward_context() -> ForwardContext:
+    """Return the context of the forward that is about to run."""
+    from vllm.forward_context import get_forward_context
+
+    found: ForwardContext = get_forward_context()
+    return found
+
+
+def given_argument(given: object, own: Tensor, total: int) -> Tensor:
+    """Return the tokens or positions that the model is called with, int ``[num_rows]`` at least.
+
+    Args:
+        given: the model's argument; None, or of more dimensions, where it takes something else.
+        own: the runner's buffer, of which the argument is a part as a rule.
+        total: the rows of the forward.
+    """
+    if not isinstance(given, Tensor) or given.data_ptr() == own.data_ptr():
+        return own
+    plain = given.dim() == 1 and len(given) >= total and given.dtype == own.dtype
+    return given if plain and not torch.equal(given[:total], own[:total]) else own
+
+
+def given_slots(context: ForwardContext, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
+    """Return the slots that layers write a forward's rows to, int ``[num_rows]`` at least.
+
+    Those of the first layer that has other ones than the runner. Rows that a layer is given no slot
+    for are written nowhere, -1.
+
+    Args:
+        context: of the forward.
+        layers: those of one group.
+        own: the runner's slots of the group, which layers are given as a rule.
+        total: the rows of the forward.
+    """
+    by_layer = context.slot_mapping
+    last: Tensor | None = own
+    if isinstance(by_layer, dict):
+        for layer in layers:
+            given: Tensor | None = by_layer.get(layer)
+            if given is None or given is last:
+                continue
+            last = given
+            if given.data_ptr() == own.data_ptr() and len(given) >= total:
+                continue
+            whole = torch.nn.functional.pad(given, (0, max(0, total - len(given))), value=-1)
+            if not torch.equal(whole[:total], own[:total]):
+                return whole
+    return own
+
+
+def given_metadata(
+    context: ForwardContext, layers: Sequence[str], starts: Tensor
+) -> list[BatchMetadata]:
+    """Return the metadata of layers that say plainly what the requests of the batch read.
+
+    Some backends' metadata have no tables and lengths of requests, and some are of other requests:
+    of parts of them, or of those that sample. These are not among them.
+
+    Args:
+        context: of the forward.
+        layers: those of one group.
+        starts: the runner's first rows of all requests, to which plain metadata refer.
+    """
+    found: list[BatchMetadata] = []
+    by_layer, last = context.attn_metadata, None
+    if isinstance(by_layer, dict):
+        for layer in layers:
+            given = by_layer.get(layer)
+            if given is None or given is last:
+                continue
+            last = given
+            ours = getattr(given, "query_start_loc", None)
+            if ours is None or not (_is_own(ours, starts) or _is_whole(ours, starts)):
+                continue
+            if hasattr(given, "block_table") and hasattr(given, "seq_lens"):
+                found.append(given)
+    return found
+
+
+def _is_own(given: Tensor, own: Tensor) -> bool:
+    return given.data_ptr() == own.data_ptr()
+
+
+def _is_whole(given: Tensor, starts: Tensor) -> bool:
+    """Tell whether first rows of requests are those of a whole batch: with as many rows in all."""
+    number = len(given)
+    return 0 < number <= len(starts) and int(given[-1]) == int(starts[number - 1])
+
+
+def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) -> Tensor:
+    """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
+
+    That of the first layer which has another one than the runner.
+
+    Args:
+        metadata: those of one group's layers.
+        own: the runner's table of the group, which layers are given as a rule.
+        number: of requests.
+    """
+    for each in metadata:
+        given: Tensor = each.block_table
+        # A table of another width is of blocks of another size.
+        if _is_own(given, own) or given.shape[1:] != own.shape[1:]:
+            continue
+        if len(given) < number or not torch.equal(given, own[: len(given)]):
+            return given
+    return own
+
+
+def given_lengths(metadata: Sequence[BatchMetadata], own: Tensor, starts: Tensor) -> Tensor | None:
+    """Return the runner's lengths, if all metadata have them; None if some may have others.
+
+    Args:
+        metadata: those of one group's layers; without any, no lengths are known.
+        own: the runner's lengths of all requests.
+        starts: the runner's first rows of all requests.
+    """
+    for each in metadata:
+        if not (_is_own(each.seq_lens, own) and _is_own(each.query_start_loc, starts)):
+            return None
+    return own if metadata else NO_LENGTHS
+
+
+def wrong_lengths(
+    metadata: Sequence[BatchMetadata], ends: NDArray[numpy.int64], starts: Tensor
+) -> Tensor | None:
+    """Return the rows that each request's attention reads, if not all of them are right.
+
+    A request that is given a row of its neighbour reads one row more than it has, and the neighbour
+    one fewer.
+
+    Args:
+        metadata: those of one group's layers.
+        ends: int64 ``[num_requests]``, the position after each request's last row.
+        starts: the runner's first rows of all requests.
+    """
+    number = len(ends)
+    for each in metadata:
+        given: Tensor = each.seq_lens[:number]
+        if not _is_own(each.query_start_loc, starts) and len(each.query_start_loc) > number:
+            rows, own = (one[: number + 1].diff() for one in (each.query_start_loc, starts))
+            given = given + rows - own
+        if (given.numpy() != ends).any():
+            return given.clone()
+    return None

@@ -17,9 +17,8 @@ from torch import Tensor
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
 from ...serving.step import Rows
-from . import aligned_states, audited, carried_states
-from .protocols.layers import GatedDeltaMetadata, SelectiveMetadata
-from .protocols.runners import Runner, RunnerV1
+from . import aligned_states, audited
+from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
@@ -94,7 +93,7 @@ def copies_are_told(runner: Runner) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
     if torch.device(runner.device).type != "cuda":
         return False
-    if carried_states.lacks_context(runner):  # the host knows the columns
+    if aligned_states.lacks_context(runner):  # the host knows the columns
         return hasattr(runner, "mamba_state_idx")
     return aligned_states.copies_differ() is None
 

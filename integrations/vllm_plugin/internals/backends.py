@@ -1,10 +1,32 @@
-"""vLLM's attention backends that can read blocks of one row: their classes, and whose they are."""
+"""vLLM's attention backends that can read blocks of one row: their classes, metadata, and calls.
+
+For each way in which a backend keeps the metadata of a batch there is one class. It says of what a
+block table by slot is made, and puts that table into a copy that leads to blocks of one row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
 
 from ....errors import KVTxnError
+from . import Foreign
+from .runner_protocols import (
+    AttentionLayer,
+    FlashBuilder,
+    FlashImpl,
+    FlashLatentBuilder,
+    FlashLatentMetadata,
+    FlashMetadata,
+    LatentMetadata,
+    TritonMetadata,
+)
 
 
 def triton_attention() -> tuple[type, type, type]:
@@ -68,3 +90,333 @@ def takes_slots(impl: object) -> bool:
     """
     version = getattr(impl, "vllm_flash_attn_version", 3)
     return hasattr(impl, "kvtxn") and version == 3 and not getattr(impl, "use_td", False)
+
+
+@cache
+def flash_module() -> Foreign:
+    """Return the module of the FlashAttention backend."""
+    from vllm.v1.attention.backends import flash_attn
+
+    return flash_attn
+
+
+def flash_attention() -> tuple[type, type, type]:
+    """Return the classes of metadata builders, of layers' attention, and of the backend."""
+    own = flash_module()
+    return own.FlashAttentionMetadataBuilder, own.FlashAttentionImpl, own.FlashAttentionBackend
+
+
+def flash_version(named: int | None = None) -> int | None:
+    """Return the version of FlashAttention that vLLM takes on this machine's GPU.
+
+    Args:
+        named: the version that the engine's configuration names; None lets vLLM choose.
+    """
+    found: int | None = named or flash_module().get_flash_attn_version()
+    return found
+
+
+def flash_version_of(impl: object) -> int | None:
+    """Return the version of FlashAttention of a layer's attention; None if it is another one."""
+    return getattr(impl, "vllm_flash_attn_version", None)
+
+
+# -- metadata -------------------------------------------------------------------------
+
+
+def has_schedule(metadata: FlashMetadata) -> bool:
+    """Tell whether vLLM made FlashAttention's schedule of this batch."""
+    return metadata.scheduler_metadata is not None
+
+
+def drop_schedule(metadata: FlashMetadata) -> None:
+    """Remove vLLM's schedule from the metadata, so that FlashAttention makes one itself."""
+    metadata.scheduler_metadata = None
+
+
+# -- calls ------------------------------------------------------------------------------
+
+
+def write_by_flash(
+    impl: FlashImpl,
+    layer: AttentionLayer,
+    rows: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> None:
+    """Write a batch's keys and values with vLLM's own writer.
+
+    Args:
+        impl: vLLM's attention of the layer.
+        layer: vLLM's layer.
+        rows: keys and values, ``[num_rows, num_kv_heads, head_size]`` each.
+        caches: the layer's keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]``.
+        slots: int64 ``[num_rows]``.
+    """
+    flash_module().reshape_and_cache_flash(
+        *(*rows, *caches, slots, impl.kv_cache_dtype, layer._k_scale, layer._v_scale)
+    )
+
+
+def fixed_arguments(impl: FlashImpl, key: Tensor, value: Tensor) -> dict[str, object] | None:
+    """Prepare the arguments that all of a layer's calls of FlashAttention share.
+
+    Outside of graphs the host has to keep up with all layers; making these arguments anew in each
+    call, as vLLM does, takes a third of the call's host time.
+
+    Args:
+        impl: vLLM's attention of the layer.
+        key: the layer's keys as blocks of one row, ``[num_slots, 1, num_kv_heads, head_size]``.
+        value: the layer's values, ``[num_slots, 1, num_kv_heads, head_size]``.
+
+    Returns:
+        The arguments; None if vLLM adds others for this layer, so that its own code must make the
+        call.
+    """
+    if impl.kv_cache_dtype not in ("auto", "float16", "bfloat16") or impl.alibi_slopes is not None:
+        return None
+    own = flash_module()
+    return {
+        "k": own.canonicalize_singleton_dim_strides(key),
+        "v": own.canonicalize_singleton_dim_strides(value),
+        "softmax_scale": impl.scale,
+        "window_size": list(impl.sliding_window),
+        "softcap": impl.logits_soft_cap,
+        "s_aux": impl.sinks,
+        "fa_version": impl.vllm_flash_attn_version,
+    }
+
+
+@attrs.frozen(eq=False)
+class BatchArguments:
+    """The arguments that the calls of all layers share in one step.
+
+    Attributes:
+        rows: number of rows of the batch, padding excluded.
+        named: the arguments, by the names of FlashAttention's parameters.
+    """
+
+    rows: slice
+    named: dict[str, object]
+
+
+def batch_arguments(metadata: FlashMetadata) -> BatchArguments | None:
+    """Prepare the arguments that all layers share; None if vLLM passes each layer its own."""
+    if metadata.causal is not True:
+        return None
+    named = {
+        "cu_seqlens_q": metadata.query_start_loc,
+        "seqused_k": metadata.seq_lens,
+        "max_seqlen_q": metadata.max_query_len,
+        "max_seqlen_k": metadata.max_seq_len,
+        "causal": True,
+        "block_table": metadata.block_table,
+        "scheduler_metadata": metadata.scheduler_metadata,
+        "num_splits": metadata.max_num_splits,
+    }
+    return BatchArguments(slice(metadata.num_actual_tokens), named)
+
+
+def attend_by_flash(
+    query: Tensor, output: Tensor, fixed: dict[str, object], batch: BatchArguments
+) -> None:
+    """Attend with FlashAttention, called as vLLM calls it, and write the result to ``output``.
+
+    Args:
+        query: ``[num_rows, num_heads, head_size]``.
+        output: ``[num_rows, num_heads, head_size]``, overwritten.
+        fixed: the layer's arguments, see ``fixed_arguments``.
+        batch: the batch's arguments, see ``batch_arguments``.
+    """
+    rows = batch.rows
+    flash_module().flash_attn_varlen_func(q=query[rows], out=output[rows], **fixed, **batch.named)
+
+
+BatchLike = TypeVar("BatchLike", bound=TritonMetadata)
+LatentLike = TypeVar("LatentLike", bound=LatentMetadata)
+
+
+@attrs.frozen(eq=False)
+class TableArguments:
+    """The parts of which a block table by slot is made.
+
+    Attributes:
+        starts: int32 ``[num_requests + 1]``, each request's first row in the batch, and the end.
+        seq_lens: int32 ``[num_requests]``, the batch's rows included.
+        blocks: int32 ``[num_requests, max_blocks]``, vLLM's block table.
+        longest: no number in ``seq_lens`` is greater.
+        lines: lines of the table that each request gets.
+    """
+
+    starts: Tensor
+    seq_lens: Tensor
+    blocks: Tensor
+    longest: int
+    lines: int = 1
+
+
+class SchedulingBuilder(FlashBuilder, Protocol):
+    """FLASH_ATTN's builder of metadata, as kvtxn hooks it; ``schedules``: it makes schedules."""
+
+    schedules: bool | None
+
+
+class Tables(Protocol):
+    """A way in which metadata names blocks; each backend has its own metadata and builder."""
+
+    def arguments(self, metadata: Any) -> TableArguments:
+        """Return what the table by slot is made of."""
+
+    def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> object:
+        """Copy a batch's metadata for blocks of one row.
+
+        Args:
+            metadata: vLLM's metadata of the batch.
+            table: the block table by slot.
+            builder: the builder of the metadata.
+        """
+
+
+class BatchTables:
+    """Metadata of a whole batch: TRITON_ATTN's."""
+
+    def arguments(self, metadata: TritonMetadata) -> TableArguments:
+        """Return what the table by slot is made of."""
+        return _of_batch(metadata)
+
+    def by_slot(self, metadata: TritonMetadata, table: Tensor, builder: object) -> TritonMetadata:
+        """Copy a batch's metadata for blocks of one row."""
+        return _batch_by_slot(metadata, table)
+
+
+class FlashTables:
+    """FLASH_ATTN's metadata, with the schedule of FlashAttention 3."""
+
+    def arguments(self, metadata: FlashMetadata) -> TableArguments:
+        """Return what the table by slot is made of."""
+        return _of_batch(metadata)
+
+    def by_slot(
+        self, metadata: FlashMetadata, table: Tensor, builder: SchedulingBuilder
+    ) -> FlashMetadata:
+        """Copy a batch's metadata; the copy has a schedule if vLLM makes one for such a batch."""
+        found = _batch_by_slot(metadata, table)
+        if builder.schedules:
+            found.scheduler_metadata = self._schedule(builder, metadata)
+        return found
+
+    def _schedule(self, builder: SchedulingBuilder, metadata: FlashMetadata) -> Tensor | None:
+        """Make FlashAttention's schedule of a batch over blocks of one row, in one launch.
+
+        vLLM's metadata builder makes schedules for blocks of its own size only; of large blocks
+        FlashAttention reads otherwise, and may divide the work differently.
+        """
+        size, builder.block_size = builder.block_size, 1
+        try:
+            return builder._get_scheduler_metadata(
+                aot_schedule=True,
+                batch_size=metadata.seq_lens.shape[0],
+                cu_query_lens=metadata.query_start_loc,
+                max_query_len=metadata.max_query_len,
+                seqlens=metadata.seq_lens,
+                max_seq_len=metadata.max_seq_len,
+                causal=metadata.causal,
+                max_num_splits=metadata.max_num_splits,
+            )
+        finally:
+            builder.block_size = size
+
+
+class TritonLatentTables:
+    """TRITON_MLA's metadata.
+
+    Its kernel knows no causal order, so vLLM's code gives each row of a request a line of the
+    table and a length of its own, anew in each layer. Here all layers share them.
+    """
+
+    def arguments(self, metadata: LatentMetadata) -> TableArguments:
+        """Return what the table by slot is made of, with a line for each decoding row."""
+        return attrs.evolve(_of_decoding(metadata), lines=self._lines(metadata))
+
+    def by_slot(self, metadata: LatentMetadata, table: Tensor, builder: object) -> LatentMetadata:
+        """Copy a batch's metadata as if each decoding row were a request."""
+        found, lines = _decoding_by_slot(metadata, table), self._lines(metadata)
+        if lines > 1 and found.decode is not None:
+            lengths = found.decode.seq_lens
+            back = torch.arange(1 - lines, 1, device=lengths.device, dtype=lengths.dtype)
+            found.decode.seq_lens = (lengths.unsqueeze(1) + back).flatten().clamp(min=0)
+        return found
+
+    @staticmethod
+    def _lines(metadata: LatentMetadata) -> int:
+        """Return the decoding rows of each request; 1 leaves the lines to vLLM's own code."""
+        if metadata.decode is None or not metadata.causal:
+            return 1
+        each, rest = divmod(metadata.num_decode_tokens, metadata.decode.seq_lens.shape[0])
+        return 1 if rest else max(1, each)
+
+
+class FlashLatentTables:
+    """FLASH_ATTN_MLA's metadata, with the schedule of FlashAttention 3."""
+
+    def arguments(self, metadata: FlashLatentMetadata) -> TableArguments:
+        """Return what the table by slot is made of."""
+        return _of_decoding(metadata)
+
+    def by_slot(
+        self, metadata: FlashLatentMetadata, table: Tensor, builder: FlashLatentBuilder
+    ) -> FlashLatentMetadata:
+        """Copy a batch's metadata; the copy has a schedule if vLLM makes one."""
+        found = _decoding_by_slot(metadata, table)
+        decode = found.decode
+        if decode is not None and decode.scheduler_metadata is not None:
+            size, builder.page_size = builder.page_size, 1
+            try:
+                decode.scheduler_metadata = builder._schedule_decode(
+                    num_reqs=decode.seq_lens.shape[0],
+                    cu_query_lens=decode.query_start_loc,
+                    max_query_len=decode.max_query_len,
+                    seqlens=decode.seq_lens,
+                    max_seq_len=decode.max_seq_len,
+                    causal=True,
+                    max_num_splits=decode.max_num_splits,
+                )
+            finally:
+                builder.page_size = size
+        return found
+
+
+def _of_batch(metadata: TritonMetadata) -> TableArguments:
+    """Return what the table by slot of a whole batch is made of."""
+    return TableArguments(
+        *(metadata.query_start_loc, metadata.seq_lens),
+        *(metadata.block_table, metadata.max_seq_len),
+    )
+
+
+def _batch_by_slot(metadata: BatchLike, table: Tensor) -> BatchLike:
+    found = copy(metadata)
+    found.block_table = table
+    return found
+
+
+def _of_decoding(metadata: LatentMetadata) -> TableArguments:
+    """Return what the table by slot of a latent batch is made of.
+
+    Of latent attention's metadata the part for decoding alone reads the step's rows from the cache.
+    Requests that vLLM counts among prompts read them from the forward, and from the cache older
+    rows, none of which waits.
+    """
+    starts, decode = metadata.query_start_loc, metadata.decode
+    if decode is None:
+        none = starts.new_empty(0)
+        return TableArguments(starts, none, none.view(0, 1), 1)
+    return TableArguments(starts, decode.seq_lens, decode.block_table, metadata.max_seq_len)
+
+
+def _decoding_by_slot(metadata: LatentLike, table: Tensor) -> LatentLike:
+    found = copy(metadata)
+    if metadata.decode is not None:
+        found.decode = copy(metadata.decode)
+        found.decode.block_table = table
+    return found

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ....errors import LayerError
 from ...serving.step import Array, BatchRows
-from .protocols.engine import SchedulerOutput
-from .protocols.layers import AttentionLayer, BatchMetadata, MetadataBuilder
-from .protocols.runners import (
+from .engine_protocols import SchedulerOutput
+from .runner_protocols import (
+    AttentionLayer,
+    BatchMetadata,
     InputBatchV2,
+    MetadataBuilder,
     Prepared,
     Runner,
     RunnerV1,

@@ -1,29 +1,27 @@
-"""vLLM's configuration: the facts that ``policy.rules`` decides by, and sizes."""
+"""vLLM's configuration: the facts that ``policy.rules`` decides by, and sizes.
+
+``kvtxn doctor`` judges engines that do not run yet, and so takes facts of recurrent layers from the
+configuration. A running engine reads its layers, in ``state_layers`` and ``held_states``, and what
+these say counts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
+import torch
 
-from ..policy import releases, supported
-from ..policy.asked import wants
-from ..policy.engine import (
-    GATED_DELTA,
-    MAMBA2,
-    OLMO_DELTA,
-    OTHER_STATES,
-    SHORT_CONV,
-    EngineFacts,
-)
+from ..policy import releases, supported, wants
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
 from ..policy.settings import asked_states
-from ..policy.state_choice import TOKENS
-from . import flash, state_share, workers
-from .expected_states import expected_states
-from .protocols.engine import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
-from .protocols.runners import Runner
+from ..policy.state_rules import TOKENS
+from . import backends, workers
+from .engine_protocols import ModelConfig, SpeculativeConfig, TextConfig, TransferConfig, VllmConfig
+from .runner_protocols import Runner
 
 
 def config_from(engine_args: Mapping[str, Any]) -> VllmConfig:
@@ -114,8 +112,8 @@ def _room(config: VllmConfig) -> dict[str, Any]:
     if _states(model) != GATED_DELTA:
         return found
     tokens = min(TOKENS, int(model.max_model_len))
-    gain = state_share.one_state_gain(config, drafts(config), tokens)
-    dtype = state_share.state_dtype(config)
+    gain = one_state_gain(config, drafts(config), tokens)
+    dtype = configured_state_dtype(config)
     return {**found, "state_dtype": dtype, "gain": round(gain, 2), "gain_tokens": tokens}
 
 
@@ -215,7 +213,7 @@ def expected_facts(config: VllmConfig) -> EngineFacts:
         changes["attention"] = named and named.name
         changes["block_size"] = config.cache_config.block_size
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
-            changes["flash"] = flash.version(config.attention_config.flash_attn_version)
+            changes["flash"] = backends.flash_version(config.attention_config.flash_attn_version)
         changes["spare_blocks"] = _rows_in_line(config)
     changes |= expected_states(config, facts)
     return attrs.evolve(facts, **changes)
@@ -243,5 +241,153 @@ def plain_facts() -> EngineFacts:
     runner = supported.RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
     on_gpu = device == "cuda" and number in supported.GPU_RELEASES
     return EngineFacts(
-        version=number, device=device, runner=runner, flash=flash.version() if on_gpu else None
+        version=number,
+        device=device,
+        runner=runner,
+        flash=backends.flash_version() if on_gpu else None,
     )
+
+
+#: The first release in which FlashInfer's kernel of prompts leaves states in their middle.
+_LEAVES: Final = (0, 33)
+
+#: Values of the setting ``gdn_prefill_backend`` with which vLLM may take FlashInfer's kernel.
+_MAY_BE_FLASHINFER: Final = ("auto", "flashinfer")
+
+#: Most rows of a request that kvtxn's kernels take.
+MOST_REPLAYED: Final = 16
+
+#: Why kvtxn cannot hold the states of some layers.
+NO_ATTENTION: Final = "the model has no layers of attention"
+NOT_TRITON: Final = "vLLM's backend of Mamba-2 layers is not Triton: leave mamba_backend out"
+OWN_REPLAY: Final = "vLLM's own replay of Mamba-2 layers is on: leave use_replayssm out"
+
+
+def too_many(kind: str | None) -> str:
+    """Say that requests have more drafts than kvtxn's kernels of a kind of layer take."""
+    return f"kvtxn's kernels of {kind} take at most {MOST_REPLAYED - 1} drafts"
+
+
+def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
+    """Read the facts of a model's recurrent layers.
+
+    Args:
+        config: the ``VllmConfig``.
+        facts: the other facts of the engine.
+
+    Returns:
+        Fields of ``EngineFacts``; empty unless windows would hold states.
+    """
+    if facts.recurrent is None or facts.states == "off":
+        return {}
+    found: dict[str, Any] = {}
+    if facts.recurrent in (GATED_DELTA, MAMBA2):
+        found["state_dtype"] = configured_state_dtype(config)
+    if facts.device != "cuda":
+        return found
+    found["odd_states"] = _odd(config, facts)
+    if facts.recurrent == GATED_DELTA:
+        found["inner_states"] = _leaves_inner_states(config, facts)
+    return found
+
+
+def _leaves_inner_states(config: VllmConfig, facts: EngineFacts) -> bool:
+    """Tell whether prompts will leave states in their middle for the prefix cache.
+
+    vLLM takes FlashInfer's kernel by the setting and by the GPU.
+    """
+    given = config.additional_config
+    asked = given.get("gdn_prefill_backend", "auto") if isinstance(given, dict) else "auto"
+    aligned = getattr(config.cache_config, "mamba_cache_mode", "none") == "align"
+    if releases.number(facts.version) < _LEAVES or not aligned:
+        return False
+    return str(asked).strip().lower() in _MAY_BE_FLASHINFER and _takes_flashinfer(config)
+
+
+def _takes_flashinfer(config: VllmConfig) -> bool:
+    """Tell whether vLLM takes FlashInfer's kernel of prompts on this GPU, if the setting lets it.
+
+    It does on compute capability 9.0, and on 10.x and 12.x with CUDA 13 for keys of 128 numbers.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    major = 0 if capability is None else int(capability.major)
+    if major == 9:
+        return bool(capability.minor == 0)
+    cuda = int((torch.version.cuda or "0").partition(".")[0])
+    keys = getattr(config.model_config.hf_text_config, "linear_key_head_dim", None)
+    return major in (10, 12) and cuda >= 13 and keys == 128
+
+
+def _odd(config: VllmConfig, facts: EngineFacts) -> str | None:
+    """Say in a sentence what rules these layers out; None if nothing does."""
+    if not config.model_config.is_hybrid:
+        return NO_ATTENTION
+    if facts.recurrent == MAMBA2 and config.mamba_config.backend.value != "triton":
+        return NOT_TRITON
+    if facts.recurrent == MAMBA2 and getattr(config.cache_config, "use_replayssm", False):
+        return OWN_REPLAY
+    replayed = facts.states == "fast" and facts.recurrent in (GATED_DELTA, MAMBA2)
+    speculation = config.speculative_config
+    drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
+    return too_many(facts.recurrent) if replayed and drafts >= MOST_REPLAYED else None
+
+
+#: Bytes of a number, by the name of its dtype or cache format; formats of eight bits have one.
+_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: A page of attention has a multiple of so many tokens, on a GPU.
+_TOKENS: Final = 16
+
+
+def configured_state_dtype(config: VllmConfig) -> str:
+    """Name the dtype of a gated delta net's or a Mamba-2 layer's states, by the configuration."""
+    asked = str(config.cache_config.mamba_ssm_cache_dtype)
+    return _past_dtype(config) if asked == "auto" else asked
+
+
+def one_state_gain(config: VllmConfig, drafts: int, tokens: int) -> float:
+    """Return how many times as many requests fit with one state block each as in stock.
+
+    Every page of a hybrid's cache has the same bytes: a state with its past, or the rows of as many
+    tokens of attention as need that much room. So requests are counted in pages. A drafter's layers
+    are left out.
+
+    Args:
+        config: the ``VllmConfig`` of a model with gated delta nets.
+        drafts: the most drafts of a request; stock has a state block for each.
+        tokens: of each request.
+
+    Returns:
+        1.0 or more; 1.0 if the model's configuration does not name its layers, or has no attention
+        beside them.
+    """
+    model: Any = config.model_config.hf_text_config  # settings of a hybrid's alone
+    cache = config.cache_config
+    kinds = list(getattr(model, "layer_types", None) or ())
+    states, attention = kinds.count("linear_attention"), kinds.count("full_attention")
+    if not states or not attention:
+        return 1.0
+    taps = model.linear_conv_kernel_dim - 1 + drafts
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    past = taps * (2 * keys + values) * _BYTES[_past_dtype(config)]
+    state = values * model.linear_key_head_dim * _BYTES[configured_state_dtype(config)]
+    heads, size = config.model_config.get_total_num_kv_heads(), config.model_config.get_head_size()
+    number = str(cache.cache_dtype)
+    number = _model_dtype(config) if number == "auto" else number
+    row = 2 * heads * size * _BYTES.get(number, 1)
+    page = math.ceil((past + state) / row / _TOKENS) * _TOKENS
+    rows = attention * math.ceil(tokens / page)
+    own = 1 if cache.mamba_cache_mode == "none" else 2  # "align" keeps one at a block's end
+    return float((states * (own + drafts) + rows) / (states * own + rows))
+
+
+def _past_dtype(config: VllmConfig) -> str:
+    asked = str(config.cache_config.mamba_cache_dtype)
+    return _model_dtype(config) if asked == "auto" else asked
+
+
+def _model_dtype(config: VllmConfig) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")

@@ -18,8 +18,8 @@ from ....audit.checksum import checksum
 from ....host_values import to_device
 from ...serving.step import Arrival
 from .audited import arrival_of, known_tokens
-from .protocols.engine import KVCacheConfig, RequestContent, SchedulerOutput
-from .protocols.runners import (
+from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
+from .runner_protocols import (
     BlockList,
     ConnectorOutput,
     LooseBlocks,

@@ -10,7 +10,7 @@ the number of tokens that were accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -21,16 +21,30 @@ from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
-from . import Foreign, aligned_states, gated_delta_hooks
-from .commit_graphs import Capture, CommitGraphs
-from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
-from .replaced_names import not_called, not_used
-from .replayed_rows import REPLAYED, ReplayedRows
-from .state_layers import StateLayer, modules_of, state_layers
-from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
-from .state_tables import StateTables, VerifyStep
-from .verified_rows import KERNELS, LAUNCHES, make_rows
-from .verify_steps import STEPS, kept
+from . import aligned_states, config
+from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
+from .hooks import not_called, not_used
+from .replayed_rows import REPLAYED, ReplayedRows, staged_bytes
+from .runner_protocols import Runner, RunnerV2
+from .state_commits import (
+    BRANCHES,
+    STEPS,
+    Capture,
+    CommitGraphs,
+    StateTables,
+    VerifyStep,
+    counts_of_step,
+    uses_graphs,
+)
+from .state_layers import (
+    GATED_DELTA_NORM,
+    GATED_DELTA_SPLIT,
+    StateLayer,
+    kind_of,
+    modules_of,
+    state_layers,
+)
+from .verified_rows import KERNELS, LAUNCHES, make_rows, row_elements
 
 log = get_logger()
 
@@ -50,13 +64,13 @@ _TABLES: Final[Mapping[str, str]] = {
 _FUSED_COLUMNS: Final = 8
 
 
-def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
+def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
 
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
     backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
-    from .class_swaps import check_methods
+    from .hooks import check_methods
 
     if not runner.model_config.is_hybrid:
         return NO_ATTENTION
@@ -68,8 +82,8 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     for module, kind in found_kinds(modules).values():
         replayed = fast and kind in REPLAYED
         fused = getattr(module, "enable_fused_gdn_spec_decode", False)
-        split = gated_delta_hooks.SPLIT if replayed and kind == GATED_DELTA else {}
-        norm = gated_delta_hooks.NORM if replayed and fused else {}
+        split = GATED_DELTA_SPLIT if replayed and kind == GATED_DELTA else {}
+        norm = GATED_DELTA_NORM if replayed and fused else {}
         wrong = check_methods(type(module), {**LAUNCHES[kind], **split, **norm})
         wrong = wrong or _unused(type(module), kind, *split)
         if wrong is not None:
@@ -120,7 +134,7 @@ class HeldStates:
 
     def __init__(
         self,
-        runner: Any,
+        runner: Runner,
         note: Callable[[Exception], None],
         make: Capture | None = None,
         *,
@@ -265,7 +279,7 @@ class HeldStates:
                 known = self._known = STEPS[first.kind](given, metadata)
         return known
 
-    def _prepare(self, layer: StateLayer, metadata: Any, *, captured: bool) -> None:
+    def _prepare(self, layer: StateLayer, metadata: object, *, captured: bool) -> None:
         """Name the blocks of a group's requests to its kernels.
 
         vLLM takes the most rows of a request from the number of columns of its own table, which
@@ -306,9 +320,11 @@ class HeldStates:
             self._name_ends(step, self.batch)
             if self._alone is not None:
                 whole = step.places is None
-                self._alone.commit_sampled(step, sampled if whole else kept(step, sampled))
+                self._alone.commit_sampled(
+                    step, sampled if whole else counts_of_step(step, sampled)
+                )
             elif self.graphs is not None and self.graphs.takes(step):
-                self.graphs.run(step, kept(step, sampled))
+                self.graphs.run(step, counts_of_step(step, sampled))
             else:
                 self._commit(step, sampled)
         except Exception as error:
@@ -336,7 +352,7 @@ class HeldStates:
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
         """Launch what is left of the step's commits, layer by layer."""
-        self.tables.name_commits(kept(step, sampled), step.starts)
+        self.tables.name_commits(counts_of_step(step, sampled), step.starts)
         for rows in self._verified[self._done :]:
             rows.commit(step)
             self._done += 1
@@ -372,7 +388,7 @@ class HeldStates:
             if alone is not None:
                 alone.commit_sampled(step, sampled)
             else:
-                graphs.launch(step, kept(step, sampled))  # type: ignore[union-attr]
+                graphs.launch(step, counts_of_step(step, sampled))  # type: ignore[union-attr]
 
         return run
 
@@ -382,6 +398,92 @@ class HeldStates:
         return None if self.graphs is None else self.graphs.make
 
 
-def model_state(runner: Any) -> Foreign:
+def model_state(runner: RunnerV2) -> object:
     """Return the part of a V2 runner that makes the metadata of its steps."""
     return runner.model_state
+
+
+# -- rows, requests and bytes, by formula -------------------------------------------------
+
+
+def bytes_of_buffers(runner: Runner, *, fast: bool = False) -> int:
+    """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
+    kinds = list(found_kinds(modules_of(runner)).values())
+    sizes = most_rows(runner), most_requests(runner), width(runner)
+    found = bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize), fast=fast)
+    own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
+    return found + (bytes_of_graphs(runner, own) if uses_graphs(runner) else 0)
+
+
+def bytes_of_graphs(runner: Runner, kinds: Sequence[tuple[Any, str]]) -> int:
+    """Return the bytes of outputs that captured commits write and nobody reads.
+
+    vLLM's Triton kernels of gated delta nets make them anew for each layer; those of the layers in
+    one branch of a graph take each other's place.
+    """
+    makes = (GATED_DELTA, OLMO_DELTA)
+    sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind in makes]
+    most = sum(sizes[:BRANCHES])
+    return most_rows(runner) * int(most) * int(runner.dtype.itemsize)
+
+
+def bytes_by_formula(
+    kinds: Sequence[tuple[Any, str]],
+    rows: int,
+    requests: int,
+    width: int,
+    size: int,
+    *,
+    fast: bool = False,
+) -> int:
+    """Return the bytes of buffers and tables; of the tables at most so many.
+
+    Args:
+        kinds: vLLM's layers that have a state, each with its kind.
+        rows: most rows of a step.
+        requests: most requests of a step.
+        width: most rows of a request.
+        size: bytes of a number of the model's dtype.
+        fast: kvtxn's own kernels verify layers of ``REPLAYED``, and keep float32 numbers.
+    """
+    own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
+    replayed = [(module, kind) for module, kind in kinds if fast and kind in REPLAYED]
+    elements = sum(row_elements(module, kind) for module, kind in own)
+    shared = max((_scratch_elements(module, kind) for module, kind in own), default=0)
+    tables = 12 * len(kinds) * requests * (width + 4)
+    staged = sum(staged_bytes(module, kind) for module, kind in replayed)
+    return rows * ((elements + shared) * size + staged) + tables
+
+
+def _scratch_elements(module: Any, kind: str) -> int:
+    """Return how many numbers per row the commits write that nobody reads."""
+    if kind == GATED_DELTA:
+        return 2 * int(module.value_dim // module.tp_size)
+    if kind == MAMBA2:
+        return int(module.num_heads // module.tp_size * module.head_dim)
+    return 0
+
+
+def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the layers that have states, beside the past of a convolution, with their kinds."""
+    found = {name: (module, kind_of(module) or "") for name, module in modules.items()}
+    return {name: (module, kind) for name, (module, kind) in found.items() if kind in LAUNCHES}
+
+
+def width(runner: Runner) -> int:
+    """Return the most rows of a request: the last sampled token, and the drafts."""
+    return int(runner.vllm_config.num_speculative_tokens) + 1
+
+
+def most_rows(runner: Runner) -> int:
+    """Return the most rows that requests with drafts can have in one step."""
+    return config.most_window_rows(runner.vllm_config)
+
+
+def most_requests(runner: Runner) -> int:
+    """Return the most requests in one table of vLLM's, padding included.
+
+    It is a multiple of 64, so that the table of each group is as well aligned as an own tensor.
+    """
+    captured = runner.compilation_config.max_cudagraph_capture_size or 0
+    return -(-max(int(runner.max_num_reqs), int(captured)) // 64) * 64

@@ -22,17 +22,13 @@ from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import (
     aligned_states,
     audited,
-    audited_v2,
     batches,
-    gated_delta,
-    gated_delta_hooks,
+    cpu_states,
     layers,
-    mixers,
-    olmo_rows,
     scheduling,
+    state_commits,
     state_layers,
     verified_rows,
-    verify_steps,
     whole_graphs,
 )
 
@@ -72,7 +68,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.engine.llm_engine.LLMEngine.__init__",
         "vllm.v1.engine.async_llm.AsyncLLM.__init__",
         "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async",
-        "vllm.v1.engine.core_client.InprocClient.shutdown",
         "vllm.v1.engine.core_client.MPClient.shutdown",
         "vllm.forward_context.ForwardContext",
         f"{_LATENT}.MLACommonMetadata",
@@ -114,22 +109,19 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
         f"{_KV}.SlidingWindowSpec",
         f"{_KV}.ChunkedLocalAttentionSpec",
-        "vllm.v1.kv_offload.base.TransferResult",
-        "vllm.v1.kv_offload.cpu.spec.CPUOffloadingSpec.get_worker",
     ),
     "gpu": (
         *_of(_V1, (each for each in batches.V1_GPU_METHODS if each not in batches.V1_METHODS)),
         f"{_V1}.initialize_kv_cache",
         *_of(
             _V2,
-            (*batches.V2_METHODS, *audited_v2.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
+            (*batches.V2_METHODS, *audited.AUDITED_V2_METHODS, "get_kv_cache_spec", *_STEP),
         ),
         # What the ledger reads in between, or is told by.
         *_of(_V2, ("finish_requests", "add_requests")),
         *_of("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager", ("capture", "run_fullgraph")),
         *_of("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager", whole_graphs.METHODS),
         "vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor",
-        "vllm.config.compilation.CUDAGraphMode",
         # When pipeline stages hear what was accepted; ``serving.pipeline_steps`` builds on it.
         f"{_V2}._remove_request",
         *_of(
@@ -156,7 +148,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             ),
         ),
         *_of(f"{_FLASH}.FlashAttentionImpl", ("__init__", *layers.ATTENTION_METHODS)),
-        *_of(f"{_FLASH}.FlashAttentionBackend", ("get_impl_cls", "get_builder_cls")),
         f"{_FLASH}.FlashAttentionMetadata",
         f"{_TRITON}.TritonAttentionMetadataBuilder.build",
         *_of(f"{_TRITON}.TritonAttentionImpl", layers.ATTENTION_METHODS),
@@ -195,12 +186,12 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
     ),
     "states": (
-        f"{gated_delta.CORE_MODULE}.{gated_delta.CORE}",
+        f"{cpu_states.CORE_MODULE}.{cpu_states.CORE}",
         f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.rearrange_mixed_qkv",
         "vllm._custom_ops.fused_sigmoid_gating_delta_rule_update_cpu",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata",
-        f"{_LAYERS}.mamba.mamba_mixer2.MambaMixer2.{mixers.FORWARDS[MAMBA2][0]}",
-        f"{_LAYERS}.mamba.short_conv.ShortConv.{mixers.FORWARDS[SHORT_CONV][0]}",
+        f"{_LAYERS}.mamba.mamba_mixer2.MambaMixer2.{cpu_states.FORWARDS[MAMBA2][0]}",
+        f"{_LAYERS}.mamba.short_conv.ShortConv.{cpu_states.FORWARDS[SHORT_CONV][0]}",
         f"{_LAYERS}.mamba.ops.ssu_dispatch.selective_state_update",
         "vllm.v1.attention.backends.mamba2_attn.Mamba2AttentionMetadata",
         f"{_KV}.MambaSpec",
@@ -209,18 +200,18 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "states on gpu": (
         *_of(
             f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
-            (*verified_rows.LAUNCHES[GATED_DELTA], *gated_delta_hooks.NORM),
+            (*verified_rows.LAUNCHES[GATED_DELTA], *state_layers.GATED_DELTA_NORM),
         ),
         *_of(
             f"{_LAYERS}.mamba.gdn.olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention",
-            olmo_rows.METHODS,
+            verified_rows.OLMO_METHODS,
         ),
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule",
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel",
         f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
         *_of(
             "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState",
-            verify_steps.METHODS,
+            state_commits.MODEL_STATE_METHODS,
         ),
         "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.preprocess_state",
         "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.postprocess_state",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ....errors import LayerError
 from . import batches, state_layers
+from .engine_protocols import KVCacheConfig
 from .layers import draft_layers, lines_by_row
-from .protocols.engine import KVCacheConfig
-from .protocols.runners import Runner, RunnerV1, RunnerV2
+from .runner_protocols import Runner, RunnerV1, RunnerV2
 
 
 def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:

@@ -13,8 +13,7 @@ from ..policy.engine import EngineFacts
 from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
 from .config import runner_facts
-from .protocols.layers import AttentionLayer, ScaledImpl
-from .protocols.runners import Runner
+from .runner_protocols import AttentionLayer, Runner, ScaledImpl
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
 ATTENTION_METHODS: Final = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from .protocols.runners import BlockList, CacheTensors
+from .runner_protocols import BlockList, CacheTensors
 
 
 class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base

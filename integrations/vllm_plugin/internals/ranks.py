@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, TypeVar
 
-from .protocols.engine import RankGroup
-from .protocols.runners import Runner
+from .engine_protocols import RankGroup
+from .runner_protocols import Runner
 
 T = TypeVar("T")
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from ....backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta, verify_gated_delta
 from ....backends.mamba2 import verify_mamba2
 from ..policy.engine import GATED_DELTA, MAMBA2
-from . import gated_delta_hooks, mamba2_hooks
+from . import state_layers
+from .runner_protocols import GatedDeltaMetadata
+from .state_commits import StateCommits, StateTables, VerifyStep
 from .state_layers import StateLayer
-from .state_tables import StateTables, VerifyStep
 
 
 @attrs.frozen(eq=False)
@@ -89,16 +90,16 @@ class ReplayedDelta(ReplayedLayer):
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
         fused = getattr(self.module, "enable_fused_gdn_spec_decode", False)
-        gated_delta_hooks.hook_kernels(
+        state_layers.hook_gated_delta(
             *(self.module, self.verify, self.verify_fused if fused else None),
             split=self.views,
         )
 
     def unhook(self) -> None:
         """Give the layer its own methods back."""
-        gated_delta_hooks.unhook_kernels(self.module)
+        state_layers.unhook_gated_delta(self.module)
 
-    def verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
+    def verify(self, kernel: Callable[..., object], **given: Any) -> object:
         """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given | {name: given[name].contiguous() for name in ("q", "k", "v")})
@@ -115,7 +116,7 @@ class ReplayedDelta(ReplayedLayer):
         a: Tensor,
         output_gate: Tensor,
         core_attn_out: Tensor,
-        attn_metadata: Any,
+        attn_metadata: GatedDeltaMetadata,
     ) -> None:
         """Verify in place of vLLM's fused kernel, then apply the layer's gated norm."""
         query, key, value = self.split(mixed_qkv)
@@ -147,7 +148,7 @@ class ReplayedDelta(ReplayedLayer):
         keys = key_heads, key_size
         return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
 
-    def views(self, mixed_qkv: Tensor | None) -> Any:
+    def views(self, mixed_qkv: Tensor | None) -> tuple[Tensor | None, ...]:
         """Split rows as the layer's own method does, without copies, which kvtxn's kernel spares.
 
         vLLM's kernel wants them; ``verify`` makes them where it launches that one.
@@ -210,13 +211,13 @@ class ReplayedMamba2(ReplayedLayer):
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        mamba2_hooks.hook_kernel(self.module, self.verify)
+        state_layers.hook_mamba2(self.module, self.verify)
 
     def unhook(self) -> None:
         """Give the layer its own method back."""
-        mamba2_hooks.unhook_kernel(self.module)
+        state_layers.unhook_mamba2(self.module)
 
-    def verify(self, kernel: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
         """Verify in place of vLLM's kernel; in steps without drafts launch that kernel."""
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
@@ -265,7 +266,7 @@ def staged_bytes(module: Any, kind: str) -> int:
     return DeltaRows.row_bytes(*REPLAYED[kind].sizes_of(module))
 
 
-class ReplayedRows:
+class ReplayedRows(StateCommits):
     """The rows of all layers of a kind in the present step, and one commit for all.
 
     Args:
@@ -277,10 +278,7 @@ class ReplayedRows:
 
     Attributes:
         layers: the layers, each with its own rows.
-        may_fuse: False: one kernel verifies all steps, so there is one commit.
     """
-
-    may_fuse = False
 
     def __init__(
         self,
@@ -299,13 +297,6 @@ class ReplayedRows:
             replayed = REPLAYED[layer.kind]
             room = DeltaRows.build(rows, *replayed.sizes_of(module), layer.past.device)
             self.layers.append(replayed(module, tables, group, room, width))
-
-    def was_fused(self, _: VerifyStep) -> bool:
-        """Tell that there is one kernel."""
-        return False
-
-    def metadata(self, *_: object) -> None:
-        """Make none: there is one kernel."""
 
     def hook(self) -> None:
         """Let the layers verify without writing a state, and keep their rows."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from ....errors import KVTxnError
-from .imports import when_imported
+from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols.engine import Request, Scheduler, SchedulerOutput, VllmConfig
+    from .engine_protocols import Request, Scheduler, SchedulerOutput, VllmConfig
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {

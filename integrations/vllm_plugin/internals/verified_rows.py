@@ -9,33 +9,52 @@ bit.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from functools import partial
+from types import MethodType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from . import gated_delta_hooks, mamba2_hooks, olmo_rows
-from .gated_delta_hooks import FUSED
-from .protocols.layers import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
-from .replaced_names import method_of
-from .state_layers import StateLayer
-from .state_tables import StateCommits, StateTables, VerifyStep
+from .hooks import method_of, with_globals
+from .runner_protocols import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
+from .state_commits import StateCommits, StateTables, VerifyStep
+from .state_layers import (
+    FUSED,
+    GATED_DELTA_KERNEL,
+    GATED_DELTA_METHODS,
+    MAMBA2_KERNEL,
+    MAMBA2_METHODS,
+    StateLayer,
+    hook_gated_delta,
+    hook_mamba2,
+    unhook_gated_delta,
+    unhook_mamba2,
+)
+
+_OLMO_FORWARD: Final = "_forward_core"
+#: The method that contains the launch, with its parameters.
+OLMO_METHODS: Final = {_OLMO_FORWARD: ("mixed_qkv", "b", "a", "core_attn_out")}
+
+#: By method, the global name under which it finds the kernel.
+OLMO_KERNEL: Final = {_OLMO_FORWARD: "fused_recurrent_gated_delta_rule"}
 
 #: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
 LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    GATED_DELTA: gated_delta_hooks.METHODS,
-    OLMO_DELTA: olmo_rows.METHODS,
-    MAMBA2: mamba2_hooks.METHODS,
+    GATED_DELTA: GATED_DELTA_METHODS,
+    OLMO_DELTA: OLMO_METHODS,
+    MAMBA2: MAMBA2_METHODS,
 }
 
 #: The global names under which these methods find the kernels, by kind of layer and method.
 KERNELS: Final[Mapping[str, Mapping[str, str]]] = {
-    GATED_DELTA: gated_delta_hooks.KERNEL,
-    OLMO_DELTA: olmo_rows.KERNEL,
-    MAMBA2: mamba2_hooks.KERNEL,
+    GATED_DELTA: GATED_DELTA_KERNEL,
+    OLMO_DELTA: OLMO_KERNEL,
+    MAMBA2: MAMBA2_KERNEL,
 }
 
 #: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
@@ -45,11 +64,24 @@ _MOST_PROGRAMS: Final = 65535
 _FUSED_PARTS: Final = 3
 
 
-class VerifiedRows(StateCommits, Protocol):
+class VerifiedRows(StateCommits):
     """The rows of one layer in the present step, and the layer's own kernels."""
 
+    _tables: StateTables
+    _group: int
+
+    @abc.abstractmethod
     def keep(self, parts: Sequence[Tensor]) -> None:
-        """Keep the rows of a verify step for its commit; see the layer's class for ``parts``."""
+        """Copy the rows of a verify step in one launch; rows beyond the buffers' are left out.
+
+        Args:
+            parts: ``[num_rows, width]`` each, as the layer's class says.
+        """
+
+    def _sources(self, requests: int) -> Tensor:
+        """Return the table by which so many requests are verified; name it in a captured graph."""
+        self._tables.name_in_graph(self._group, self)
+        return self._tables.sources[self._group, :requests]
 
 
 def row_elements(module: Any, kind: str) -> int:
@@ -58,14 +90,14 @@ def row_elements(module: Any, kind: str) -> int:
     if kind == GATED_DELTA:
         return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
     if kind == OLMO_DELTA:
-        return olmo_rows.row_elements(module)
+        return _olmo_elements(module)
     if kind == MAMBA2:
         groups = 2 * module.n_groups * module.ssm_state_size
         return int((module.num_heads * (module.head_dim + 1) + groups) // ranks)
     return 0
 
 
-class GatedDeltaRows:
+class GatedDeltaRows(VerifiedRows):
     """A gated delta net of Qwen3-Next or Qwen3.5; vLLM has a Triton kernel, and a fused one.
 
     Args:
@@ -138,11 +170,11 @@ class GatedDeltaRows:
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
         fused = self._verify_fused if self.may_fuse else None
-        gated_delta_hooks.hook_kernels(self._module, self._verify, fused)
+        hook_gated_delta(self._module, self._verify, fused)
 
     def unhook(self) -> None:
         """Give the layer its own methods back."""
-        gated_delta_hooks.unhook_kernels(self._module)
+        unhook_gated_delta(self._module)
 
     def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
         """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
@@ -150,9 +182,8 @@ class GatedDeltaRows:
             return kernel(**given)
         parts = [given[name][0].flatten(1) for name in ("q", "k", "v")]
         self.keep([*parts, given["a"], given["b"]])
-        self._tables.name_in_graph(self._group, self)
         count = given["cu_seqlens"].shape[0] - 1
-        given["ssm_state_indices"] = self._tables.sources[self._group, :count]
+        given["ssm_state_indices"] = self._sources(count)
         given["num_accepted_tokens"] = self._tables.whole[:count]
         return kernel(**given)
 
@@ -264,17 +295,8 @@ class GatedDeltaRows:
         )
 
 
-class Mamba2Rows:
+class Mamba2Rows(VerifiedRows):
     """A Mamba-2 layer; for the arguments see ``GatedDeltaRows``."""
-
-    may_fuse = False
-
-    def was_fused(self, _: VerifyStep) -> bool:
-        """Tell that there is one kernel."""
-        return False
-
-    def metadata(self, *_: object) -> None:
-        """Make none: there is one kernel."""
 
     def __init__(
         self,
@@ -308,11 +330,11 @@ class Mamba2Rows:
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        mamba2_hooks.hook_kernel(self._module, self._verify)
+        hook_mamba2(self._module, self._verify)
 
     def unhook(self) -> None:
         """Give the layer its own method back."""
-        mamba2_hooks.unhook_kernel(self._module)
+        unhook_mamba2(self._module)
 
     def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
@@ -320,9 +342,7 @@ class Mamba2Rows:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given
         self.keep([x.flatten(1), dt[:, :, 0], b.flatten(1), c.flatten(1)])
-        self._tables.name_in_graph(self._group, self)
-        count = named["cu_seqlens"].shape[0] - 1
-        named |= self._table(self._tables.sources[self._group, :count])
+        named |= self._table(self._sources(named["cu_seqlens"].shape[0] - 1))
         return kernel(*given, **named)
 
     def _table(self, blocks: Tensor) -> dict[str, Tensor]:
@@ -388,10 +408,106 @@ def make_rows(
                 gates = gate, output
             made.append(GatedDeltaRows(layer, tables, group, rows, dtype, gates))
         elif layer.kind == OLMO_DELTA:
-            made.append(olmo_rows.OlmoDeltaRows(layer, tables, group, rows, dtype))
+            made.append(OlmoDeltaRows(layer, tables, group, rows, dtype))
         elif layer.kind == MAMBA2:
             if outputs is None:
                 heads = module.num_heads // module.tp_size
                 outputs = torch.zeros(rows, heads, module.head_dim, dtype=dtype, device=device)
             made.append(Mamba2Rows(layer, tables, group, rows, dtype, outputs))
     return made
+
+
+def _olmo_elements(module: GatedDeltaLayer) -> int:
+    """Return how many numbers of two bytes a layer keeps per row.
+
+    Those are a key and a value of each head, and its decay and step size in float32. A query is not
+    kept: no state depends on it.
+    """
+    return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // module.tp_size)
+
+
+class OlmoDeltaRows(VerifiedRows):
+    """A gated delta net of OLMo hybrid, for which vLLM has one Triton kernel.
+
+    The kernel is given the decay and the step size of each row, where the kernels of other gated
+    delta nets compute them.
+
+    Args:
+        layer: the layer.
+        tables: the tables of all layers.
+        group: number of the layer's group in the tables.
+        rows: most rows of a step.
+        dtype: the model's.
+    """
+
+    def __init__(
+        self, layer: StateLayer, tables: StateTables, group: int, rows: int, dtype: torch.dtype
+    ) -> None:
+        module: GatedDeltaLayer = layer.module
+        self._module, self._tables, self._group = module, tables, group
+        device, heads = layer.past.device, module.num_v_heads // module.tp_size
+        self._heads = heads
+        self._key = torch.zeros(rows, heads * module.head_k_dim, dtype=dtype, device=device)
+        self._value = torch.zeros(rows, heads * module.head_v_dim, dtype=dtype, device=device)
+        self._decay = torch.zeros(rows, heads, dtype=torch.float32, device=device)
+        self._beta = torch.zeros_like(self._decay)
+
+    def hook(self) -> None:
+        """Let the layer verify without writing a state, and keep its rows."""
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as own
+
+        kernel = partial(self._verify, own.fused_recurrent_gated_delta_rule)
+        forward = with_globals(
+            method_of(self._module, _OLMO_FORWARD), fused_recurrent_gated_delta_rule=kernel
+        )
+        setattr(self._module, _OLMO_FORWARD, MethodType(forward, self._module))
+
+    def unhook(self) -> None:
+        """Give the layer its own method back."""
+        vars(self._module).pop(_OLMO_FORWARD, None)
+
+    def keep(self, parts: Sequence[Tensor]) -> None:
+        """Copy the rows of a verify step in one launch; rows beyond ``rows`` are left out.
+
+        Args:
+            parts: ``[num_rows, width]`` each: key, value, decay and step size, as the kernel takes
+                them.
+        """
+        from ....backends.move_rows.stage_rows import stage_rows
+
+        rows = min(parts[0].shape[0], self._key.shape[0])
+        room = [self._key, self._value, self._decay, self._beta]
+        stage_rows([part[:rows] for part in parts], room)
+
+    def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
+        """Launch vLLM's kernel; in a verify step without a block to write to."""
+        if given.get("num_accepted_tokens") is None:
+            return kernel(**given)
+        self.keep([given[name][0].flatten(1) for name in ("k", "v", "g", "beta")])
+        count = given["cu_seqlens"].shape[0] - 1
+        given["ssm_state_indices"] = self._sources(count)
+        given["num_accepted_tokens"] = self._tables.whole[:count]
+        return kernel(**given)
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states that ``StateTables.commits`` names."""
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as own
+
+        rows, lines = min(step.rows, self._key.shape[0]), 2 * step.requests
+        commits, starts = self._tables.commits[self._group], self._tables.kept[: lines + 1]
+        if lines * self._heads > _MOST_PROGRAMS:
+            commits, starts, lines = commits[::2], step.starts, step.requests
+        key = self._key[:rows].view(1, rows, self._heads, -1)
+        own.fused_recurrent_gated_delta_rule(
+            q=key,  # outputs depend on it, and nobody reads them
+            k=key,
+            v=self._value[:rows].view(1, rows, self._heads, -1),
+            g=self._decay[None, :rows],
+            beta=self._beta[None, :rows],
+            initial_state=self._module.kv_cache[1],
+            inplace_final_state=True,
+            cu_seqlens=starts,
+            ssm_state_indices=commits[:lines],
+            num_accepted_tokens=self._tables.whole[:lines],
+            use_qk_l2norm_in_kernel=True,
+        )

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
-from .imports import when_imported
+from .hooks import shadow, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from .protocols.engine import VllmConfig, Worker, WorkerWrapper
+    from .engine_protocols import VllmConfig, Worker, WorkerWrapper
 
 # Names of the methods that kvtxn gives to vLLM's workers, called by ``collective_rpc``.
 #: Returns a worker's counters.
@@ -123,7 +123,7 @@ def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[
         return result
 
     compile_or_warm_up_model.kvtxn_hook = True  # type: ignore[attr-defined]
-    return _shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
+    return shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
 
 
 def around_sleep(
@@ -170,7 +170,7 @@ def around_sleep(
                 after()
             return result
 
-        undo.callback(_shadow(worker, name, call))
+        undo.callback(shadow(worker, name, call))
 
     def sleep(*args: Any, **kwargs: Any) -> None:
         asleep()
@@ -185,20 +185,6 @@ def around_sleep(
     hook("discard", discard)
     hook("wake_up", after=awake)
     return undo.close
-
-
-def _shadow(worker: Worker, name: str, method: Callable[..., object]) -> Callable[[], None]:
-    """Give a worker a method of its own; returns a function that takes it away again."""
-    before = vars(worker).get(name)
-    setattr(worker, name, method)
-
-    def undo() -> None:
-        if before is None:
-            delattr(worker, name)
-        else:
-            setattr(worker, name, before)
-
-    return undo
 
 
 def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Callable[[], None]:
@@ -217,7 +203,7 @@ def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Cal
     def determine_available_memory() -> int:
         return rest(int(own()))
 
-    return _shadow(worker, "determine_available_memory", determine_available_memory)
+    return shadow(worker, "determine_available_memory", determine_available_memory)
 
 
 def engine_config(wrapper: WorkerWrapper) -> VllmConfig:

@@ -14,7 +14,7 @@ import attrs
 from .engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule_type import Decision
 from .rules import decide
-from .state_choice import TAKEN
+from .state_rules import TAKEN
 
 Changes = Mapping[str, object]
 

@@ -1,9 +1,14 @@
-"""The type of a row of the table of rules, and of the outcome; the rows are in ``policy.rules``."""
+"""The type of a row of the table of rules, and of the outcome; the rows are in ``policy.rules``.
+
+``measured.json`` has the measurements that rules decide by, and that their sentences quote.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Final, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
 import attrs
 
@@ -89,3 +94,16 @@ def lacking(facts: EngineFacts) -> str:
 def connector(facts: EngineFacts) -> str:
     """Name the engine's first KV connector that was not checked on its device; "" without any."""
     return supported.unchecked_connector(facts.device, facts.connectors)
+
+
+#: By entry: the result file in ``benchmarks/results`` that it is from, the commit of that result,
+#: and a share of stock's time, or several by number of requests; of requests that fit, by their
+#: tokens. Tests compare them with the files.
+MEASURED: Final[Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("measured.json").read_text()
+)
+
+
+def of_stock(name: str) -> dict[int, float]:
+    """Return shares of stock's time by requests, or multiples of its requests by tokens."""
+    return {int(count): share for count, share in MEASURED[name]["of_stock"].items()}

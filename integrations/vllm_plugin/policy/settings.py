@@ -21,7 +21,7 @@ from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError, meant
 from ....policy import choose_policy
 from ...serving import step_batches
-from .asked import is_asked, wants
+from . import is_asked, wants
 
 _WHERE: Final = "additional_config['kvtxn']"
 
@@ -31,7 +31,7 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": step_batches.W
 
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
 #: "exact" runs vLLM's own, "fast" kvtxn's kernels where it has some; "auto" is "exact" or "off", by
-#: the rule of ``policy.state_choice``. "off" is the default: without a window stock writes rows of
+#: the rule of ``policy.state_rules``. "off" is the default: without a window stock writes rows of
 #: attention, but an engine with one state per request stops if its commits cannot run.
 RECURRENT: Final = ("off", "exact", "fast", "auto")
 
@@ -92,7 +92,8 @@ def asked_states(additional_config: object) -> str:
 
 def asked_rows(additional_config: object) -> int | None:
     """Return the user's setting ``max_rows``, which ``settings`` has checked; None without it."""
-    return additional_config["kvtxn"].get("max_rows") if is_asked(additional_config) else None
+    given = additional_config["kvtxn"] if is_asked(additional_config) else None
+    return given.get("max_rows") if isinstance(given, Mapping) else None
 
 
 def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:

@@ -1,7 +1,7 @@
 """Hooking a model runner of vLLM's so that everything can be undone.
 
 A runner changes its class for a private subclass of it, and so do schedulers and layers; see
-``internals.class_swaps``. Four classes of vLLM's are patched, to hear of new objects:
+``internals.hooks``. Four classes of vLLM's are patched, to hear of new objects:
 ``WorkerWrapperBase``, ``LLMEngine``, ``AsyncLLM`` and ``Scheduler``; ``plugin.register`` does that
 and ``plugin.unregister`` undoes it. A runner keeps the inverses of every hook around it:
 ``kvtxn_undo`` has those of its present steps, ``kvtxn_unhook`` those of the runner itself.
@@ -20,14 +20,14 @@ from ....config import TxnConfig
 from ....log import get_logger
 from ...serving.parts import Parts
 from ..internals import Foreign
-from ..internals.class_swaps import check_methods, restore_class, swap_class
-from ..internals.protocols.engine import SchedulerOutput
-from ..internals.protocols.runners import Runner, RunnerV1, RunnerV2
-from ..policy.asked import RequiredError
+from ..internals.engine_protocols import SchedulerOutput
+from ..internals.hooks import check_methods, restore_class, swap_class
+from ..internals.runner_protocols import Runner, RunnerV1, RunnerV2
+from ..policy import RequiredError
 from ..policy.settings import PluginSettings
 
 if TYPE_CHECKING:
-    from ..internals.audited_v2 import Told
+    from ..internals.audited import Told
 
 log = get_logger()
 

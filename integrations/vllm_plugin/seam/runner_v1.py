@@ -19,9 +19,8 @@ from ...serving.parts import Parts
 from ...serving.step import Array
 from ..internals import audited, batches, state_layers
 from ..internals.batches import PlannedV1
-from ..internals.protocols.engine import SchedulerOutput
-from ..internals.protocols.layers import KVCacheSpec
-from ..internals.protocols.runners import Prepared
+from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
+from ..internals.runner_protocols import Prepared
 
 
 class AdapterV1:

@@ -15,7 +15,7 @@ from ....log import get_logger
 from ..internals import layers as attention_layers
 from ..internals import ranks, workers
 from ..internals.layers import TargetLayer
-from ..policy.asked import RequiredError
+from ..policy import RequiredError
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from .hooked_runner import HookedRunner, stay_out

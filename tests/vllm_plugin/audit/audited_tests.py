@@ -67,7 +67,7 @@ def run(folder: Path) -> dict[str, Any]:
     (folder / "test_engines.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", "-p", "no:cacheprovider"]
     ended = subprocess.run(
-        [*command, "--kvtxn-audit", "--rootdir", str(folder), str(folder / "test_engines.py")],
+        [*command, "--rootdir", str(folder), str(folder / "test_engines.py"), "--kvtxn-audit"],
         env=os.environ | {"COLUMNS": "200"},
         cwd=folder,
         capture_output=True,

@@ -129,7 +129,7 @@ def live(llm: Any) -> dict[str, Any]:
 
     def unwatched(when: Callable[[Rig], bool], late: bool, length: int) -> list[int]:
         rig.clear()
-        rig.watch.pause()
+        rig.watch.begun = False
         with _fails(rig, when, late=late):
             _run(rig, prompt, 60)
         rig.run([said[:length]], 4)

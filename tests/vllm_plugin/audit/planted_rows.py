@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
 from model_files import VOCAB
-from planting import Batch, Rig, around, prepared
+from planting import Batch, Fault, Rig, around, prepared
 
 
 def _prompt(batch: Batch, least: int = 8) -> int | None:
@@ -26,63 +28,87 @@ def _running(batch: Batch, blocks: int = 2) -> int | None:
     return next(found, None)
 
 
+def _of_forward(tamper: Callable[[Rig, Batch], None]) -> Fault:
+    """Make a fault of a function that tampers with the inputs of a forward."""
+
+    @wraps(tamper)
+    def fault(rig: Rig) -> Any:
+        return prepared(rig, partial(tamper, rig))
+
+    return fault
+
+
+def _of_prompt(after: int) -> Callable[[Callable[[Batch, int], None]], Fault]:
+    """Make a fault of a function that gets a batch and a row of a prompt, so many after the first.
+
+    The row in the slot that the batch had for it is wrong from then on.
+    """
+
+    def made(change: Callable[[Batch, int], None]) -> Fault:
+        @wraps(change)
+        def tamper(rig: Rig, batch: Batch) -> None:
+            if (index := _prompt(batch)) is not None:
+                row = batch.starts[index] + after
+                slot = int(batch.slots[row])
+                change(batch, row)
+                rig.strike(batch.names[index], batch.first[index] + after, slot)
+
+        return _of_forward(tamper)
+
+    return made
+
+
+def _of_table(column: int) -> Callable[[Callable[[Any], Any]], Fault]:
+    """Make a fault of a function that returns another table for that of a request that decodes.
+
+    The rows of the block in this column are the first wrong ones.
+    """
+
+    def made(change: Callable[[Any], Any]) -> Fault:
+        @wraps(change)
+        def tamper(rig: Rig, batch: Batch) -> None:
+            if (index := _running(batch)) is not None:
+                table = change(batch.tables[index].clone())
+                batch.put_table(index, table)
+                rig.strike(batch.names[index], 32 * column, int(table[column]) * 32)
+
+        return _of_forward(tamper)
+
+    return made
+
+
 # -- the slot mapping ---------------------------------------------------------------------
 
 
-def lost_write(rig: Rig) -> Any:
+@_of_prompt(3)
+def lost_write(batch: Batch, row: int) -> None:
     """The slot of one row of a prompt is -1, so the row is not written."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row = batch.starts[index] + 3
-            slot = int(batch.slots[row])
-            batch.slots[row] = -1
-            rig.strike(batch.names[index], batch.first[index] + 3, slot)
-
-    return prepared(rig, tamper)
+    batch.slots[row] = -1
 
 
-def slot_off_by_one(rig: Rig) -> Any:
+@_of_prompt(3)
+def slot_off_by_one(batch: Batch, row: int) -> None:
     """One row of a prompt goes one slot too far."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row = batch.starts[index] + 3
-            slot = int(batch.slots[row])
-            batch.slots[row] += 1
-            rig.strike(batch.names[index], batch.first[index] + 3, slot)
-
-    return prepared(rig, tamper)
+    batch.slots[row] += 1
 
 
-def slots_swapped(rig: Rig) -> Any:
+@_of_prompt(3)
+def slots_swapped(batch: Batch, row: int) -> None:
     """Two neighbouring rows of a prompt change places."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row = batch.starts[index] + 3
-            slot = int(batch.slots[row])
-            batch.slots[row : row + 2] = batch.slots[row : row + 2].flip(0).clone()
-            rig.strike(batch.names[index], batch.first[index] + 3, slot)
-
-    return prepared(rig, tamper)
+    batch.slots[row : row + 2] = batch.slots[row : row + 2].flip(0).clone()
 
 
+@contextmanager
 def slot_outside(rig: Rig) -> Any:
     """A row of a prompt goes to a block that the cache does not have."""
 
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row = batch.starts[index] + 5
-            slot = int(batch.slots[row])
-            batch.slots[row] = 32 * (rig.pool.num_gpu_blocks + 7)
-            rig.strike(batch.names[index], batch.first[index] + 5, slot)
+    @_of_prompt(5)
+    def outside(batch: Batch, row: int) -> None:
+        batch.slots[row] = 32 * (rig.pool.num_gpu_blocks + 7)
 
-    stack = ExitStack()
-    stack.enter_context(prepared(rig, tamper))
     # The kernel would write there: it is told not to, once the audit has been told.
-    stack.enter_context(_masked(rig))
-    return stack
+    with outside(rig), _masked(rig):
+        yield
 
 
 @contextmanager
@@ -98,173 +124,123 @@ def _masked(rig: Rig) -> Any:
         yield
 
 
-def write_into_anothers_block(rig: Rig) -> Any:
+@_of_forward
+def write_into_anothers_block(rig: Rig, batch: Batch) -> None:
     """A decoded row goes to a slot of another request, whose row is lost."""
-
-    def tamper(batch: Batch) -> None:
-        writer, victim = _running(batch, 0), _running(batch, 1)
-        if writer is None or victim is None or len(batch) < 2:
-            return
-        writer = next(index for index in range(len(batch)) if index != victim)
-        slot = int(batch.tables[victim, 0]) * 32 + 7
-        batch.slots[batch.starts[writer]] = slot
-        rig.strike(batch.names[victim], 7, slot)
-
-    return prepared(rig, tamper)
+    writer, victim = _running(batch, 0), _running(batch, 1)
+    if writer is None or victim is None or len(batch) < 2:
+        return
+    writer = next(index for index in range(len(batch)) if index != victim)
+    slot = int(batch.tables[victim, 0]) * 32 + 7
+    batch.slots[batch.starts[writer]] = slot
+    rig.strike(batch.names[victim], 7, slot)
 
 
 # -- the block table ----------------------------------------------------------------------
 
 
-def columns_swapped(rig: Rig) -> Any:
+@_of_table(0)
+def columns_swapped(table: Any) -> Any:
     """The first two blocks of a request change places in its table."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _running(batch)) is not None:
-            row = batch.tables[index].clone()
-            row[:2] = row[:2].flip(0).clone()
-            batch.put_table(index, row)
-            rig.strike(batch.names[index], 0, int(row[0]) * 32)
-
-    return prepared(rig, tamper)
+    table[:2] = table[:2].flip(0).clone()
+    return table
 
 
-def table_shifted(rig: Rig) -> Any:
+@_of_table(0)
+def table_shifted(table: Any) -> Any:
     """A table begins with the second block."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _running(batch)) is not None:
-            row = batch.tables[index].roll(-1)
-            batch.put_table(index, row)
-            rig.strike(batch.names[index], 0, int(row[0]) * 32)
-
-    return prepared(rig, tamper)
+    return table.roll(-1)
 
 
-def anothers_table(rig: Rig) -> Any:
-    """A request reads through the table of another one."""
-
-    def tamper(batch: Batch) -> None:
-        index = _running(batch)
-        if index is None or len(batch) < 2:
-            return
-        other = batch.tables[(index + 1) % len(batch)].clone()
-        batch.put_table(index, other)
-        rig.strike(batch.names[index], 0, int(other[0]) * 32)
-
-    return prepared(rig, tamper)
-
-
-def anothers_last_block(rig: Rig) -> Any:
-    """The second block of a table is that of another request."""
-
-    def tamper(batch: Batch) -> None:
-        index = _running(batch)
-        others = [n for n in range(len(batch)) if n != index and batch.first[n] >= 64]
-        if index is None or not others:
-            return
-        row = batch.tables[index].clone()
-        row[1] = batch.tables[others[0], 1]
-        batch.put_table(index, row)
-        rig.strike(batch.names[index], 32, int(row[1]) * 32)
-
-    return prepared(rig, tamper)
-
-
-def one_block_in_two_tables(rig: Rig) -> Any:
-    """Two requests read a block of a third one; the second of them has to be found, too."""
-
-    def tamper(batch: Batch) -> None:
-        running = [n for n in range(len(batch)) if batch.settled(n) == 1 and batch.first[n] >= 64]
-        if len(running) < 3:
-            return
-        owner, *readers = running[:3]
-        block = int(batch.tables[owner, 1])
-        for index in readers:
-            row = batch.tables[index].clone()
-            row[1] = block
-            batch.put_table(index, row)
-        rig.strike(batch.names[readers[1]], 32, block * 32)
-
-    return prepared(rig, tamper)
-
-
-def nobodys_block(rig: Rig) -> Any:
+@_of_table(1)
+def nobodys_block(table: Any) -> Any:
     """A table names a block that belongs to nobody."""
+    table[1] = 0
+    return table
 
-    def tamper(batch: Batch) -> None:
-        if (index := _running(batch)) is not None:
-            row = batch.tables[index].clone()
-            row[1] = 0
-            batch.put_table(index, row)
-            rig.strike(batch.names[index], 32, 0)
 
-    return prepared(rig, tamper)
+@_of_forward
+def anothers_table(rig: Rig, batch: Batch) -> None:
+    """A request reads through the table of another one."""
+    index = _running(batch)
+    if index is None or len(batch) < 2:
+        return
+    other = batch.tables[(index + 1) % len(batch)].clone()
+    batch.put_table(index, other)
+    rig.strike(batch.names[index], 0, int(other[0]) * 32)
+
+
+@_of_forward
+def anothers_last_block(rig: Rig, batch: Batch) -> None:
+    """The second block of a table is that of another request."""
+    index = _running(batch)
+    others = [n for n in range(len(batch)) if n != index and batch.first[n] >= 64]
+    if index is None or not others:
+        return
+    row = batch.tables[index].clone()
+    row[1] = batch.tables[others[0], 1]
+    batch.put_table(index, row)
+    rig.strike(batch.names[index], 32, int(row[1]) * 32)
+
+
+@_of_forward
+def one_block_in_two_tables(rig: Rig, batch: Batch) -> None:
+    """Two requests read a block of a third one; the second of them has to be found, too."""
+    running = [n for n in range(len(batch)) if batch.settled(n) == 1 and batch.first[n] >= 64]
+    if len(running) < 3:
+        return
+    owner, *readers = running[:3]
+    block = int(batch.tables[owner, 1])
+    for index in readers:
+        row = batch.tables[index].clone()
+        row[1] = block
+        batch.put_table(index, row)
+    rig.strike(batch.names[readers[1]], 32, block * 32)
 
 
 # -- positions and tokens -----------------------------------------------------------------
 
 
-def positions_off_by_one(rig: Rig) -> Any:
+@_of_forward
+def positions_off_by_one(rig: Rig, batch: Batch) -> None:
     """The rows of a decode are computed for the positions behind theirs."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _running(batch)) is not None:
-            low, high = batch.starts[index], batch.starts[index + 1]
-            slot = int(batch.slots[low])
-            batch.positions[low:high] += 1
-            rig.strike(batch.names[index], batch.first[index], slot)
-
-    return prepared(rig, tamper)
+    if (index := _running(batch)) is not None:
+        low, high = batch.starts[index], batch.starts[index + 1]
+        slot = int(batch.slots[low])
+        batch.positions[low:high] += 1
+        rig.strike(batch.names[index], batch.first[index], slot)
 
 
-def positions_after_the_first(rig: Rig) -> Any:
+@_of_prompt(5)
+def positions_after_the_first(batch: Batch, row: int) -> None:
     """The later rows of a prompt are computed for other positions, its first ones for theirs."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row, end = batch.starts[index] + 5, batch.starts[index + 1]
-            batch.positions[row:end] += 7
-            rig.strike(batch.names[index], batch.first[index] + 5, int(batch.slots[row]))
-
-    return prepared(rig, tamper)
+    end = next(start for start in batch.starts if start > row)
+    batch.positions[row:end] += 7
 
 
-def positions_of_drafts(rig: Rig) -> Any:
+@_of_forward
+def positions_of_drafts(rig: Rig, batch: Batch) -> None:
     """The drafts of a decode are verified at the positions behind theirs."""
-
-    def tamper(batch: Batch) -> None:
-        found = (n for n in range(len(batch)) if batch.drafts[n] and batch.settled(n) == 1)
-        if (index := next(found, None)) is not None:
-            row, end = batch.starts[index] + 1, batch.starts[index + 1]
-            batch.positions[row:end] += 3
-            rig.strike(batch.names[index], batch.first[index] + 1, int(batch.slots[row]))
-
-    return prepared(rig, tamper)
+    found = (n for n in range(len(batch)) if batch.drafts[n] and batch.settled(n) == 1)
+    if (index := next(found, None)) is not None:
+        row, end = batch.starts[index] + 1, batch.starts[index + 1]
+        batch.positions[row:end] += 3
+        rig.strike(batch.names[index], batch.first[index] + 1, int(batch.slots[row]))
 
 
-def wrong_prompt_token(rig: Rig) -> Any:
+@_of_prompt(4)
+def wrong_prompt_token(batch: Batch, row: int) -> None:
     """The forward gets another token in the middle of a prompt."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _prompt(batch)) is not None:
-            row = batch.starts[index] + 4
-            batch.tokens[row] = (int(batch.tokens[row]) + 1) % VOCAB
-            rig.strike(batch.names[index], batch.first[index] + 4, int(batch.slots[row]))
-
-    return prepared(rig, tamper)
+    batch.tokens[row] = (int(batch.tokens[row]) + 1) % VOCAB
 
 
-def wrong_last_token(rig: Rig) -> Any:
+@_of_forward
+def wrong_last_token(rig: Rig, batch: Batch) -> None:
     """The forward gets another token than the one sampled last."""
-
-    def tamper(batch: Batch) -> None:
-        if (index := _running(batch, 1)) is not None:
-            row = batch.starts[index]
-            batch.tokens[row] = (int(batch.tokens[row]) + 1) % VOCAB
-            rig.strike(batch.names[index], batch.first[index], int(batch.slots[row]))
-
-    return prepared(rig, tamper)
+    if (index := _running(batch, 1)) is not None:
+        row = batch.starts[index]
+        batch.tokens[row] = (int(batch.tokens[row]) + 1) % VOCAB
+        rig.strike(batch.names[index], batch.first[index], int(batch.slots[row]))
 
 
 def other_drafts_verified(rig: Rig) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin import answers, audit_report, snapshots
+from kvtxn.integrations.vllm_plugin import audit_report, metrics, snapshots
 from planting import Rig, around, texts
 
 
@@ -119,7 +119,7 @@ def pretend(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     worker.sleep, worker.wake_up, worker.discard = sleep, wake_up, lose
     worker.reload_weights = lambda: None
-    undo = answers.let_sleep(wrapper)
+    undo = metrics.let_sleep(wrapper)
     report = live(llm)
     undo()
     report["undone"] = worker.sleep is sleep and ledger.counters == known

@@ -45,6 +45,26 @@ def audits(monkeypatch):
     assert engines.VARIABLE not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--kvtxn-audit"], "ledger"),
+        (["--kvtxn-audit=bytes", "tests"], "bytes"),
+        (["tests", "--kvtxn-audit", "-q"], "ledger"),
+        (["tests"], None),
+    ],
+)
+def test_the_option_has_two_values(pytestconfig, given, found):
+    """Without a value it is the ledger."""
+    assert pytestconfig._parser.parse_known_args(given).kvtxn_audit == found
+
+
+def test_a_path_is_no_audit(pytestconfig):
+    """pytest takes the word after the option for its value."""
+    with pytest.raises(pytest.UsageError, match="'tests' is no audit: write --kvtxn-audit=ledger"):
+        pytestconfig._parser.parse_known_args(["--kvtxn-audit", "tests"])
+
+
 def test_lines_that_are_half_written_wait(audits):
     """A process may be killed while it writes."""
     path = json.loads(os.environ[engines.VARIABLE])["events"]

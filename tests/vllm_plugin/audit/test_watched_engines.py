@@ -18,7 +18,8 @@ ENGINES = watched_engines.ENGINES
 )
 def test_nothing_is_found_in_it(reports, engine):
     """Shared prefixes, chunked prompts, preemption, drafts; on every rank."""
-    report, kind = reports(f"audit-{engine}")["alone"], ENGINES[engine]
+    jobs, kind = reports(f"audit-{engine}"), ENGINES[engine]
+    report = jobs["alone"]
     ranks = 2 if "environment" in kind else 1
     assert len(report["counts"]) == ranks
     for counts in report["counts"]:
@@ -30,6 +31,8 @@ def test_nothing_is_found_in_it(reports, engine):
         assert counts["kvtxn_active"] == ("policy" in kind.get("kvtxn", {}))
     assert report["report"] == [[]] * ranks
     assert report["external"] > 0 if "connector" in kind else report["external"] == 0
+    assert report["preempted"] > 0 or "num_gpu_blocks_override" in kind.get("options", {})
+    assert "kvtxn.audit_active" in jobs.log("alone")
 
 
 @pytest.mark.parametrize(
@@ -55,13 +58,13 @@ def test_changed_bytes_are_found_in_it(reports, engine, fault):
     assert first["layer"]
 
 
-@pytest.mark.engines("audit-ranks-differ")
+@pytest.mark.engines("audit-tensor-parallel")
 def test_a_rank_that_computes_other_rows_is_found(reports):
     """Both ranks say so, with the same step; the rows themselves are right by each rank's tokens.
 
     On the rank that took a token for another, a later request may find its rows wrong as well.
     """
-    first, second = reports("audit-ranks-differ")["alone"]["report"]
+    first, second = reports("audit-tensor-parallel")["alone"]["differ"]
     assert [violation["kind"] for violation in first] == ["ranks"]
     steps = [violation["step"] for violation in second if violation["kind"] == "ranks"]
     assert steps == [first[0]["step"]]

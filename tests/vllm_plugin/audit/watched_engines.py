@@ -14,12 +14,30 @@ import planted_engines
 import ranks_apart
 import recurrent_models
 import sleeping_engines
-from device_on_cpu import watch_as_on_a_gpu
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
+from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from model_files import VOCAB, write
 from planting import Rig
+
+
+class GpuWaySteps(ledger_v1.DeviceSteps):
+    """The steps of GPUs, of a CPU's runner."""
+
+    def open(self) -> Watch | None:
+        """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
+        watch = super().open()
+        if watch is not None:
+            watch.begin()
+        return watch
+
+
+def watch_as_on_a_gpu() -> None:
+    """Watch engines of this process from now on as on a GPU, but for kernels and waiting."""
+    ledger_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
+
 
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
@@ -38,9 +56,10 @@ WHOLE_PROMPTS = {"max_num_batched_tokens": 2400, "num_gpu_blocks_override": 90}
 
 #: By name: the model, and whatever differs from ``options``; ``rows`` are compared at least.
 ENGINES: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama", "rounds": 8, "rows": 50_000},
     "tensor-parallel": {
         "model": "llama",
-        "options": {"tensor_parallel_size": 2},
+        "options": {"tensor_parallel_size": 2, "worker_extension_cls": "watched_engines.Rank"},
         "environment": TWO_RANKS,
     },
     "pipeline-parallel": {
@@ -120,12 +139,6 @@ HEALTHY = list(ENGINES)
 
 ENGINES |= {
     "mamba-with-drafts": {"model": "mamba2", "states": True, "rounds": 1, "options": RECURRENT},
-    "ranks-differ": {
-        "model": "llama",
-        "rounds": 1,
-        "options": {"tensor_parallel_size": 2, "worker_extension_cls": "watched_engines.Rank"},
-        "environment": TWO_RANKS,
-    },
     "planted-rows": {"model": "llama", "faults": planted_engines.ROWS},
     "planted-forwards": {"model": "llama", "faults": planted_engines.FORWARDS},
     "planted-blocks": {"model": "llama", "faults": planted_engines.BLOCKS},
@@ -344,8 +357,6 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         return found
     if "pipeline_parallel_size" in engine.get("options", {}):
         llm.collective_rpc("make_room")
-    if engine.get("options", {}).get("worker_extension_cls") == "watched_engines.Rank":
-        llm.collective_rpc("misunderstand")
     texts = [[chance.randrange(VOCAB) for _ in range(96)] for _ in range(3)]
     for _ in range(engine.get("rounds", 2)):
         work(llm, chance, texts)
@@ -357,6 +368,10 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         "accepted": known.get("vllm:spec_decode_num_accepted_tokens", 0),
         "external": known.get("vllm:external_prefix_cache_hits", 0),
     }
+    if engine.get("options", {}).get("worker_extension_cls") == "watched_engines.Rank":
+        llm.collective_rpc("misunderstand")
+        work(llm, chance, texts)
+        report["differ"] = audit_report(llm)
     if "afterwards" in engine:
         report["compared"] = Rig(llm).watch.scrub.compared
         report["found"] = planted_engines.find_afterwards(llm, engine["afterwards"])

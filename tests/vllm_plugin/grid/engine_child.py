@@ -67,7 +67,7 @@ def extras(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {
             "kv_transfer_config": {
                 "kv_connector": job["connector"],
-                **({"kv_connector_module_path": job["module"]} if "module" in job else {}),
+                "kv_connector_module_path": job["module"],
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": path,
             }

@@ -82,7 +82,8 @@ def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[
 
 #: By name; ``weight`` is roughly the seconds that one engine of it computes. ``covers`` says what a
 #: job adds, and so why it leaves out the scenarios that it leaves out; ``left_out`` are policies
-#: that are possible and not run.
+#: that are possible and not run; ``stock`` is the job whose stock engine a job is compared with, if
+#: it has none itself.
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {
         "weight": 40,
@@ -96,10 +97,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "weight": 60,
         "model": "llama",
         "ray": True,
-        "covers": "tensor parallelism over Ray, the same again, so under one policy; vLLM has no "
-        "Ray for its CPU platform, so in stock and in ours alike the tests give it a resource to "
-        "ask for",
-        "engines": engines(["eight"], ("deferred",)),
+        "covers": "tensor parallelism over Ray, the same again, so under one policy and beside the "
+        "stock engine of tp2; vLLM has no Ray for its CPU platform, so the tests give it a "
+        "resource to ask for",
+        "engines": {"deferred": ({"policy": "deferred"}, ["eight"])},
+        "stock": "tp2",
         "left_out": ("undo",),
         "options": {"tensor_parallel_size": 2},
         "environment": {
@@ -206,14 +208,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "covers": "attention sinks; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
-    "connector": {
-        "weight": 3,
-        "model": "llama",
-        "connector": "ExampleConnector",
-        "covers": "a KV connector that stores prompts, blocks of earlier requests included",
-        "engines": engines(["reused"]),
-        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
-    },
     "every_row": {
         "weight": 3,
         "model": "llama",
@@ -240,12 +234,13 @@ JOBS: dict[str, dict[str, Any]] = {
 
 #: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
 WATCHED = {
-    **dict.fromkeys(("tensor-parallel", "ranks-differ", "pipeline-parallel"), 40),
+    **dict.fromkeys(("tensor-parallel", "pipeline-parallel"), 40),
     **dict.fromkeys(("ranks-raise", "ranks-fail"), 40),
     **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
     **{"planted-forwards": 5, "device-states": 14, "device-rows": 7, "device-transfers": 6},
     **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
-    **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
+    **dict.fromkeys(("llama", "bytes", "planted-bytes", "latent"), 5),
+    **dict.fromkeys(("draft-model", "hybrid-windows"), 5),
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
     **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
@@ -290,8 +285,8 @@ COMMANDS = {
 #: "audit-contained-process".
 FORKING = (
     *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
-    *("audit-ranks-differ", "audit-pipeline-parallel", "audit-contained-ranks"),
-    *("audit-tensor-parallel", "audit-ranks-raise", "audit-ranks-fail"),
+    *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
+    *("audit-ranks-raise", "audit-ranks-fail"),
 )
 
 #: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.
@@ -309,11 +304,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("unchecked", 33, "unchecked_engines:run"),
         ("outlived", 15, "outlived_engines:counters"),
         ("audited-tests", 40, "audited_tests:run"),
-        ("audit-llama", 5, "audit_engines:llama"),
-        ("audit-gemma3", 4, "audit_engines:gemma3"),
-        ("audit-windows", 3, "audit_engines:windows"),
-        ("audit-sessions", 17, "audit_engines:sessions_with_drafts"),
-        ("audit-plain-sessions", 18, "audit_engines:plain_sessions"),
+        ("audit-sessions", 9, "session_engines:sessions_with_drafts"),
+        ("audit-plain-sessions", 9, "session_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
         *((f"command-{name}", weight, "audit_runs:run") for name, weight in AUDITS.items()),
         *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
@@ -341,6 +333,11 @@ OTHERS["connected-nixl"] = {
 
 #: Jobs whose every scenario is compared with stock.
 COMPARED = [name for name in JOBS if name != "faults"]
+
+
+def stock_of(job: str) -> str:
+    """The job that has the stock engine of a job."""
+    return str(JOBS.get(job, {}).get("stock", job))
 
 
 def covered(job: str) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import grid_table
 import pytest
 from commands import Ended
-from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, missing, wanted
+from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, covered, missing, stock_of, wanted
 from engine_pool import EngineFailed, EnginePool
 from folders import TESTS, python_path
 
@@ -76,8 +76,9 @@ class Reports:
         self._pool, self._job = pool, job
 
     def __getitem__(self, engine: str) -> dict[str, Any]:
+        job = stock_of(self._job) if engine == "stock" else self._job
         try:
-            return self._pool.report(f"{self._job}.{engine}")
+            return self._pool.report(f"{job}.{engine}")
         except EngineFailed as failed:
             pytest.fail(str(failed), pytrace=False)
 
@@ -101,6 +102,10 @@ def needed(items: list[Any]) -> dict[str, set[str] | None]:
             scenario = params.params.get("scenario")
             known = found.setdefault(job, set())
             found[job] = None if scenario is None or known is None else known | {scenario}
+    for job in [*found]:
+        stock = stock_of(job)
+        if found.setdefault(stock, set()) is not None and stock != job:
+            found[stock] |= {scenario for _, scenario in covered(job)}
     return found
 
 

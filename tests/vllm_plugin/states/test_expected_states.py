@@ -9,8 +9,8 @@ import model_files
 import pytest
 from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
+from kvtxn.integrations.vllm_plugin.internals import backends, workers
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import flash, workers
 from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE
 from kvtxn.integrations.vllm_plugin.policy.rule_type import WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
@@ -27,7 +27,7 @@ def foreseen(tmp_path, monkeypatch):
     """Expected facts of an engine on a GPU of some capability, with some release."""
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(flash, "version", lambda named=None: 3)
+    monkeypatch.setattr(backends, "flash_version", lambda named=None: 3)
 
     def facts(
         model="qwen3next", version=WITHOUT_STAGES, capability=(9, 0), states="exact", **options

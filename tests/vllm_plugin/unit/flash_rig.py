@@ -8,29 +8,23 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy
 import torch
 from kernels_here import importing_kernels
 from step_rig import DEVICE
 
 with importing_kernels():
-    from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
-    from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
+    import waiting_batch
+    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
         FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,
     )
-    from kvtxn.integrations.vllm_plugin.gpu.windows import hook_attention
-    from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from waiting_batch import OWN
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-from kvtxn import TransactionManager, TxnConfig
-
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 8, 4  # KV heads, query heads of each
-OWN, SPARE, MAX_ROWS = 12, 4, 16  # blocks that vLLM hands out, and those behind
+SPARE = 4  # blocks behind those that vLLM hands out
 
 
 class Flash:
@@ -66,89 +60,38 @@ def softmax(query, key, value, left, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
 
 
-class Batch:
-    """A batch over two layers; requests have three blocks each."""
+class Batch(waiting_batch.Batch):
+    """A batch of FlashAttention's."""
 
-    def __init__(self, monkeypatch, before, lengths, *, sliding=None, on_error="fallback") -> None:
-        torch.manual_seed(3)
-        self.before, self.lengths = before, lengths
-        self.starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
-        self.rows = self.starts[-1]
-        whole = torch.randn(2, OWN + SPARE, BLOCK, HEADS, 2 * SIZE, device=DEVICE).transpose(2, 3)
-        self.caches = [cache[:OWN] for cache in whole]
+    block, row_shape, reading = BLOCK, (HEADS, SIZE), FlashReading
+
+    def __init__(self, *args, sliding=None, **named) -> None:
+        self.builder, self.sliding = object.__new__(WindowFlashBuilder), sliding
+        super().__init__(*args, **named)
         self.stock = [cache.clone() for cache in self.caches]
-        sides = {"num_heads": HEADS * GROUP, "head_size": SIZE, "num_kv_heads": HEADS}
-        settings = {"alibi_slopes": None, "sliding_window": sliding, "kv_cache_dtype": "auto"}
-        self.layers = []
-        for number, cache in enumerate(whole):
-            impl = WindowFlashImpl(scale=0.3, **sides, **settings)
-            impl.vllm_flash_attn_version = 3
-            one = torch.ones(1)
-            module = SimpleNamespace(
-                layer_name=f"layer.{number}", impl=impl, _q_scale=one, _k_scale=one, _v_scale=one
-            )
-            shape = (HEADS, SIZE)
-            self.layers.append(
-                TargetLayer(f"layer.{number}", "group.0", module, impl, cache, shape, whole.dtype)
-            )
-        own = [
-            TargetLayer(x.name, x.group, x.module, x.impl, cache, x.row_shape, x.dtype)
-            for x, cache in zip(self.layers, self.caches, strict=True)
-        ]
-        config = TxnConfig(
-            policy="deferred", backend="triton", max_rows=MAX_ROWS, on_error=on_error
-        )
-        manager = TransactionManager(layer_refs(own, "auto"), config)
-        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
-        self.first = first = {"group.0": OWN * BLOCK}
-        waiting = {
-            ref.name: waiting_rows(ref, first[ref.group], MAX_ROWS)
-            for ref in layer_refs(self.layers, "auto")
-        }
-        self.steps = GraphSteps(manager, self.slots, query_len=4, rows=waiting)
-        self.builder = object.__new__(WindowFlashBuilder)
-        self.hook()
-        count = len(lengths)
-        self.place(torch.randperm(OWN).int()[: 3 * count].view(count, 3).to(DEVICE))
         self.key, self.value = torch.randn(2, 2, self.rows + 3, HEADS, SIZE, device=DEVICE)
         self.query = torch.randn(self.rows + 3, GROUP * HEADS, SIZE, device=DEVICE)
-        self.metadata: dict[str, object] = {}
-        monkeypatch.setattr(batches, "metadata_of", lambda layer: self.metadata[layer.layer_name])
 
-    def hook(self) -> None:
-        """Let the layers' attention read the windows."""
-        hook_attention(self.steps, self.layers, self.first, [self.builder])
+    def cache(self):
+        return torch.randn(OWN + SPARE, BLOCK, HEADS, 2 * SIZE, device=DEVICE).transpose(1, 2)
 
-    def place(self, blocks) -> None:
-        """Set the block table, and the slots of the batch by it."""
-        self.blocks = blocks
-        self.own_slots = [
-            int(blocks[r, place // BLOCK]) * BLOCK + place % BLOCK
-            for r, (old, length) in enumerate(zip(self.before, self.lengths, strict=True))
-            for place in range(old, old + length)
-        ]
-        self.slots.fill_(-1)
-        self.slots[0, : self.rows] = torch.tensor(self.own_slots)
+    def layer(self, number):
+        sides = {"num_heads": HEADS * GROUP, "head_size": SIZE, "num_kv_heads": HEADS}
+        settings = {"alibi_slopes": None, "sliding_window": self.sliding, "kv_cache_dtype": "auto"}
+        impl, one = WindowFlashImpl(scale=0.3, **sides, **settings), torch.ones(1)
+        impl.vllm_flash_attn_version = 3
+        scales = {"_q_scale": one, "_k_scale": one, "_v_scale": one}
+        return SimpleNamespace(layer_name=f"layer.{number}", impl=impl, **scales), impl
 
-    def begin(self, drafts) -> None:
-        """A step with these drafts, and its metadata; three rows of padding follow."""
-        lengths = numpy.array(self.lengths)
-        self.steps.begin(numpy.array(drafts), lengths, numpy.zeros(len(lengths), dtype=bool))
-        window = self.steps.waits
-        found = self.plain_metadata()
-        if window:
-            found.kvtxn = FlashReading(self.steps, False, self.builder)
-        self.metadata = {layer.name: found for layer in self.layers}
-
-    def plain_metadata(self):
-        totals = [a + b for a, b in zip(self.before, self.lengths, strict=True)]
+    def plain(self):
+        """vLLM's metadata; three rows of padding follow."""
         numbers = {"dtype": torch.int32, "device": DEVICE}
         return FlashAttentionMetadata(
             num_actual_tokens=self.rows,
             max_query_len=max(self.lengths),
             query_start_loc=torch.tensor(self.starts, **numbers),
-            max_seq_len=max(totals),
-            seq_lens=torch.tensor(totals, **numbers),
+            max_seq_len=max(self.totals()),
+            seq_lens=torch.tensor(self.totals(), **numbers),
             block_table=self.blocks,
             slot_mapping=self.slots[0, : self.rows + 3],
         )
@@ -169,7 +112,7 @@ class Batch:
         key_cache, value_cache = stock.transpose(1, 2).split(SIZE, -1)
         before = stock.clone()
         flash.write(self.key[number], self.value[number], key_cache, value_cache, self.slots[0])
-        output, metadata = torch.full_like(self.query, 7.0), self.plain_metadata()
+        output, metadata = torch.full_like(self.query, 7.0), self.plain()
         flash.attend(
             q=self.query,
             k=key_cache,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import interpreted
 import torch
-from kvtxn.integrations.vllm_plugin.internals.replaced_names import with_globals
+from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from torch import Tensor
 

@@ -24,9 +24,9 @@ from held_layers import (
     Layer,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
-from kvtxn.integrations.vllm_plugin.internals.replaced_names import with_globals
+from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
+from kvtxn.integrations.vllm_plugin.internals.state_commits import Capture
 from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
 
@@ -184,23 +184,31 @@ class Rig:
         """Verify rows on both sides, commit, and compare everything."""
         rows = torch.randn(sum(lengths), self.sides[0].layer.channels).to(self.dtype)
         more = torch.randn(sum(lengths), 2, HEADS).to(self.dtype)
-        stock, ours = self.sides
+        ours = self.sides[1]
         before = ours.layer.kv_cache[1].clone()
-        outputs = [self.forward(side, lengths, rows, more) for side in self.sides]
-        assert torch.equal(*outputs)
+        self.compare_outputs(*(self.forward(side, lengths, rows, more) for side in self.sides))
         assert torch.equal(ours.layer.kv_cache[1], before), "verify wrote a state"
         counts = torch.tensor(sampled, dtype=torch.int32)
         self.states.commit(counts)
         self.accepted[: len(lengths)] = counts.clamp(min=1)
         for request in range(REQUESTS):
-            column = int(self.accepted[request]) - 1
-            same = torch.equal(stock.state(request, column), ours.state(request, 0))
-            assert same, f"the state of request {request}"
+            self.compare(request, lengths[request] if request < len(lengths) else 0)
             pasts = [side.layer.kv_cache[0][side.table[request, 0]] for side in self.sides]
             assert torch.equal(*pasts), f"the past of request {request}"
         others = torch.ones(BLOCKS, dtype=torch.bool)
         others[ours.table[:, 0].long()] = False
         assert torch.equal(ours.layer.kv_cache[1][others], before[others]), "another block"
+
+    def compare_outputs(self, theirs: Tensor, mine: Tensor) -> None:
+        """Compare a step's outputs with stock's."""
+        assert torch.equal(theirs, mine)
+
+    def compare(self, request: int, length: int) -> None:
+        """Compare a request's state with stock's after the rows that were kept of ``length``."""
+        stock, ours = self.sides
+        column = int(self.accepted[request]) - 1
+        same = torch.equal(stock.state(request, column), ours.state(request, 0))
+        assert same, f"the state of request {request}"
 
 
 class Captures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 from kvtxn.audit import RowGroup

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival
-from kvtxn.integrations.vllm_plugin.audit.published_blocks import (
-    FilledBlocks,
-    PublishedBlocks,
-    not_left,
-)
+from kvtxn.integrations.vllm_plugin.audit.steps import FilledBlocks, PublishedBlocks, not_left
 
 from kvtxn.audit import Ledger, RowGroup, Step
 

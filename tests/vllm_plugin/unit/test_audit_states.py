@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Changes, Rows
-from kvtxn.integrations.vllm_plugin.audit.step_requests import fresh_blocks
+from kvtxn.integrations.vllm_plugin.audit.steps import fresh_blocks
 from kvtxn.integrations.vllm_plugin.internals import audited_states
 
 

@@ -12,7 +12,7 @@ import torch
 from kvtxn.integrations.serving.step import Arrival
 from kvtxn.integrations.vllm_plugin.audit import transfers
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import adapters, audited, audited_v2, connectors
+from kvtxn.integrations.vllm_plugin.internals import adapters, audited, connectors
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
@@ -493,12 +493,12 @@ def scheduled(new=(), grown=(), gone=(), preempted=None):
 
 def test_requests_of_the_v2_runner_are_those_that_the_scheduler_told_it_of():
     known = {}
-    audited_v2.note_requests(known, scheduled(new=[("a", ([1, 2],)), ("b", ([3],))]))
-    audited_v2.note_requests(known, scheduled(grown=[("a", ([4],)), ("b", None)]))
+    audited.note_requests(known, scheduled(new=[("a", ([1, 2],)), ("b", ([3],))]))
+    audited.note_requests(known, scheduled(grown=[("a", ([4],)), ("b", None)]))
     assert {name: each.tables for name, each in known.items()} == {"a": [[1, 2, 4]], "b": [[3]]}
-    audited_v2.note_requests(known, scheduled(gone=["a"], preempted={"b"}))
+    audited.note_requests(known, scheduled(gone=["a"], preempted={"b"}))
     assert known == {}
-    audited_v2.note_requests(known, scheduled(new=[("b", ([5],))]))
+    audited.note_requests(known, scheduled(new=[("b", ([5],))]))
     assert known["b"].tables == [[5]]
 
 

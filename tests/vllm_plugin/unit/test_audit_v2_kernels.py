@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import pytest
-from kernels_here import ON_GPU
+from kernels_here import ON_GPU, importing_kernels
+from kvtxn.integrations.vllm_plugin.audit import runner_watch
+from kvtxn.integrations.vllm_plugin.internals import ranks
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from v2_rig import Rig
+
+import kvtxn.audit.ledger
 
 pytest.importorskip("vllm")
-
-from v2_kernel_rig import FewPrograms, rig_maker
-
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the rig's tensors are on the host")
+
+with importing_kernels():
+    from kvtxn.backends.audit import TritonPasses
+
+
+class FewPrograms(TritonPasses):
+    """The same with fewer programs, which are interpreted one after the other."""
+
+    splits = 1
 
 
 @pytest.fixture
 def made(monkeypatch):
-    return rig_maker(monkeypatch)
+    """A function that makes a rig whose ledger has the given passes."""
+    facts = EngineFacts(device="cuda", runner="v2")
+    monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
+    monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
+
+    def make(passes, **options):
+        monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: passes)
+        rig = Rig(**options)
+        rig.start()
+        return rig
+
+    return make
 
 
 @pytest.fixture

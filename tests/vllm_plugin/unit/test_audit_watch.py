@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
 from kvtxn.integrations.vllm_plugin.internals.audited import unwatched

@@ -10,8 +10,8 @@ import torch
 from engine_jobs import missing
 from held_layers import DELTAS
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import verify_steps
-from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
+from kvtxn.integrations.vllm_plugin.internals import state_commits
+from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -150,5 +150,5 @@ def test_the_place_of_for_capture_is_vllms():
     names = list(signature(MambaHybridModelState.prepare_attn).parameters)
     names = names[names.index("cudagraph_mode") + 1 :]
     args = [name == "for_capture" for name in names]
-    assert verify_steps.is_capture(tuple(args), {})
-    assert not verify_steps.is_capture(tuple(not each for each in args), {})
+    assert state_commits.is_capture(tuple(args), {})
+    assert not state_commits.is_capture(tuple(not each for each in args), {})

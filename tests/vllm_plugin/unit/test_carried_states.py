@@ -20,11 +20,7 @@ from test_aligned_states import COLUMNS, TOKENS, Engine, EngineV1
 from torch import Tensor
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals import (
-        aligned_states,
-        audited_states,
-        carried_states,
-    )
+    from kvtxn.integrations.vllm_plugin.internals import aligned_states, audited_states
 
 from kvtxn.integrations.serving.step import Rows
 
@@ -87,7 +83,7 @@ class Life:
         self.draw = random.Random(5)
 
     def hook(self) -> Any:
-        return carried_states.tell_copies(self.runner, [GROUP], self.carry)
+        return aligned_states.tell_copies(self.runner, [GROUP], self.carry)
 
     def carry(self, copies: Any) -> None:
         (pair,) = copies.values()
@@ -161,7 +157,7 @@ class HeldLife(Life):
         self.runner.kv_cache_config, self.runner.max_num_tokens = self.engine.config, 64
         self.reader = audited_states.DeviceStateReader(self.runner, [GROUP], torch.device("cpu"))
         copies = aligned_states.hook_copies(self.runner, ends=True)
-        told = carried_states.tell_copies(self.runner, [GROUP], self.carry, held=True)
+        told = aligned_states.tell_copies(self.runner, [GROUP], self.carry, held=True)
         return lambda: (told(), copies())
 
     def commit(self, step: Step, counts: Tensor) -> None:
@@ -343,7 +339,7 @@ def test_copies_that_the_host_decides(monkeypatch):
         copied.append([state.block_ids[0][source], state.block_ids[0][target], bias])
 
     monkeypatch.setattr(own, "collect_mamba_copy_meta", meta)
-    copies = carried_states.HostCopies(runner, {GROUP: TOKENS})
+    copies = aligned_states.HostCopies(runner, {GROUP: TOKENS})
     copies.begin(output)
     spec = SimpleNamespace(num_speculative_blocks=0, block_size=TOKENS)
     buffers = SimpleNamespace(mamba_group_ids=[0], mamba_spec=spec, offset=0)

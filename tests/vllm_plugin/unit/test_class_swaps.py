@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import (
+from kvtxn.integrations.vllm_plugin.internals.hooks import (
     is_swapped,
     mix_in,
     restore_class,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import commit_graphs
-from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables, VerifyStep
+from kvtxn.integrations.vllm_plugin.internals import state_commits
+from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables, VerifyStep
 
 from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
 
@@ -41,7 +41,7 @@ def test_layers_take_branches_in_turn(monkeypatch, layers):
         SimpleNamespace(commit=lambda step, n=n: log.append(f"{n} of {step} on {current[-1].name}"))
         for n in range(layers)
     ]
-    commit_graphs.write_side_by_side(verified, "it", branches)
+    state_commits.write_side_by_side(verified, "it", branches)
     forks, joins = log[:3], log[-3:]
     assert forks == ["a waits for main", "b waits for main", "c waits for main"]
     assert joins == ["main waits for a", "main waits for b", "main waits for c"]
@@ -50,10 +50,10 @@ def test_layers_take_branches_in_turn(monkeypatch, layers):
 
 def test_no_gpu_has_no_branches():
     """Layers are committed one after another there."""
-    assert commit_graphs.side_streams(torch.device("cpu"), 24) == []
+    assert state_commits.side_streams(torch.device("cpu"), 24) == []
     seen = []
     verified = [SimpleNamespace(commit=lambda _, n=n: seen.append(n)) for n in range(3)]
-    commit_graphs.write_side_by_side(verified, "it", [])
+    state_commits.write_side_by_side(verified, "it", [])
     assert seen == [0, 1, 2]
 
 
@@ -67,7 +67,7 @@ def test_lines_beyond_a_step_have_no_rows():
         was_fused=lambda _: False,
         commit=lambda step: seen.append((step.starts.tolist(), tables.kept.tolist())),
     )
-    graphs = commit_graphs.CommitGraphs([rows], tables, width, most, lambda run: run, GraphCache())
+    graphs = state_commits.CommitGraphs([rows], tables, width, most, lambda run: run, GraphCache())
     graphs.capture()
     tables.sources[0, :, -1] = torch.arange(1, most + 1)  # of a step of four requests
     for counted, starts in ((9, [0, 3, 6, 6]), (8, [0, 3, 5, 8]), (9, [0, 3, 6, 9])):
@@ -91,7 +91,7 @@ def test_a_size_whose_graph_had_to_go_is_committed_launch_by_launch():
     def make(run):
         return lambda: (seen.append("graph"), run())
 
-    graphs = commit_graphs.CommitGraphs([rows], tables, 3, 2, make, kept)
+    graphs = state_commits.CommitGraphs([rows], tables, 3, 2, make, kept)
     graphs.capture()  # of two requests, and of one, for which the first had to go
     assert len(kept) == 1
     seen.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.audit.containing import ContainingScheduler
+from kvtxn.integrations.vllm_plugin.audit.violations import ContainingScheduler
 from kvtxn.integrations.vllm_plugin.internals import scheduling
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import swap_class
+from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
 from kvtxn.integrations.vllm_plugin.internals.scheduling import Wrong
 
 #: Each request's blocks of four rows, and its computed tokens; all have four in this step.

@@ -12,8 +12,7 @@ from engine_jobs import missing
 from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.policy.doctor import report
-from kvtxn.integrations.vllm_plugin.policy.doctor.fitting import bounded, check_fit
+from kvtxn.integrations.vllm_plugin.policy.doctor import bounded, check_fit, report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     MAMBA2,

@@ -22,19 +22,18 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import slot_reading
-    from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
-        FlashReading,
+    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
         WindowFlashBuilder,
         WindowFlashImpl,
     )
-    from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
+    from kvtxn.integrations.vllm_plugin.internals import backends
 
 from kvtxn import WindowState
 
 
 @pytest.fixture
 def flash(monkeypatch):
-    found, module = Flash(), flash_internals.module()
+    found, module = Flash(), backends.flash_module()
     monkeypatch.setattr(module, "_FA4_DENSE_ATTENTION_KERNEL", found.attend)
     monkeypatch.setattr(module, "flash_attn_varlen_func", found.attend, raising=False)
     monkeypatch.setattr(module, "reshape_and_cache_flash", found.write, raising=False)
@@ -68,13 +67,9 @@ def test_a_step_without_a_window_is_vllms_own(flash, monkeypatch):
 def test_a_captured_forward(flash, monkeypatch, shown):
     """A captured forward serves steps with a window, whose drafts wait, and steps without."""
     batch = Batch(monkeypatch, [3, 1], [4, 4])
-    batch.begin([3, 3])
+    batch.begin([3, 3], captured=True)
     if not shown:
         batch.steps.windows.mark(None)
-    batch.steps._window = None  # a graph is not told
-    found = batch.plain_metadata()
-    found.kvtxn = FlashReading(batch.steps, True, batch.builder)
-    batch.metadata = dict.fromkeys(batch.metadata, found)
     for number in range(2):
         batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
     assert [call["block_size"] for call in flash.calls] == [1, 1]
@@ -97,7 +92,7 @@ def test_a_group_like_an_earlier_one(flash, monkeypatch):
 def test_metadata_is_built_for_windows_and_graphs(monkeypatch):
     """Not for steps without one, and not for what a drafter builds, which it does fast."""
     batch = Batch(monkeypatch, [3], [3])
-    own = flash_internals.classes()[0]
+    own = backends.flash_attention()[0]
     monkeypatch.setattr(
         *(own, "build"),
         lambda _, prefix, common, fast: SimpleNamespace(scheduler_metadata=None if fast else 5),
@@ -135,7 +130,7 @@ def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, make
     monkeypatch.setattr(WindowFlashBuilder, "_get_scheduler_metadata", schedule)
     for number in range(2):
         batch.check(number, left_out={1, 2, 4, 5})
-    found = batch.plain_metadata()
+    found = batch.plain()
     assert len(asked) == makes
     for given in asked:
         assert given.pop("seqlens").equal(found.seq_lens)
@@ -155,7 +150,7 @@ def test_an_operator_that_fails(flash, monkeypatch, operator, layer):
     """Rows that waited are written, and the rest of the forward is vLLM's own: nothing is lost."""
     batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
     batch.begin([2, 2, 0])
-    module = flash_internals.module()
+    module = backends.flash_module()
     name = {"write": "reshape_and_cache_flash", "attend": "flash_attn_varlen_func"}[operator]
     works, calls = getattr(module, name), []
 
@@ -209,7 +204,7 @@ def test_errors_can_be_asked_for(flash, monkeypatch):
 def test_later_layers_ask_torch_for_what_vllm_asks(flash, monkeypatch):
     """The first layer makes the parts that all share; outside of graphs the host's time counts."""
     batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
-    module = flash_internals.module()
+    module = backends.flash_module()
     for name in (
         "_FA4_DENSE_ATTENTION_KERNEL",
         "flash_attn_varlen_func",

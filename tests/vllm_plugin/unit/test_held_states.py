@@ -21,12 +21,8 @@ from held_rig import (
     built,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import (
-    held_states,
-    olmo_rows,
-    state_sizes,
-    verified_rows,
-)
+from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
+from kvtxn.integrations.vllm_plugin.internals import verified_rows
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 from kvtxn.errors import KVTxnError
@@ -54,6 +50,24 @@ def rig(request, monkeypatch):
     return hooked(*request.param, monkeypatch)
 
 
+#: The methods that are hooked in a layer, by its kind and whether kvtxn's own kernels verify.
+METHODS = {
+    (GATED_DELTA, False): ["_forward_core"],
+    (OLMO_DELTA, False): ["_forward_core"],
+    (MAMBA2, False): ["conv_ssm_forward"],
+    (GATED_DELTA, True): ["_forward_core", "rearrange_mixed_qkv"],
+    (MAMBA2, True): ["conv_ssm_forward"],
+}
+
+
+@pytest.fixture(params=METHODS, ids=str)
+def either(request, monkeypatch):
+    """Layers of each kind and form."""
+    kind, fast = request.param
+    monkeypatch.setattr(Rig, "fast", fast)
+    return hooked(kind, torch.float32, monkeypatch)
+
+
 @pytest.mark.parametrize(("kind", "stored"), KINDS, ids=str)
 @pytest.mark.parametrize("captured", [False, True])
 def test_states_and_outputs_are_stocks(kind, stored, captured, monkeypatch):
@@ -77,7 +91,7 @@ def test_the_memory_of_rows_is_that_of_the_formula(monkeypatch):
     kept = [part for part in vars(rows).values() if isinstance(part, torch.Tensor)]
     assert {part.dtype for part in kept} == {torch.bfloat16, torch.float32}
     formula = verified_rows.row_elements(rig.sides[1].layer, OLMO_DELTA) * rig.dtype.itemsize
-    assert sum(part.nbytes for part in kept) == state_sizes.most_rows(rig.runner) * formula
+    assert sum(part.nbytes for part in kept) == held_states.most_rows(rig.runner) * formula
 
 
 def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
@@ -99,7 +113,7 @@ def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
 
 def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
     """Each request's own line alone, and so all of its rows: the states are the same."""
-    for module in (verified_rows, olmo_rows):
+    for module in (verified_rows, verified_rows):
         monkeypatch.setattr(module, "_MOST_PROGRAMS", 3 * HEADS)
     rig.step([4, 3, 4, 1], [3, 1, 4, 1])
     rig.step([2, 4], [1, 4])
@@ -108,15 +122,15 @@ def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
         assert torch.equal(stock.state(request, column), ours.state(request, 0))
 
 
-def test_a_step_without_a_commit_leaves_the_states(rig):
+def test_a_step_without_a_commit_leaves_the_states(either):
     """As if the forward had not been: the next step reads the same states."""
-    layer = rig.sides[1].layer
+    layer = either.sides[1].layer
     before = layer.kv_cache[1].clone()
-    rows = torch.randn(8, layer.channels).to(rig.dtype)
-    more = torch.randn(8, 2, HEADS).to(rig.dtype)
-    rig.forward(rig.sides[1], [4, 4], rows, more)
-    rig.states.abandon()
-    rig.states.commit(torch.tensor([2, 2], dtype=torch.int32))
+    rows = torch.randn(8, layer.channels).to(either.dtype)
+    more = torch.randn(8, 2, HEADS).to(either.dtype)
+    either.forward(either.sides[1], [4, 4], rows, more)
+    either.states.abandon()
+    either.states.commit(torch.tensor([2, 2], dtype=torch.int32))
     assert torch.equal(layer.kv_cache[1], before)
 
 
@@ -133,10 +147,11 @@ def test_rows_of_several_tensors_are_staged_at_once(count):
         assert (target[4:] == 7).all()
 
 
-def test_unhooked_layers_have_their_own_methods(rig):
-    layer = rig.sides[1].layer
-    assert [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
-    rig.states.unhook()
+def test_unhooked_layers_have_their_own_methods(either):
+    layer = either.sides[1].layer
+    hooked = [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+    assert hooked == METHODS[either.kind, either.fast]
+    either.states.unhook()
     assert not [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
 
 

@@ -14,17 +14,14 @@ from kvtxn.integrations.vllm_plugin.internals import (
     state_layers,
     workers,
 )
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import check_methods
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
-from kvtxn.integrations.vllm_plugin.policy import releases, supported
-from kvtxn.integrations.vllm_plugin.policy.doctor import moved
-from kvtxn.integrations.vllm_plugin.policy.sources import Sources
+from kvtxn.integrations.vllm_plugin.internals.hooks import check_methods
+from kvtxn.integrations.vllm_plugin.policy import doctor, releases, supported
+from kvtxn.integrations.vllm_plugin.policy.releases import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
-MEASURED = {
-    PLUGIN / "internals" / name for name in ("measuring.py", "operators.py", "scheduled.py")
-}
+MEASURED = {PLUGIN / "internals" / "measuring.py"}
 FILES = sorted(set(PLUGIN.rglob("*.py")) - MEASURED)
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}
@@ -32,7 +29,7 @@ WORDS = {word for name in NAMES for word in name.split(".")}
 PUBLIC = {
     *("vllm", "SamplingParams", "TokensPrompt", "RequestOutputKind", "current_platform", "envs"),
     *("EngineArgs", "AsyncEngineArgs", "StreamingInput", "RequestError", "register_backend"),
-    "OffloadingWorker",
+    *("OffloadingWorker", "TransferResult", "CPUOffloadingSpec", "CUDAGraphMode"),
 }
 #: Functions without parameters, and classes of which only the type is looked at: the import fails
 #: in a release without them.
@@ -163,8 +160,8 @@ def test_the_installed_release_is_as_it_was_recorded():
     if version not in supported.RELEASES:
         pytest.skip(f"vLLM {version} was not checked")
     for device in ("cpu", "cuda"):
-        if moved.is_checked(version, device):
-            found = moved.compare(version, device)
+        if doctor.is_checked(version, device):
+            found = doctor.compare(version, device)
             assert (found.version, found.moves) == (version, ())
             assert found.compared > 40
 

@@ -8,9 +8,8 @@ import attrs
 import model_files
 import pytest
 from invented_releases import invented  # noqa: F401
+from kvtxn.integrations.vllm_plugin.internals import backends, workers
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
-from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
@@ -154,7 +153,7 @@ def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
     asked = []
     monkeypatch.setattr(workers, "version", lambda: version)
     monkeypatch.setattr(workers, "device_type", lambda: "cuda")
-    monkeypatch.setattr(flash_internals, "version", lambda named=None: asked.append(1) or flash)
+    monkeypatch.setattr(backends, "flash_version", lambda named=None: asked.append(1) or flash)
     policies = report(None)["policies"]
     if version == UNLISTED:
         assert not asked
@@ -166,7 +165,7 @@ def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
 def test_the_doctors_page_fits_a_terminal(device, monkeypatch):
     """One page, unless the table of every kind of engine is asked for; on GPUs it names costs."""
     monkeypatch.setattr(workers, "device_type", lambda: device)
-    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    monkeypatch.setattr(backends, "flash_version", lambda named=None: 3)
     page = doctor.examine() | {"vllm": report(None)}
     short, long = (doctor.as_text(page, matrix=matrix) for matrix in (False, True))
     for text in (short, long):
@@ -179,7 +178,7 @@ def test_the_doctors_page_fits_a_terminal(device, monkeypatch):
 def test_the_legend_explains_the_words_of_the_rows(device, monkeypatch):
     """It stands above the rows, is printed with them alone, and has every mark that they have."""
     monkeypatch.setattr(workers, "device_type", lambda: device)
-    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    monkeypatch.setattr(backends, "flash_version", lambda named=None: 3)
     page = doctor.examine() | {"vllm": report(None)}
     short, long = (doctor.as_text(page, matrix=asked) for asked in (False, True))
     assert "legend: " not in short
@@ -308,7 +307,7 @@ def test_a_layout_with_heads_before_rows_is_foreseen(
     """On GPUs, where FlashAttention could not read drafts by slot."""
     if workers.version() not in GPU_RELEASES:
         pytest.skip("of this release nothing was checked on GPUs")
-    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    monkeypatch.setattr(backends, "flash_version", lambda named=None: 3)
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     if layout is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin import answers, starting
+from kvtxn.integrations.vllm_plugin import metrics, starting
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
 from worker_rig import OtherRunner, Runner, wrapper
 
@@ -89,7 +89,7 @@ def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
     assert runner.kvtxn_config.max_rows == 40  # 8 requests of 4 drafts and a settled row
     assert (runner._update_states(None), runner._sample(None, None)) == ("updated", "sampled")
     assert runner._model_forward() == "hidden"
-    assert answers._snapshot(worker) == {"kvtxn_active": 0.0}
+    assert metrics._snapshot(worker) == {"kvtxn_active": 0.0}
     unhook_runner(runner)
     assert type(runner) is Runner
 

@@ -7,12 +7,11 @@ import inspect
 from importlib.util import find_spec
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.internals.protocols import engine, layers, runners
+from kvtxn.integrations.vllm_plugin.internals import engine_protocols, runner_protocols, workers
 
 PROTOCOLS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (engine, layers, runners)
+    for module in (engine_protocols, runner_protocols)
     for name, value in vars(module).items()
     if inspect.isclass(value) and value.__module__ == module.__name__
     if "``vllm." in value.__doc__

@@ -11,7 +11,7 @@ from threading import Barrier, local
 import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import ranks
 

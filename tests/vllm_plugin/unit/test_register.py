@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin import plugin, starting
-from kvtxn.integrations.vllm_plugin.internals.imports import when_imported
-from kvtxn.integrations.vllm_plugin.metrics import snapshots
-from kvtxn.integrations.vllm_plugin.policy.asked import RequiredError
+from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
+from kvtxn.integrations.vllm_plugin.internals.hooks import when_imported
+from kvtxn.integrations.vllm_plugin.policy import RequiredError
 
 from kvtxn import ConfigError
 
@@ -22,10 +21,9 @@ LIGHT = {
     "kvtxn.errors",
     "kvtxn.integrations",
     "kvtxn.integrations.vllm_plugin",
-    "kvtxn.integrations.vllm_plugin.policy.asked",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
-    "kvtxn.integrations.vllm_plugin.internals.imports",
+    "kvtxn.integrations.vllm_plugin.internals.hooks",
     "kvtxn.integrations.vllm_plugin.internals.scheduling",
     "kvtxn.integrations.vllm_plugin.internals.workers",
     "kvtxn.integrations.vllm_plugin.plugin",
@@ -231,8 +229,8 @@ def test_an_engine_of_which_nobody_can_tell_whether_it_asks_starts(vllm, lines, 
 CALLED = {
     "LLMEngine": (starting, "check_settings"),
     "AsyncLLM": (starting, "check_settings"),
-    "LLMEngine after": (snapshots, "on_engine"),
-    "AsyncLLM after": (snapshots, "on_engine"),
+    "LLMEngine after": (metrics, "on_engine"),
+    "AsyncLLM after": (metrics, "on_engine"),
     "Scheduler": (starting, "on_scheduler"),
     "WorkerWrapperBase": (starting, "on_worker"),
 }

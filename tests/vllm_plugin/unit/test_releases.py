@@ -16,10 +16,9 @@ from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report
 from kvtxn.integrations.vllm_plugin.policy import releases, supported
-from kvtxn.integrations.vllm_plugin.policy.doctor import moved, record_release
+from kvtxn.integrations.vllm_plugin.policy.doctor import record_release
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.releases import Release
-from kvtxn.integrations.vllm_plugin.policy.sources import Sources
+from kvtxn.integrations.vllm_plugin.policy.releases import Release, Sources
 
 from kvtxn import doctor
 
@@ -245,7 +244,7 @@ def test_the_doctor_compares_no_checked_release(unlisted, monkeypatch):
 
 
 def test_a_release_that_was_not_checked_has_its_gone_points_named(unlisted):
-    found = moved.compare("0.99.0", "cuda")
+    found = report.compare("0.99.0", "cuda")
     assert found.gone == "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device"
     assert found.version == supported.GPU_RELEASES[-1]
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 with importing_kernels():
     from held_rig import Rig
     from kvtxn.integrations.vllm_plugin.cpu.states import operators_differ
-    from kvtxn.integrations.vllm_plugin.internals import gated_delta, held_states, replaced_names
-    from kvtxn.integrations.vllm_plugin.internals.replaced_names import not_used, with_globals
+    from kvtxn.integrations.vllm_plugin.internals import cpu_states, held_states, hooks
+    from kvtxn.integrations.vllm_plugin.internals.hooks import not_used, with_globals
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
     from kvtxn import LayerError
@@ -80,10 +80,10 @@ def test_methods_and_functions_that_nothing_calls_are_not_hooked(monkeypatch):
 
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     owner = type(rig.sides[1].layer)
-    assert gated_delta.core_differs() is None
+    assert cpu_states.core_differs() is None
     assert operators_differ([MambaMixer2.__new__(MambaMixer2)]) is None
-    monkeypatch.setattr(replaced_names, "_used_in", lambda module: frozenset())
-    assert "uses _cpu_gdn_attention_nonspec" in gated_delta.core_differs()
+    monkeypatch.setattr(hooks, "_used_in", lambda module: frozenset())
+    assert "uses _cpu_gdn_attention_nonspec" in cpu_states.core_differs()
     assert "uses MambaMixer2.conv_ssm_forward" in operators_differ(
         [MambaMixer2.__new__(MambaMixer2)]
     )

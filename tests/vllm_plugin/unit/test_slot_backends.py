@@ -10,7 +10,6 @@ from itertools import takewhile
 from types import SimpleNamespace as Made
 from typing import ClassVar
 
-import numpy
 import pytest
 import torch
 from engine_jobs import missing
@@ -25,28 +24,23 @@ from interpreted import load
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
-    from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
+    import waiting_batch
     from kvtxn.integrations.vllm_plugin.gpu.slot_reading import Reading
-    from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
+    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
         WindowTritonBuilder,
         WindowTritonImpl,
-    )
-    from kvtxn.integrations.vllm_plugin.gpu.triton_latent_backend import (
         WindowTritonLatentBuilder,
         WindowTritonLatentImpl,
     )
-    from kvtxn.integrations.vllm_plugin.gpu.windows import hook_attention
-    from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from waiting_batch import OWN
 
-from kvtxn import TransactionManager, TxnConfig, WindowState
+from kvtxn import WindowState
 
 if ON_GPU:
     pytest.skip("the grid runs these backends there", allow_module_level=True)
 
 OPS = "v1/attention/ops/"
-BLOCK, OWN, SPARE, MAX_ROWS = 16, 12, 1, 16
+BLOCK, SPARE = 16, 1
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 LATENT, ROTARY = 32, 16
 
@@ -82,64 +76,15 @@ def kernels(monkeypatch):
     monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", write_latents)
 
 
-class Batch:
-    """Requests of a step over two layers of one backend; each request has three blocks."""
+class Batch(waiting_batch.Batch):
+    """Requests of a step over two layers of one backend, which are checked by their places."""
 
-    builder: object
-    row_shape: tuple[int, ...]
+    block, reading = BLOCK, Reading
 
-    def __init__(self, monkeypatch, before, lengths, on_error="fallback") -> None:
-        torch.manual_seed(3)
-        self.before, self.lengths = before, lengths
-        self.starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
-        self.rows = self.starts[-1]
-        whole = [self.cache() for _ in range(2)]
-        self.caches = [cache[:OWN] for cache in whole]
-        self.stock = [cache.clone() for cache in whole]
-        self.layers = [
-            TargetLayer(f"layer.{n}", "group.0", *self.layer(n), cache, self.row_shape, cache.dtype)
-            for n, cache in enumerate(whole)
-        ]
-        own = [
-            TargetLayer(x.name, x.group, x.module, x.impl, cache, x.row_shape, x.dtype)
-            for x, cache in zip(self.layers, self.caches, strict=True)
-        ]
-        config = TxnConfig(
-            policy="deferred", backend="triton", max_rows=MAX_ROWS, on_error=on_error
-        )
-        manager = TransactionManager(layer_refs(own, "auto"), config)
-        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
-        refs, first = layer_refs(self.layers, "auto"), {"group.0": OWN * BLOCK}
-        waiting = {ref.name: waiting_rows(ref, OWN * BLOCK, MAX_ROWS) for ref in refs}
-        self.steps = GraphSteps(manager, self.slots, query_len=4, rows=waiting)
-        hook_attention(self.steps, self.layers, first, [self.builder])
-        count = len(lengths)
-        self.blocks = torch.randperm(OWN).int()[: 3 * count].view(count, 3)
-        self.own_slots = torch.tensor(
-            [
-                int(self.blocks[r, place // BLOCK]) * BLOCK + place % BLOCK
-                for r, (old, length) in enumerate(zip(before, lengths, strict=True))
-                for place in range(old, old + length)
-            ]
-        )
-        self.slots[0, : self.rows] = self.own_slots
+    def __init__(self, *args, **named) -> None:
+        self.builder = object.__new__(self.made_by)
+        super().__init__(*args, **named)
         self.inputs = [self.random_inputs() for _ in range(2)]
-        self.metadata: dict[str, object] = {}
-        monkeypatch.setattr(batches, "metadata_of", lambda layer: self.metadata[layer.layer_name])
-
-    def begin(self, drafts, *, captured=False) -> None:
-        """A step with these drafts; a captured forward is not told whether it has any."""
-        lengths = numpy.array(self.lengths)
-        self.steps.begin(numpy.array(drafts), lengths, numpy.zeros(len(lengths), dtype=bool))
-        found = self.plain()
-        if captured:
-            self.steps._window = None
-        if captured or self.steps.waits:
-            found.kvtxn = Reading(self.steps, captured, self.builder)
-        self.metadata = {layer.name: found for layer in self.layers}
-
-    def totals(self):
-        return [a + b for a, b in zip(self.before, self.lengths, strict=True)]
 
     def check(self, number, left_out=()) -> None:
         """Stock's very sums, and in vLLM's blocks all rows but those left out."""
@@ -160,13 +105,10 @@ class Attention(Batch):
     """TRITON_ATTN."""
 
     row_shape = (KV_HEADS, SIZE)
+    made_by = WindowTritonBuilder
     sliding: int | None = None
     alibi: ClassVar[list[float] | None] = None
     more: ClassVar[dict[str, object]] = {}
-
-    def __init__(self, *args, **named) -> None:
-        self.builder = object.__new__(WindowTritonBuilder)
-        super().__init__(*args, **named)
 
     def cache(self):
         return torch.randn(OWN + SPARE, BLOCK, KV_HEADS, 2 * SIZE).transpose(1, 2)
@@ -215,10 +157,7 @@ class Latents(Batch):
     """TRITON_MLA; from the first request on that differs in length they count among prompts."""
 
     row_shape = (LATENT + ROTARY,)
-
-    def __init__(self, *args, **named) -> None:
-        self.builder = object.__new__(WindowTritonLatentBuilder)
-        super().__init__(*args, **named)
+    made_by = WindowTritonLatentBuilder
 
     def cache(self):
         return torch.randn(OWN + SPARE, BLOCK, LATENT + ROTARY)

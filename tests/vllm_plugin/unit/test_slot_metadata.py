@@ -6,7 +6,7 @@ from types import SimpleNamespace as Made
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals.slot_metadata import FlashLatentTables
+from kvtxn.integrations.vllm_plugin.internals.backends import FlashLatentTables
 
 
 @pytest.mark.parametrize("makes", [True, False])

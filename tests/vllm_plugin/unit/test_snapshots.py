@@ -11,10 +11,10 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.audit.report import audit_report
+from kvtxn.integrations.vllm_plugin import metrics as vllm_front
+from kvtxn.integrations.vllm_plugin.audit.violations import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
-from kvtxn.integrations.vllm_plugin.metrics import snapshots as vllm_front
 from kvtxn.integrations.vllm_plugin.policy.settings import asks_for_windows
 
 from kvtxn import ConfigError
@@ -152,14 +152,14 @@ def test_engines_that_did_not_ask_are_left_alone(hooked):
 @pytest.fixture
 def page(monkeypatch):
     """A page in a registry of its own; what it shows, by name and labels."""
-    from kvtxn.integrations.vllm_plugin.metrics import prometheus as vllm_page
+    from kvtxn.integrations.vllm_plugin import metrics as vllm_page
 
     registry = prometheus.CollectorRegistry()
     kinds = {"registry": registry}
     for kind in ("Counter", "Gauge"):
         plain = getattr(prometheus, kind)
         monkeypatch.setattr(
-            vllm_page, kind, type(kind, (plain,), {"__init__": _into(plain, kinds)})
+            prometheus, kind, type(kind, (plain,), {"__init__": _into(plain, kinds)})
         )
     vllm_page._metric.cache_clear()
     yield (

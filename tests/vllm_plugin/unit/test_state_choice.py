@@ -12,20 +12,18 @@ from invented_releases import invented  # noqa: F401
 from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import state_share
-from kvtxn.integrations.vllm_plugin.policy import doctor, state_choice
-from kvtxn.integrations.vllm_plugin.policy.doctor.fitting import check_states
+from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules
+from kvtxn.integrations.vllm_plugin.policy.doctor import check_states
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     MAMBA2,
     OLMO_DELTA,
     OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.measured import MEASURED
-from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
+from kvtxn.integrations.vllm_plugin.policy.rule_type import MEASURED, ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
-from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
+from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 AUTO = {"kvtxn": {"policy": "auto", "recurrent": "auto"}}
@@ -53,7 +51,7 @@ def test_the_times_are_those_of_the_result():
         for row in results("h200-recurrent")["rows"]
         if (row["model"], row["dtype"], row["drafts"]) == ("qwen3.5-9b", "float32", 4)
     ]
-    for kernel, found in state_choice.EXACT_OF_STOCK.items():
+    for kernel, found in state_rules.EXACT_OF_STOCK.items():
         measured = {
             row["requests"]: round(row["kernels"][f"vLLM's, {kernel}"]["of_stock"]["median"], 2)
             for row in rows
@@ -79,8 +77,8 @@ def test_latents_take_as_long_as_in_the_results():
 
 def test_few_requests_are_those_that_gain_no_time():
     """By stock's fused kernel; by its Triton kernel no number of requests does."""
-    fused, triton = state_choice.EXACT_OF_STOCK.values()
-    assert all((part > 0.95) == (count <= state_choice.FEW) for count, part in fused.items())
+    fused, triton = state_rules.EXACT_OF_STOCK.values()
+    assert all((part > 0.95) == (count <= state_rules.FEW) for count, part in fused.items())
     assert all(1 < part <= 1.2 for part in triton.values())
 
 
@@ -92,7 +90,7 @@ def test_the_room_is_that_of_the_result():
         for tokens, cached, policy in held
         if policy == "stock"
     }
-    assert measured == state_choice.HELD_OF_STOCK
+    assert measured == state_rules.HELD_OF_STOCK
 
 
 def whole(tmp_path, **options):
@@ -135,21 +133,21 @@ def test_the_formula_gives_what_vllms_planning_gave(tmp_path, tokens, cached):
     """From the configuration alone, without a model and without caches."""
     config = whole(tmp_path)
     config.cache_config.mamba_cache_mode = "align" if cached else "none"
-    found = state_share.one_state_gain(config, 4, tokens)
-    assert found == pytest.approx(state_choice.HELD_OF_STOCK[tokens, cached], rel=0.01)
+    found = engine_config.one_state_gain(config, 4, tokens)
+    assert found == pytest.approx(state_rules.HELD_OF_STOCK[tokens, cached], rel=0.01)
 
 
 @real_vllm
 def test_smaller_states_and_fewer_drafts_gain_less(tmp_path):
     config = whole(tmp_path)
-    full = state_share.one_state_gain(config, 4, 4096)
-    assert 1 < state_share.one_state_gain(config, 1, 4096) < full
+    full = engine_config.one_state_gain(config, 4, 4096)
+    assert 1 < engine_config.one_state_gain(config, 1, 4096) < full
     config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
-    assert state_share.one_state_gain(config, 4, 4096) < full
+    assert engine_config.one_state_gain(config, 4, 4096) < full
     config.cache_config.cache_dtype = "fp8"  # rows of half the size
-    assert state_share.one_state_gain(config, 4, 4096) == pytest.approx(full, rel=0.1)
+    assert engine_config.one_state_gain(config, 4, 4096) == pytest.approx(full, rel=0.1)
     config.model_config.hf_text_config.layer_types = None
-    assert state_share.one_state_gain(config, 4, 4096) == 1.0
+    assert engine_config.one_state_gain(config, 4, 4096) == 1.0
 
 
 # -- the rule ----------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ def test_it_takes_exact_where_all_conditions_hold():
     for asked in ("auto", "deferred", "undo", "direct"):
         assert decide(asked, ENGINE) == decide(asked, exact)
     assert decide("auto", ENGINE).policy == "deferred"
-    least = {"most_requests": state_choice.FEW + 1, "gain": state_choice.GAIN}
+    least = {"most_requests": state_rules.FEW + 1, "gain": state_rules.GAIN}
     assert decide("auto", attrs.evolve(ENGINE, **least)).policy == "deferred"
     assert decide("auto", attrs.evolve(ENGINE, attention="FLASH_ATTN")).policy == "deferred"
 

@@ -9,10 +9,10 @@ import attrs
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.serving.state_steps import StateSteps
+from kvtxn.integrations.serving.eager_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import parts
-from kvtxn.integrations.vllm_plugin.cpu import lent_rows, states, windows
-from kvtxn.integrations.vllm_plugin.internals import batches, gated_delta, state_layers
+from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
+from kvtxn.integrations.vllm_plugin.internals import batches, cpu_states, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
@@ -41,12 +41,12 @@ def test_the_operator_is_vllms_own_again():
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
     own, name = getattr(module, gdn_core()), gdn_core()
-    assert gated_delta.core_differs() is None
-    first = gated_delta.hook_core()
+    assert cpu_states.core_differs() is None
+    first = cpu_states.hook_core()
     hooked = getattr(module, name)
     assert hooked is not own
-    assert gated_delta.core_differs() is None  # for a second engine it looks the same
-    second = gated_delta.hook_core()
+    assert cpu_states.core_differs() is None  # for a second engine it looks the same
+    second = cpu_states.hook_core()
     assert getattr(module, name) is hooked
     first()
     assert getattr(module, name) is hooked
@@ -56,7 +56,7 @@ def test_the_operator_is_vllms_own_again():
 
 def gdn_core() -> str:
     """The name of vLLM's function."""
-    return gated_delta.CORE
+    return cpu_states.CORE
 
 
 @real_vllm
@@ -69,7 +69,7 @@ def test_layers_without_a_hook_and_steps_without_drafts_run_vllms_own():
         calls.append(given)
 
     with mock.patch.object(module, gdn_core(), own):
-        undo = gated_delta.hook_core()
+        undo = cpu_states.hook_core()
         hooked = getattr(module, gdn_core())
         drafts, none = (SimpleNamespace(spec_sequence_masks=mask) for mask in (1, None))
         for layer, found in ((object(), drafts), (SimpleNamespace(kvtxn=print), none)):
@@ -85,7 +85,7 @@ def test_another_operator_is_refused_in_a_sentence(other):
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
     with mock.patch.object(module, gdn_core(), other):
-        assert gdn_core() in str(gated_delta.core_differs())
+        assert gdn_core() in str(cpu_states.core_differs())
 
 
 class QwenGatedDeltaNetAttention:
@@ -227,7 +227,7 @@ class Lending:
         self.impl = Attention()
         shape = {"row_shape": (1, 2), "dtype": torch.float32}
         self.layers = [TargetLayer("attn", "rows", None, self.impl, self.cache[0], **shape)]
-        lent_rows.hook_attention(self.steps, self.layers)
+        attention.hook_lent_rows(self.steps, self.layers)
         self.steps.plan(lambda: ([2], [3]))
         self.steps.begin(lambda: {"rows": self.SLOTS})
         self.rows = torch.randn(2, 3, 1, 2)
@@ -268,7 +268,7 @@ def test_drafts_leave_their_slots_even_if_the_attention_fails():
 def test_a_failure_while_lending_leaves_the_rows_written(what):
     """The step falls back: rows stay where vLLM has written them, as without kvtxn."""
     lending = Lending()
-    with mock.patch.object(lent_rows, what, side_effect=RuntimeError("a test made this fail")):
+    with mock.patch.object(attention, what, side_effect=RuntimeError("a test made this fail")):
         lending.attend()
     assert torch.equal(lending.impl.seen, lending.expected([0, 1, 2]))
     assert torch.equal(lending.cache, lending.expected([0, 1, 2]))
@@ -289,13 +289,13 @@ def test_without_a_window_vllm_writes_and_attends():
 
 def test_the_attention_is_vllms_own_again():
     lending = Lending()
-    lent_rows.unhook_attention(lending.layers)
+    attention.unhook_attention(lending.layers)
     assert type(lending.impl) is Attention
     assert set(vars(lending.impl)) == {"seen"}
-    lent_rows.unhook_attention(lending.layers)
+    attention.unhook_attention(lending.layers)
 
 
 def test_latent_rows_are_not_lent():
     layer = TargetLayer("mla", "rows", None, Attention(), torch.zeros(1), (4,), torch.float32)
     with pytest.raises(LayerError, match="attention of 'mla' is unknown: its rows are latent"):
-        lent_rows.hook_attention(Lending().steps, [layer])
+        attention.hook_lent_rows(Lending().steps, [layer])

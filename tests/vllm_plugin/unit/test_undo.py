@@ -22,12 +22,11 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import unhook_attention
 
-from kvtxn.integrations.vllm_plugin import plugin, starting
+from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
-from kvtxn.integrations.vllm_plugin.internals.class_swaps import is_swapped
+from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-from kvtxn.integrations.vllm_plugin.metrics import snapshots
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
@@ -348,15 +347,15 @@ class Client:
 def test_clients_are_given_back(monkeypatch):
     """An ``LLM``'s is its own class again, and asks nothing at its end."""
     monkeypatch.setattr(frontend, "is_async", lambda client: False)
-    monkeypatch.setattr(snapshots, "_ended", [])
+    monkeypatch.setattr(metrics, "_ended", [])
     client = Client()
     config = SimpleNamespace(additional_config={"kvtxn": {"policy": "undo"}})
     engine = SimpleNamespace(vllm_config=config, engine_core=client)
-    snapshots.on_engine(engine)
-    snapshots.on_engine(engine)
+    metrics.on_engine(engine)
+    metrics.on_engine(engine)
     assert is_swapped(client)
-    snapshots.unhook_clients()
+    metrics.unhook_clients()
     assert type(client) is Client
     assert vars(client) == {}
     assert client.shutdown() == "down"
-    assert snapshots.last_snapshots() == []
+    assert metrics.last_snapshots() == []

@@ -8,21 +8,20 @@ from typing import Final
 import attrs
 
 from .....config import POLICIES
+from .....errors import ConfigError
 from ...internals import audited, workers
 from ...internals import config as engine_config
-from ...internals.protocols.engine import VllmConfig
-from .. import supported
-from ..audit_rules import in_words, no_bytes
+from ...internals.engine_protocols import VllmConfig
+from ...internals.hook_points import HOOK_POINTS, places_of
+from .. import releases, supported
 from ..engine import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix
-from ..release_rules import on_trial
+from ..releases import Move, Sources
 from ..rule_type import Decision
-from ..rules import decide
-from ..settings import PluginSettings, settings
-from ..state_choice import takes
-from ..state_rules import PROMISES, measured_fast, without_fast_form
-from .fitting import check_fit
-from .moved import compare, hook_gone, is_checked
+from ..rules import decide, on_trial
+from ..settings import PluginSettings, asked_rows, settings
+from ..state_rules import NO_FAST_FORM, PROMISES, measured_fast, takes, without_fast_form
+from ..supported import no_bytes
 
 #: Printed with every decision about an engine that does not run yet.
 ASSUMED: Final = (
@@ -85,11 +84,21 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         "assumed": ASSUMED,
         "policies": _policies(facts, gone),
         **_earlier_stages(facts, gone),
-        "audit": in_words(facts),
+        "audit": _audit_in_words(facts),
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "legend": list(LEGEND),
         "matrix": [str(row) for row in matrix(facts)],
     }
+
+
+def _audit_in_words(facts: EngineFacts) -> str:
+    """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
+    if not supported.is_listed(facts.version):
+        return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
+    why = supported.cannot_watch(facts.device, facts.runner, facts.context_parallel)
+    if why is not None:
+        return f"the ledger cannot watch this engine: {why}"
+    return 'the ledger can watch this engine; "audit": "ledger" asks for it'
 
 
 def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
@@ -98,7 +107,7 @@ def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
     Args:
         asked: the policy that the user asks for.
         facts: the expected facts of the engine.
-        gone: what ``moved.hook_gone`` says of it.
+        gone: what ``hook_gone`` says of it.
     """
     found = decide(asked, facts)
     if found.policy == "off":
@@ -158,7 +167,7 @@ def _asked(
         wanted: the settings; None without any.
         facts: the expected facts of the engine.
         config: its ``VllmConfig``.
-        gone: what ``moved.hook_gone`` says of it.
+        gone: what ``hook_gone`` says of it.
     """
     if wanted is None:
         return ['nothing: without "kvtxn" in additional_config the engine runs stock']
@@ -229,3 +238,143 @@ def _outcomes(
     yield _Outcome(
         "on_violation", wanted.on_violation, "log" if kept else wanted.on_violation, kept
     )
+
+
+@attrs.frozen
+class Comparison:
+    """The outcome.
+
+    Attributes:
+        version: the checked release.
+        compared: number of hook points that were compared.
+        moves: the hook points that differ.
+    """
+
+    version: str
+    compared: int
+    moves: tuple[Move, ...]
+
+    @property
+    def gone(self) -> str | None:
+        """Name the first hook point that is gone; None without any."""
+        return next((move.name for move in self.moves if move.kind == "gone"), None)
+
+
+def is_checked(version: str, device: str) -> bool:
+    """Return whether a release was checked on a device."""
+    return version in supported.releases_for(device)
+
+
+def compare(version: str, device: str) -> Comparison:
+    """Compare the installed vLLM with the nearest release that was checked on a device.
+
+    Args:
+        version: the number of the installed release.
+        device: type of the device, such as ``"cuda"``; it says which hook points matter.
+
+    Raises:
+        KVTxnError: vLLM is not installed.
+    """
+    check = "gpu" if device == "cuda" else "cpu"
+    before = releases.nearest(version, check, releases.load())
+    names = [name for place in places_of(device) for name in HOOK_POINTS[place]]
+    known = [name for name in names if name in before.hooks]
+    now = releases.read_hooks(Sources(workers.source_folder()), known)
+    found = releases.moves(before.hooks, now, known)
+    return Comparison(before.version, len(known), tuple(found))
+
+
+def hook_gone(facts: EngineFacts) -> str | None:
+    """Say which hook point a release that was not checked lacks; None without any.
+
+    Args:
+        facts: the facts of an engine that is on trial, or of any other, which lacks none.
+    """
+    if not on_trial(facts):
+        return None
+    gone = compare(facts.version, facts.device).gone
+    return gone and f"vLLM {facts.version} was not checked, and lacks {gone}"
+
+
+_WHERE: Final = "additional_config['kvtxn']"
+
+
+def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig) -> None:
+    """Refuse settings that do not fit the engine.
+
+    Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
+
+    Args:
+        wanted: the user's settings; None without any.
+        facts: the facts of the engine.
+        config: its ``VllmConfig``.
+
+    Raises:
+        ConfigError: ``max_rows`` is less than the rows of one request with drafts, or
+            ``recurrent`` does not go with the model.
+    """
+    if wanted is None or not (supported.is_listed(facts.version) or facts.unchecked):
+        return
+    check_rows(asked_rows(workers.additional_config(config)), engine_config.drafts(config))
+    check_states(wanted, facts)
+
+
+def check_rows(max_rows: int | None, drafts: int) -> None:
+    """Refuse a ``max_rows`` with which no request could ever have a window.
+
+    Args:
+        max_rows: the user's setting; None without it.
+        drafts: the drafts that the engine verifies of each request; 0 if it does not speculate.
+
+    Raises:
+        ConfigError: one request has more rows.
+    """
+    rows = drafts + 1
+    if drafts and max_rows is not None and max_rows < rows:
+        raise ConfigError(
+            _WHERE,
+            f"max_rows={max_rows} leaves no room for one request, so no window could ever open",
+            expected=f"at least {rows} ({drafts} drafts, and the token before them)",
+            got=max_rows,
+            hint="leave max_rows out",
+        )
+
+
+def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
+    """Refuse the setting ``recurrent`` for a model whose layers it does not concern.
+
+    Args:
+        wanted: the user's settings.
+        facts: the facts of the engine.
+
+    Raises:
+        ConfigError: the model has no recurrent layers, or none with a fast form.
+    """
+    if wanted.recurrent not in ("off", "auto") and facts.recurrent is None:
+        raise ConfigError(
+            _WHERE,
+            "recurrent has no effect: the model has no recurrent layers",
+            got=repr(wanted.recurrent),
+            hint="leave recurrent out",
+        )
+    if wanted.recurrent == "fast" and without_fast_form(facts):
+        raise ConfigError(
+            _WHERE,
+            f"recurrent has no effect: {NO_FAST_FORM.format(recurrent=facts.recurrent)}",
+            got=repr(wanted.recurrent),
+            hint='use "exact"',
+        )
+
+
+def bounded(wanted: PluginSettings, config: VllmConfig) -> PluginSettings:
+    """Return the settings with no more ``max_rows`` than a step can have, which sizes buffers.
+
+    Args:
+        wanted: the user's settings.
+        config: the engine's ``VllmConfig``.
+    """
+    if not (wanted.windows and engine_config.drafts(config)):
+        return wanted
+    most = engine_config.most_window_rows(config)
+    txn = attrs.evolve(wanted.txn, max_rows=min(wanted.txn.max_rows, most))
+    return attrs.evolve(wanted, txn=txn)

@@ -23,8 +23,7 @@ from xml.etree import ElementTree
 from ...internals import workers
 from ...internals.hook_points import HOOK_POINTS
 from .. import releases
-from ..releases import CHECKS, Release
-from ..sources import Sources
+from ..releases import CHECKS, Release, Sources
 
 #: The core of the grid, as ``make core`` runs it.
 CORE: Final = (

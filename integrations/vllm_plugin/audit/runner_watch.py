@@ -1,0 +1,448 @@
+"""The watch of a hooked runner: its memory, its opening over caches, and the ends of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from contextlib import suppress
+from functools import partial
+from typing import Final, TypeVar
+
+from torch import Tensor
+
+from ....audit import Key, Ledger, RowGroup, Scrub, Window
+from ....audit.books import Sizes
+from ....layers import LayerRef
+from ....log import get_logger
+from ..cpu import cache_layout
+from ..internals import (
+    aligned_states,
+    audited,
+    audited_states,
+    config,
+    kv_cache,
+    ranks,
+    scheduling,
+    workers,
+)
+from ..internals import layers as attention_layers
+from ..internals.engine_protocols import WorkerWrapper
+from ..internals.kv_cache import CachePlan
+from ..internals.runner_protocols import Runner
+from ..policy.engine import EngineFacts
+from ..policy.settings import PluginSettings
+from ..policy.supported import last_stage_only, no_bytes
+from ..seam.hooked_runner import HookedRunner, stay_out
+from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .violations import AuditError
+from .watch import Watch
+
+log = get_logger()
+
+#: The parameters of ``Ledger`` that a watch leaves as they are.
+_DEFAULTS: Final = Ledger.__init__.__kwdefaults__ or {}
+#: Bytes that Triton's passes of a scrub take, whatever the sizes.
+_LISTS: Final = 4 << 20
+
+
+def ledger_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: bool) -> int:
+    """Return the bytes of a ledger, and of its scrub, over a cache with so many blocks.
+
+    Args:
+        plan: the cache.
+        blocks: its blocks.
+        lines: the requests that the ledger knows at one time.
+        length: positions of a request.
+        scrubs: bytes are compared, too.
+    """
+    groups = [
+        RowGroup(f"group.{number}", plan.block_size, blocks, pool="blocks")
+        for number in range(plan.groups)
+    ]
+    total = Sizes(lines, length, _DEFAULTS["journal"], _DEFAULTS["capacity"]).num_bytes(groups)
+    if scrubs:
+        total += Scrub.num_bytes(groups, {groups[0].name: plan.layers}, lines) + _LISTS
+    return total
+
+
+def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -> int:
+    """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
+
+    Where the user gives the size of the KV cache, that stays as it is.
+
+    Args:
+        runner: the runner, its model loaded.
+        settings: the user's.
+        available: bytes that are free for the KV cache.
+    """
+    try:
+        plan = None if kv_cache.is_given(runner) else kv_cache.planned(runner)
+        if plan is None:
+            return available
+        room, scrubs = audited.room(runner), settings.audit == "bytes"
+        lines = 2 * room.requests + 9
+        fixed = ledger_bytes(plan, 1, lines, room.length, scrubs=scrubs)
+        each = ledger_bytes(plan, 2, lines, room.length, scrubs=scrubs) - fixed
+        blocks = max(available - fixed, 0) // (plan.block_bytes + each)
+        return int(blocks * plan.block_bytes)
+    except Exception as error:
+        hint = "the ledger may run out of GPU memory: lower gpu_memory_utilization"
+        log.warning("kvtxn.audit_memory_not_reserved", why=repr(error), hint=hint)
+        return available
+
+
+def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
+    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one.
+
+    Args:
+        wrapper: the wrapper of a worker.
+        settings: the user's.
+    """
+    runner = workers.runner_of(wrapper)
+    if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
+        undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
+        runner.kvtxn_unhook.callback(undo)
+
+
+Watched = TypeVar("Watched", bound=Watch)
+
+
+def open_watch(runner: HookedRunner) -> Watch | None:
+    """Open a ledger over a runner's new caches.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    watch = _watch_of_all_ranks(runner)
+    if watch is None:
+        return None
+    if runner.kvtxn_settings.audit == "bytes":
+        _compare_bytes(runner, watch)
+    follow_transfers(runner, watch)
+    say_active(runner, watch)
+    return watch
+
+
+def open_device_watch(
+    runner: HookedRunner,
+    lacking: str | None,
+    lines: int | None,
+    mixin: type[WatchedConnector] = WatchedConnectorV1,
+) -> Watch | None:
+    """Open a ledger over a runner's new caches on a GPU.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why this runner cannot be watched; None if it can.
+        lines: as for ``Watch``.
+        mixin: for the class of a KV connector.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    facts = config.runner_facts(runner)
+    late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
+    if late is not None:  # the last stage is watched: there, the engine has its audit
+        stay_out(late, runner.kvtxn_rank)
+        return None
+    watch = _watch_of_all_ranks(runner, lacking, lines, on_device=True)
+    if watch is None:
+        return None
+    if runner.kvtxn_settings.audit == "bytes":
+        _compare_bytes_on_device(runner, watch, facts)
+    follow_transfers(runner, watch, mixin)
+    try:
+        _follow_copies(runner, watch)
+        watch.warm_up()
+    except Exception as failed:
+        watch.stop(failed)
+    say_active(runner, watch)
+    return watch
+
+
+def new_state_reader(runner: HookedRunner, watch: Watch) -> audited_states.DeviceStateReader | None:
+    """Make a reader of the states that a watch compares; None if it compares none."""
+    if not watch.states:
+        return None
+    return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
+
+
+def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch follow the states that a runner copies between blocks."""
+    watch.kept_states = audited_states.block_sizes(runner, watch.states)
+    if watch.kept_states and not aligned_states.lacks_context(runner):
+        held = audited_states.holds_states(runner)
+        undo = aligned_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
+        runner.kvtxn_undo.callback(undo)
+
+
+def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Tell a runner's watch which states are copied."""
+    runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
+
+
+def _watch_of_all_ranks(
+    runner: HookedRunner,
+    lacking: str | None = None,
+    lines: int | None = None,
+    *,
+    on_device: bool = False,
+) -> Watch | None:
+    """Make a watch over a runner's groups of rows and states, if every rank can have one.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why this runner cannot be watched; None if it can.
+        lines: as for ``Watch``.
+        on_device: the device runs behind the host.
+
+    Raises:
+        RequiredError: a rank has none, and the user requires the audit.
+    """
+    key, wanted = shared_key(), runner.kvtxn_settings
+    why, error, watch = lacking, None, None
+    try:
+        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        why = nothing_to_audit(groups, states) or lacking
+        if why is None:
+            watch = Watch(
+                *(groups, audited.room(runner), runner.kvtxn_rank, wanted.on_violation),
+                states=states,
+                record=wanted.record,
+                key=key,
+                device=audited.runner_device(runner) if on_device else "cpu",
+                drafts=audited.most_drafts(runner) if on_device else None,
+                lines=lines,
+            )
+            watch.found.log_tokens = wanted.log_tokens
+    except Exception as failed:
+        why, error = f"the ledger cannot be made: {failed}", failed
+    return on_all_ranks(runner, key, watch, why, error)
+
+
+def _compare_bytes_on_device(runner: HookedRunner, watch: Watch, facts: EngineFacts) -> None:
+    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
+
+    Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    from ..gpu.cache_layout import layer_refs
+
+    error, missing = None, {*watch.groups, *watch.states}
+    try:
+        layers, loaded = attention_layers.target_layers(runner)
+        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype) if watch.groups else None
+        if why is None:
+            drafters = attention_layers.rows_of_drafters(runner)
+            watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+            refs = layer_refs(watched, facts.kv_cache_dtype)
+            refs += audited_states.state_refs(runner, watch.states)
+            watch.drafts_late = bool(drafters)
+            watch.scrub = _new_scrub(runner, watch, refs)
+            missing -= {ref.group for ref in refs}
+            named = ", ".join(sorted(missing))
+            why = f"no layer of {named} has rows or states that can be addressed"
+    except Exception as refused:
+        why, error, watch.scrub = repr(refused), refused, None
+    if missing:
+        say_without_bytes(runner, why, error)
+
+
+def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scrub:
+    """Make the scrub of a watch; it poisons what is dead if the user asks for that.
+
+    A drafter's own rows are not dead where the target's are, so engines that have such are left as
+    they are; and so are states that the prefix cache keeps, and states without drafts.
+    """
+    wanted = runner.kvtxn_settings
+    poisoned: list[str] = []
+    windows: dict[str, Window] = {}
+    if wanted.poison and not watch.drafts_late:
+        poisoned = sorted({ref.group for ref in refs} - {*watch.states})
+        if audited.most_drafts(runner) and not aligned_states.is_aligned(runner):
+            recurrent = [ref for ref in refs if ref.group in watch.states]
+            windows = audited_states.past_windows(runner, recurrent)
+            others = {ref.group for ref in recurrent if ref.name not in windows}
+            poisoned += sorted({*watch.states} - others)
+    if wanted.poison:
+        log.info("kvtxn.audit_poisons", rank=runner.kvtxn_rank, groups=poisoned)
+    return Scrub(watch.ledger, refs, every=wanted.audit_every, poison=poisoned, windows=windows)
+
+
+def _compare_bytes(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
+
+    Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
+    through that.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    try:
+        layers, facts = attention_layers.target_layers(runner)
+        drafters = attention_layers.rows_of_drafters(runner)
+        watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+        refs = cache_layout.layer_refs(watched, facts.kv_cache_dtype)
+        refs += audited_states.state_refs(runner, watch.states)
+        watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
+        watch.drafts_late = bool(drafters)
+        missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
+        why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+        error: Exception | None = None
+    except Exception as refused:
+        missing, why, error, watch.scrub = {*watch.groups}, str(refused), refused, None
+    if missing:
+        say_without_bytes(runner, why, error)
+
+
+def nothing_to_audit(groups: Sized, states: Sized) -> str | None:
+    """Say that there is nothing to audit; None if there is."""
+    if groups or states:
+        return None
+    return "there is nothing to audit: no layer of this model keeps rows or states that are known"
+
+
+def shared_key() -> Key | None:
+    """Return the key that this rank shares with its peers, who call this, too; None without any."""
+    return ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+
+
+def on_all_ranks(
+    runner: HookedRunner,
+    key: Key | None,
+    watch: Watched | None,
+    why: str | None,
+    error: Exception | None,
+) -> Watched | None:
+    """Return a watch if each rank has one, else None, and log why.
+
+    Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+
+    Args:
+        runner: the runner.
+        key: as ``shared_key`` returned it; the peers call this, too.
+        watch: this rank's watch; None if it cannot be watched.
+        why: the reason for that.
+        error: the error that was met.
+
+    Raises:
+        RequiredError: a rank has none, and the user requires the audit.
+    """
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), runner.kvtxn_rank, required=runner.kvtxn_required, error=error)
+    elif key is not None:
+        watch.asks_peers = ranks.are_asked_together(runner)
+    return watch
+
+
+def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
+    """Let the ranks of all pipeline stages stop together; every rank must call this.
+
+    vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
+    """
+    raises = runner.kvtxn_settings.on_violation == "raise"
+    if raises and ranks.number_of_stages() > 1 and ranks.on_all_stages(watch is not None):
+        assert watch is not None
+        watch.join_stages()
+    return watch
+
+
+def follow_transfers(
+    runner: HookedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
+) -> None:
+    """Let a watch follow the rows of a KV connector; if that fails, the audit ends.
+
+    Without it, rows that the connector brings would be taken for wrong ones.
+    """
+    try:
+        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+    except Exception as error:
+        watch.stop(error)
+
+
+def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
+    """Log that the bytes of some rows or states are not compared, and why.
+
+    Raises:
+        RequiredError: the user requires the audit.
+    """
+    if runner.kvtxn_required:
+        stay_out(why, runner.kvtxn_rank, required=True, error=error)
+    effect = "digests are compared, and no bytes"
+    log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+
+
+def say_active(runner: HookedRunner, watch: Watch) -> None:
+    """Log that a worker is watched, and which of its KV-cache groups are not."""
+    rank = runner.kvtxn_rank
+    watch.left_out = audited.groups_left_out(runner, [*watch.groups, *watch.states])
+    if watch.left_out:
+        effect = f"{', '.join(watch.left_out)}: rows or states there are not compared"
+        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(watch.groups) + len(watch.states),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )
+
+
+def end_step(runner: HookedRunner, output: object) -> None:
+    """End a step; adds to its output the requests that read wrong rows, if they are contained.
+
+    Raises:
+        AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+    """
+    watch = runner.kvtxn_audit
+    if watch is None:
+        return
+    if watch.scrub is not None:
+        runner.kvtxn_tell(Watch.ended)
+    wrong = watch.end_step()
+    if wrong is not None:
+        scheduling.mark(output, wrong)
+
+
+def fail_step(runner: HookedRunner) -> None:
+    """End a step whose last part raised; that error wins over what the audit finds."""
+    watch = runner.kvtxn_audit
+    if watch is not None:
+        runner.kvtxn_tell(_sampling_failed)
+        with suppress(AuditError):
+            watch.end_step()
+
+
+def _sampling_failed(watch: Watch) -> None:
+    """Tell a watch that what follows the forward has failed; the forward's rows are there.
+
+    But a drafter that has rows of its own may not have written them, and states may not have been
+    moved to where the next step looks for them.
+    """
+    if watch.drafts_late or watch.states:
+        watch.take_back()
+
+
+def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None:
+    """Tell a watch which states windows have committed.
+
+    Args:
+        watch: it was told of the step, and what was sampled.
+        reader: has read the states of the step; None if none are watched.
+    """
+    last = None if reader is None else reader.take_last()
+    if last is None or not last.leaves or watch.under_way is None:
+        return
+    lines = watch.under_way.lines
+    watch.ledger.leave(lines, last.leaves)
+    if last.ends:
+        watch.ledger.leave(lines, last.ends, last.end_at)

@@ -1,0 +1,350 @@
+"""A step of a runner, described for the ledger: its requests, its rows, the blocks it fills."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
+from ....audit.books import REFUSED
+from ....audit.rows import first_of
+from ....host_values import to_device
+from ...serving.step import Arrival, Changes, Rows
+from ..internals.audited_states import States
+
+
+def fresh_blocks(
+    changes: Changes, groups: Mapping[str, RowGroup], kept: Mapping[str, int] | None = None
+) -> dict[str, list[int]]:
+    """Return the blocks that a step hands out, by name of their KV-cache group.
+
+    Args:
+        changes: what the step changes.
+        groups: the watched groups with a row per token, by name.
+        kept: the tokens of a block in groups whose states the prefix cache keeps at their ends.
+    """
+    sizes = {**(kept or {}), **{name: group.block_size for name, group in groups.items()}}
+    fresh = {f"group.{number}": [*blocks] for number, blocks in enumerate(changes.grown)}
+    for arrival in changes.arrivals:
+        for number, blocks in enumerate(arrival.tables):
+            name = f"group.{number}"
+            known, size = fresh.setdefault(name, []), sizes.get(name)
+            if size is not None:  # those before are of a hit, or of the turn before
+                known += blocks[-(-arrival.computed // size) :]
+            elif not arrival.computed:
+                known += blocks
+    return fresh
+
+
+def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
+    """Describe requests that come for the ledger, which looks at an array quicker than at a list.
+
+    Args:
+        arrivals: the requests.
+    """
+    return [
+        Admission(each.name, _in_array(each.tokens), each.extras, each.embedded)
+        for each in arrivals
+    ]
+
+
+def _in_array(tokens: list[int]) -> array[int]:
+    """Return token ids in an array: of 32 bits, so that nobody need look for too large ones."""
+    try:
+        return array("I", tokens)
+    except OverflowError:
+        return array("q", tokens)
+
+
+class LineBuffer:
+    """Lines of requests that stay in one place, so that launches over them can be made again.
+
+    Args:
+        ledger: copies them to its device.
+        number: the most lines.
+        device: of the steps.
+    """
+
+    def __init__(self, ledger: Ledger, number: int, device: torch.device | str) -> None:
+        self._ledger: Final = ledger
+        with torch.inference_mode(False):  # steps write into it in inference mode or not
+            self._all: Final = torch.full((number,), -1, device=device)
+        self._views: Final[dict[int, Tensor]] = {}
+
+    def put(self, lines: Sequence[int]) -> Tensor:
+        """Put the lines of a batch in place.
+
+        Args:
+            lines: one for each request.
+
+        Returns:
+            int64 ``[len(lines)]``, their place; the same object for as many lines.
+        """
+        view = self._views.get(len(lines))
+        if view is None:
+            view = self._views[len(lines)] = self._all[: len(lines)]
+        self._ledger.input.put(view, lines)
+        return view
+
+
+def leave_out(ledger: Ledger, lines: Tensor, first: Tensor) -> bool:
+    """Turn requests that begin before position 0 into padding, and count them as malformed.
+
+    vLLM computes such rows if a connector says that it brings fewer than no tokens, as
+    ``ExampleConnector`` does for a prompt of one token that it has stored.
+
+    Args:
+        ledger: the ledger.
+        lines: int64 ``[num_requests]``, the lines of the step's requests; changed in place.
+        first: int64 ``[num_requests]``, the positions of their first rows.
+
+    Returns:
+        True if there are such requests; ``lines`` is of no use for the next step then.
+    """
+    outside = first < 0
+    if not bool(outside.any()):
+        return False
+    lines.masked_fill_(outside, -1)
+    ledger.books.counters[REFUSED] += outside.sum()
+    return True
+
+
+#: Steps that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
+
+#: Pairs of a tensor of the runner's and the watch's own copy of it.
+Copies = Sequence[tuple[Tensor, Tensor]]
+
+
+class StepForms:
+    """The steps of a runner; forwards out of the same buffers are one ``Step``.
+
+    So the ledger examines its tensors once, and packs the arguments of its launches once.
+    """
+
+    def __init__(self) -> None:
+        self._known: Final[dict[tuple[int, int], tuple[object, Step, Copies]]] = {}
+        self._copies: Final[dict[tuple[int, int], Tensor]] = {}
+
+    def step(self, rows: Rows, lines: Tensor, states: States | None, *, copies: bool) -> Step:
+        """Return the step of a forward.
+
+        Args:
+            rows: the batch's rows.
+            lines: int64 ``[num_requests]``, the lines of its requests.
+            states: its states; None if the model has none.
+            copies: copy the rows' slots, because the drafter writes into the runner's buffers
+                before the step has ended.
+        """
+        recurs = rows.buffers is not None and (states is None or states.buffers is not None)
+        key = id(rows.buffers), id(states and states.buffers)
+        known = self._known.get(key) if recurs else None
+        if known is None:
+            own, pairs = self._copied(rows) if copies else (rows, ())
+            known = (rows.buffers, states and states.buffers), _step(own, lines, states), pairs
+            if recurs:
+                if len(self._known) >= _MAX_REMEMBERED:
+                    self._known.clear()
+                self._known[key] = known
+        for theirs, copy in known[2]:
+            copy.copy_(theirs)
+        return known[1]
+
+    def _copied(self, rows: Rows) -> tuple[Rows, Copies]:
+        """Return rows with starts and slots in tensors of their own, and what is copied there."""
+        copies = {theirs: self._copy_of(theirs) for theirs in (rows.starts, *rows.slots.values())}
+        slots = {name: copies[each] for name, each in rows.slots.items()}
+        own = attrs.evolve(rows, starts=copies[rows.starts], slots=slots)
+        return own, tuple(copies.items())
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor for copies of a runner's buffer; the same one for the same buffer."""
+        key = tensor.data_ptr(), len(tensor)
+        if key not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[key] = torch.empty_like(tensor)
+        return self._copies[key]
+
+
+def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
+    """Describe a forward."""
+    return Step(
+        lines=lines,
+        starts=rows.starts,
+        first=rows.first,
+        tokens=rows.tokens,
+        drafts=rows.drafts,
+        slots=rows.slots if states is None else {**rows.slots, **states.slots},
+        tables=rows.tables,
+        positions=rows.positions,
+        sources={} if states is None else states.sources,
+        told=None if states is None else states.told,
+    )
+
+
+class PublishedBlocks:
+    """The blocks of each request that are full, in groups whose steps do not read all of them.
+
+    A row of a full block may have left the window of the step that fills the block. All other rows
+    of a published block are rows that its step has read.
+
+    Args:
+        ledger: the ledger.
+        groups: all watched groups with a row per token.
+        drafts: the most drafts of a request in one step.
+
+    Attributes:
+        groups: those whose blocks are checked.
+    """
+
+    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup], drafts: int) -> None:
+        self._ledger: Final = ledger
+        self.groups: Final = [
+            group
+            for group in groups
+            if group.chunk is not None
+            or (group.window is not None and group.window < group.block_size + drafts + 1)
+        ]
+        number = ledger.books.sizes.max_requests
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            zeros = [
+                torch.zeros(number, dtype=torch.int64, device=ledger.device) for _ in self.groups
+            ]
+        # By line, the position after the last block that is known to be right.
+        self._ends: Final = [*zip(self.groups, zeros, strict=True)]
+
+    def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines."""
+        if not (arrivals and self._ends):
+            return
+        device = self._ledger.device
+        there = to_device(lines, device, torch.int64)
+        for group, ends in self._ends:
+            full = [each.computed // group.block_size * group.block_size for each in arrivals]
+            ends.index_copy_(0, there, to_device(full, device, torch.int64))
+
+    def publish(self, step: Step) -> None:
+        """Check the blocks that a step fills."""
+        for group, ends in self._ends:
+            number, size = len(step.lines), group.block_size
+            first = first_of(self._ledger.books, step)[:number].long()
+            settled = first + step.starts[: number + 1].diff()
+            if step.drafts is not None:
+                settled = settled - step.drafts[:number]
+            lines = step.lines.clamp(min=0)
+            before = ends.index_select(0, lines)
+            end = (settled // size * size).maximum(before)
+            tables = {group.name: step.tables[group.name]}
+            begin = not_left(group, first, before)
+            self._ledger.inspect(
+                Stretch(step.lines, begin, end.maximum(begin), tables, "published")
+            )
+            ends.index_copy_(0, lines, end)
+
+
+def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:
+    """Return where the blocks begin that a request still has, of those from ``begin`` on.
+
+    A block that leaves the window or the chunk of a request's next row goes back to the pool before
+    it is published, if only that row's step says that its last row was an accepted draft's.
+
+    Args:
+        group: the group.
+        first: int64 ``[num_requests]``, the position of each request's first row in the step.
+        begin: int64 ``[num_requests]``, positions at which blocks begin.
+    """
+    if group.chunk is not None:
+        first = first // group.chunk * group.chunk
+    elif group.window is not None:
+        first = (first - group.window + 1).clamp(min=0)
+    else:
+        return begin
+    return begin.maximum(first // group.block_size * group.block_size)
+
+
+class FilledBlocks:
+    """The blocks of each request that are full, and so can be found by other requests.
+
+    Args:
+        ledger: the ledger, on a CPU.
+        groups: the groups with a row per token.
+    """
+
+    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup]) -> None:
+        self._ledger: Final = ledger
+        # By group and line, the position after the block that is filled next.
+        number, groups = ledger.books.sizes.max_requests, [*groups]
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            zeros = [torch.zeros(number, dtype=torch.int64) for _ in groups]
+        self._next: Final = [*zip(groups, zeros, strict=True)]
+
+    def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines: blocks that are computed."""
+        for line, each in zip(lines, arrivals, strict=True):
+            for group, ends in self._next:
+                ends[line] = (each.computed // group.block_size + 1) * group.block_size
+
+    def publish(self, step: Step) -> None:
+        """Check the blocks that a step fills, since other requests may already find them."""
+        at = first_of(self._ledger.books, step)
+        for group, ends in self._next:
+            if self._ledger.input.reaches(step, ends):
+                first = ends[step.lines] - group.block_size
+                settled = at + step.starts.diff()
+                settled = settled if step.drafts is None else settled - step.drafts
+                full = first.maximum(settled // group.block_size * group.block_size)
+                tables = {group.name: step.tables[group.name]}
+                begin = not_left(group, at, first)
+                full = full.maximum(begin)
+                self._ledger.inspect(Stretch(step.lines, begin, full, tables, "published"))
+                ends[step.lines] = full + group.block_size
+
+
+def launch_all(
+    ledger: Ledger,
+    groups: Collection[str],
+    states: Collection[str],
+    scrub: Scrub | None,
+    published: FilledBlocks | PublishedBlocks,
+) -> None:
+    """Launch every pass once, over a step of padding.
+
+    Args:
+        ledger: on a GPU, without requests; it has to be restarted afterwards.
+        groups: the names of its groups of rows.
+        states: the names of its groups of states.
+        scrub: compares bytes beside it; None without one.
+        published: checks its blocks.
+    """
+    device = ledger.device
+    ledger.admit("of the warm-up", [0])
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    starts = torch.zeros(2, dtype=torch.int32, device=device)
+    tokens = torch.zeros(1, dtype=torch.int32, device=device)
+    tables = dict.fromkeys(groups, tokens[None])
+    slots = dict.fromkeys((*groups, *states), one - 1)
+    sources = dict.fromkeys(states, one - 1)
+    told = one - 1 if states else None
+    step_input = ledger.input
+    for target in (one.clone(), tokens.clone()):
+        step_input.put(target, [0])
+    step_input.count(tokens[None], tokens.bool(), 1, one.clone(), one[None].clone())
+    # Counts as the two runners have them, with drafts and without.
+    for drafts, counts in ((None, tokens), (tokens, tokens), (None, one), (tokens, one)):
+        step = Step(
+            *(one - 1, starts, None, tokens, slots, tables, drafts, sources, told), positions=one
+        )
+        if scrub is not None:
+            scrub.compare(step)
+        ledger.write(step)
+        ledger.check(step)
+        ledger.resolve(counts, one[None], besides=1)
+        if scrub is not None:
+            scrub.trace(step, one[None].float(), one - 1)
+            scrub.seal(step, counts, besides=1)
+    published.publish(step)

@@ -1,0 +1,270 @@
+"""vLLM's attention by Triton and FlashAttention over windows whose drafts wait in spare slots.
+
+See ``slot_reading``. The kernels of TRITON_ATTN and TRITON_MLA take tiles of a size that does not
+depend on the blocks', so their sums are stock's. For FlashAttention the host has to keep up with
+all layers outside of graphs, so arguments that its calls share are made once.
+FLASH_ATTN_MLA is in ``flash_latent_backend``: on a CPU its module of vLLM's cannot be imported.
+"""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from ..internals import Foreign, backends, batches
+from ..internals.backends import BatchTables, FlashTables, TritonLatentTables
+from ..internals.runner_protocols import AttentionLayer
+from .slot_reading import (
+    Reading,
+    SlotBuilder,
+    SlotHook,
+    WindowLatentImpl,
+    attend,
+    reading_of,
+    write,
+)
+
+_FlashBuilder, _FlashImpl, _FlashBackend = backends.flash_attention()
+
+
+@attrs.frozen(eq=False)
+class FlashHook(SlotHook):
+    """The steps of a target layer, its caches, and the arguments that it always passes.
+
+    Attributes:
+        caches: keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]`` each, spare
+            blocks included.
+        fixed: arguments of all its calls of FlashAttention; None: vLLM's own code makes the calls.
+    """
+
+    caches: tuple[Tensor, Tensor]
+    fixed: dict[str, object] | None
+
+
+@attrs.define(eq=False)
+class FlashReading(Reading):
+    """The slots and tables by which one forward reads its window.
+
+    Attributes:
+        batch: arguments of FlashAttention that all layers share; None: vLLM's own code makes the
+            calls.
+    """
+
+    batch: backends.BatchArguments | None = None
+
+    def complete(self) -> None:
+        """Make the arguments that all layers share."""
+        self.batch = backends.batch_arguments(self.metadata)
+
+
+class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of metadata, which also marks forwards that have a window.
+
+    For such a forward vLLM's schedule of FlashAttention, three launches, is left out: the first
+    layer makes one for blocks of one row in a single launch, and in a graph the host launches none.
+
+    Attributes:
+        schedules: vLLM makes a schedule; None until it was asked for one.
+    """
+
+    kvtxn_tables = FlashTables()
+    kvtxn_reading = FlashReading
+    schedules: bool | None = None
+
+    def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
+        """Let vLLM build a step's metadata, without a schedule where the window makes its own."""
+        quick = fast or (window and self.schedules is not None)
+        metadata = super().kvtxn_make(prefix, common, quick, window)
+        if not quick:
+            self.schedules = backends.has_schedule(metadata)
+        if self.kvtxn is not None and self.kvtxn_capturing:
+            # vLLM would read the schedule from a buffer that every step fills anew, and the
+            # drafter's graphs too; without one FlashAttention makes its own.
+            backends.drop_schedule(metadata)
+        return metadata
+
+
+class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
+    """vLLM's FlashAttention of a layer, which reads the step's window if the step has one."""
+
+    kvtxn: FlashHook | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        hook = self.kvtxn
+        metadata = None if hook is None else batches.metadata_of(layer)
+        reading = reading_of(hook, metadata)
+        if hook is None or reading is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        try:
+            slots = reading.slots
+            if slots is None:
+                slots = reading.prepare(hook, metadata, slot_mapping)
+            backends.write_by_flash(self, layer, (key, value), hook.caches, slots)
+            if not reading.captured:
+                hook.steps.note_staged(hook.ref)
+        except Exception as error:
+            if reading.captured:
+                raise
+            hook.steps.fall_back(error)
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: object,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: object,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over cache and window; without a window run vLLM's own attention."""
+        hook, scales = self.kvtxn, (output_scale, output_block_scale)
+        reading = reading_of(hook, attn_metadata)
+        if hook is not None and reading is not None:
+            try:
+                metadata, batch = reading.read(), reading.batch  # type: ignore[attr-defined]
+                if batch is None or hook.fixed is None or scales != (None, None):
+                    given = layer, query, key, value, hook.rows, metadata, output
+                    return super().forward(*given, *scales)  # type: ignore[no-any-return]
+                backends.attend_by_flash(query, output, hook.fixed, batch)
+                return output
+            except Exception as error:
+                if reading.captured:
+                    raise
+                hook.steps.fall_back(error)
+        own = layer, query, key, value, kv_cache, attn_metadata, output
+        return super().forward(*own, *scales)  # type: ignore[no-any-return]
+
+
+class WindowFlashBackend(_FlashBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN.
+
+    Attributes:
+        supports_kv_cache_update_bypass: False: a model may not write its rows by itself and leave
+            ``do_kv_cache_update`` out, which 0.33 lets models do over vLLM's own backend.
+    """
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowFlashImpl]:
+        """Return the class of the layers' attention."""
+        return WindowFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowFlashBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowFlashBuilder
+
+
+_TritonBuilder, _TritonImpl, _TritonBackend = backends.triton_attention()
+
+
+class WindowTritonBuilder(SlotBuilder, _TritonBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = BatchTables()
+
+
+class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
+    """vLLM's Triton attention of a layer, which reads the step's window if the step has one."""
+
+    kvtxn: SlotHook | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        writer = super().do_kv_cache_update
+        write(self.kvtxn, lambda slots: writer(layer, key, value, kv_cache, slots), slot_mapping)
+
+    def forward(
+        self,
+        layer: object,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: object,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over cache and window; without a window run vLLM's own attention."""
+        own, given = super().forward, (layer, query, key, value)
+        scales = output_scale, output_block_scale
+        found: Tensor = attend(
+            self.kvtxn,
+            lambda cache, metadata: own(*given, cache, metadata, output, *scales),
+            *(kv_cache, attn_metadata),
+        )
+        return found
+
+
+class WindowTritonBackend(_TritonBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_ATTN."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowTritonImpl]:
+        """Return the class of the layers' attention."""
+        return WindowTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowTritonBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowTritonBuilder
+
+
+_LatentBuilder, _LatentImpl, _LatentBackend = backends.triton_latent()
+
+
+class WindowTritonLatentBuilder(SlotBuilder, _LatentBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of TRITON_MLA's metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = TritonLatentTables()
+
+
+class WindowTritonLatentImpl(WindowLatentImpl, _LatentImpl):  # type: ignore[misc, valid-type]
+    """vLLM's attention of a layer with TRITON_MLA; its kernel takes tiles of one size.
+
+    Attributes:
+        kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
+        kvtxn_keeps_order: the order of a batch decides which kernel a request gets: it decodes if
+            it has as many rows as the first one, and counts among prompts otherwise.
+    """
+
+    kvtxn_line_per_row = True
+    kvtxn_keeps_order = True
+
+
+class WindowTritonLatentBackend(_LatentBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_MLA."""
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowTritonLatentImpl]:
+        """Return the class of the layers' attention."""
+        return WindowTritonLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowTritonLatentBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowTritonLatentBuilder

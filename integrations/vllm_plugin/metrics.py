@@ -1,0 +1,358 @@
+"""kvtxn's counters: what a worker answers, on the ``/metrics`` page, and after an engine's end.
+
+The workers count; the front end asks them through vLLM's ``collective_rpc``. A server asks every
+few seconds, so a scrape finds the numbers in place and never waits for an engine. No step has
+anything to do with it: between two steps each rank reads a few integers from its device.
+``snapshots`` asks an ``LLM``, which is asked once more right before it is shut down or collected.
+
+A worker that sleeps (vLLM's sleep mode) may have lost the memory that its counters lie in until it
+wakes up. So it counts once more before, and answers with that. The content of its KV cache is lost
+for good, and the audit forgets every row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+from weakref import WeakSet, ref
+
+from ...audit.findings import AUDIT_FAMILIES
+from ...log import get_logger
+from ...metrics import FAMILIES, Family
+from .internals import frontend as front
+from .internals import workers
+from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
+from .internals.hooks import is_swapped, restore_class, swap_class
+from .internals.workers import RECORDING, REPORT, SNAPSHOT
+from .policy import is_asked
+from .policy.settings import asks_for_windows, is_audited
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
+
+
+log = get_logger()
+
+ACTIVE: Final = Family(
+    "kvtxn_active",
+    "1 while kvtxn is active in this worker, 0 while vLLM runs without it.",
+    per_rank=True,
+)
+
+#: The field ``effect`` of the event ``kvtxn.no_metrics``.
+NO_METRICS: Final = "the engine runs on; /metrics shows no kvtxn counters"
+
+#: Seconds between two readings for the page.
+INTERVAL: Final = 5.0
+#: Seconds that an engine has for its last snapshot.
+_PATIENCE: Final = 5.0
+
+Snapshots = list[dict[str, float]]
+
+_ended: deque[Snapshots] = deque(maxlen=64)
+_hooked: WeakSet[Client] = WeakSet()
+
+
+def on_engine(engine: VllmEngine) -> None:
+    """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
+    try:
+        given = workers.additional_config(front.config_of(engine))
+        if not is_asked(given):
+            return
+        client = front.client_of(engine)
+        if not front.is_async(client):
+            if is_swapped(client):
+                return
+            swap_class(client, RememberingClient)
+            client.kvtxn_pid = os.getpid()
+            _hooked.add(client)
+        elif front.publishes(client, engine):
+            if getattr(client, "kvtxn_task", None) is not None:
+                return
+            page = Page(front.model_name(engine), windows=asks_for_windows(given))
+            # The loop holds its tasks weakly, and the task its client.
+            client.kvtxn_task = asyncio.get_running_loop().create_task(_publish(ref(client), page))
+            _hooked.add(client)
+    except Exception as error:
+        log.warning("kvtxn.no_metrics", why=repr(error), effect=NO_METRICS)
+
+
+def unhook_clients() -> None:
+    """Stop publishing and keeping the counters of every engine of this process."""
+    for client in list(_hooked):
+        task = vars(client).get("kvtxn_task")
+        if task is not None and not task.done():
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        if is_swapped(client):
+            restore_class(client)
+        for name in [name for name in vars(client) if name.startswith("kvtxn")]:
+            delattr(client, name)
+    _hooked.clear()
+
+
+# -- the page -----------------------------------------------------------------------
+
+
+async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> None:
+    """Update the metrics page every few seconds, as long as the engines live."""
+    said = False
+    while (client := reference()) is not None and not front.is_dead(client):
+        try:
+            for number, found in (await front.ask_all_workers(client, SNAPSHOT)).items():
+                page.show(number, found)
+        except Exception as error:
+            tell = log.debug if said else log.warning
+            tell("kvtxn.no_metrics", why=repr(error), effect=NO_METRICS)
+            said = True
+        del client
+        await asyncio.sleep(INTERVAL)
+
+
+@cache
+def _metric(family: Family) -> Counter | Gauge:
+    """Return this process's metric for a family; Prometheus takes each name once."""
+    from prometheus_client import Counter, Gauge  # reads its environment, which vLLM has set
+
+    labels = ["model_name", "engine"]
+    labels += ["rank"] if family.per_rank else []
+    labels += [family.label] if family.label else []
+    if family.is_counter:
+        return Counter(family.name, family.help, labels)
+    # If several processes serve the page, Prometheus adds their counters up; a gauge has one value.
+    return Gauge(family.name, family.help, labels, multiprocess_mode="mostrecent")
+
+
+class Page:
+    """The metrics of a model on the ``/metrics`` page.
+
+    Args:
+        model_name: a label of each metric, as in vLLM's own.
+        windows: the user asked for windows. Without them ``kvtxn_active`` is left out, since its 0
+            means that windows were asked for and stay out.
+    """
+
+    def __init__(self, model_name: str, *, windows: bool) -> None:
+        self._model_name = model_name
+        self._windows = windows
+        self._shown: dict[tuple[str, ...], float] = {}
+
+    def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
+        """Bring the metrics of an engine up to date.
+
+        Args:
+            engine: the engine's number.
+            snapshots: the counters of its workers, by rank.
+        """
+        lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
+        for rank, found in enumerate(snapshots):
+            if self._windows:
+                self._show(ACTIVE, engine, rank, found)
+            for family in FAMILIES if found["kvtxn_active"] else ():
+                if family.per_rank or rank == lead:
+                    self._show(family, engine, rank, found)
+            for family in AUDIT_FAMILIES:
+                if family.name in found:
+                    self._show(family, engine, rank, found)
+
+    def _show(self, family: Family, engine: int, rank: int, found: Mapping[str, float]) -> None:
+        from prometheus_client import Gauge
+
+        metric = _metric(family)
+        for label, value in family.values(found):
+            labels = [self._model_name, str(engine)]
+            labels += [str(rank)] if family.per_rank else []
+            labels += [label] if label is not None else []
+            series = metric.labels(*labels)
+            if isinstance(series, Gauge):
+                series.set(value)
+                continue
+            key = (family.name, *labels)
+            before = self._shown.get(key, 0)
+            # A count that shrank began anew, with new caches and windows.
+            series.inc(value - before if value >= before else value)
+            self._shown[key] = value
+
+
+# -- the end of an engine -------------------------------------------------------------
+
+
+class RememberingClient(BeforeClient):
+    """Takes a last snapshot of its engine; a mixin before the class of an ``LLM``'s client.
+
+    Attributes:
+        kvtxn_interpreter: ``sys``. At its end the interpreter empties modules, so that the names
+            of this one are None while objects are still being collected.
+        kvtxn_pid: the process that the client belongs to; a forked child's copy reaches nothing.
+        kvtxn_seen: the last snapshot.
+        kvtxn_ended: the engine was shut down.
+    """
+
+    kvtxn_interpreter: ClassVar[Any] = sys
+    kvtxn_pid: int
+    kvtxn_seen: Snapshots | None = None
+    kvtxn_ended = False
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Take the last snapshot, then shut the engine down."""
+        if not self.kvtxn_interpreter.is_finalizing():
+            _take_last(self)
+        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+
+    def __del__(self) -> None:
+        if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
+            self.shutdown()  # the thread that waits keeps this object from being collected
+        getattr(super(), "__del__", lambda: None)()
+
+
+def _take_last(client: RememberingClient) -> bool:
+    """Keep an engine's last snapshot, once; return False if the engine did not answer in time."""
+    if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
+        return True
+    client.kvtxn_ended = True
+
+    def read() -> None:
+        try:
+            client.kvtxn_seen = front.ask_workers(client, SNAPSHOT)
+        except Exception as error:
+            log.debug("kvtxn.no_last_snapshot", why=repr(error))
+
+    # vLLM's call waits without end, but an engine that hangs must still be shut down.
+    thread = Thread(target=read, name="kvtxn-last-snapshot", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if client.kvtxn_seen is not None:
+        _ended.append(client.kvtxn_seen)
+    return not thread.is_alive()
+
+
+def snapshots(llm: object) -> Snapshots:
+    """Return the counters of each worker by rank, of in-process and multi-process engines alike.
+
+    For an engine that was shut down these are the last ones, taken right before the end. When the
+    ``LLM`` itself is gone, ``last_snapshots`` has them.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+
+    Returns:
+        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
+        which is 0 (and alone) where kvtxn stays out.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
+    """
+    client = front.find_client(llm)
+    found: Snapshots | None = None
+    if getattr(client, "kvtxn_ended", False):
+        found = getattr(client, "kvtxn_seen", None)
+    if found is None:
+        found = front.ask_engine(llm, "snapshots", SNAPSHOT)
+    return [dict(counts) for counts in found]
+
+
+def ask_running_engines() -> None:
+    """Ask the workers of this process's running ``LLM``s for their counters.
+
+    An audit looks at a worker's last step when the worker is asked. An engine that does not answer
+    is passed over.
+    """
+    for client in list(_hooked):
+        if isinstance(client, RememberingClient) and not client.kvtxn_ended:
+            with suppress(Exception):
+                front.ask_workers(client, SNAPSHOT)
+
+
+def last_snapshots() -> list[Snapshots]:
+    """Return the last ``snapshots`` of this process's engines that ended, oldest first."""
+    return [[dict(counts) for counts in found] for found in _ended]
+
+
+# -- what a worker answers --------------------------------------------------------------
+
+#: Why the audit forgets every row.
+_LOST: Final = "the worker sleeps, or gives the memory of the KV cache away"
+
+
+def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
+    """Return a worker's counters."""
+    runner = workers.runner_of(wrapper)
+    steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
+    found = {"kvtxn_active": 0.0}
+    if steps is not None:
+        found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
+    if watch is not None:
+        found |= watch.counters()
+    elif is_audited(workers.additional_config(workers.engine_config(wrapper))):
+        found["kvtxn_audit_active"] = 0.0
+    return found
+
+
+def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
+    """Return the violations that a worker's audit found."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.report()
+
+
+def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
+    """Return the life of every slot, if it is recorded."""
+    runner = workers.runner_of(wrapper)
+    watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
+    recording: dict[str, Any] | None = None if watch is None else watch.recording()
+    if recording is None:
+        return None
+    return {**recording, "policy": None if steps is None else steps.manager.policy}
+
+
+_AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
+    SNAPSHOT: _snapshot,
+    REPORT: _report,
+    RECORDING: _recording,
+}
+
+
+def answer(name: str, wrapper: WorkerWrapper) -> object:
+    """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
+    kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
+    return _AWAKE[name](wrapper) if kept is None else kept[name]
+
+
+def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
+    """Let a hooked worker on a GPU sleep and wake up.
+
+    Returns:
+        A function that undoes it.
+    """
+    return workers.around_sleep(
+        wrapper,
+        asleep=partial(_falls_asleep, wrapper),
+        lost=partial(_loses_rows, wrapper),
+        awake=partial(_wakes, wrapper),
+    )
+
+
+def _falls_asleep(wrapper: WorkerWrapper) -> None:
+    """Count once more, as long as there is memory to count in."""
+    runner = workers.runner_of(wrapper)
+    if getattr(runner, "kvtxn_asleep", None) is None:
+        runner.kvtxn_asleep = {name: method(wrapper) for name, method in _AWAKE.items()}
+
+
+def _loses_rows(wrapper: WorkerWrapper) -> None:
+    """Forget every row: the content of the KV cache is about to be lost."""
+    runner = workers.runner_of(wrapper)
+    watch = getattr(runner, "kvtxn_audit", None)
+    if watch is not None:
+        runner.kvtxn_tell(lambda _: watch.forget())
+        log.info("kvtxn.audit_forgets", rank=workers.rank_of(wrapper), why=_LOST)
+
+
+def _wakes(wrapper: WorkerWrapper) -> None:
+    """Count as before."""
+    workers.runner_of(wrapper).kvtxn_asleep = None

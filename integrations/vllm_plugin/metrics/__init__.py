@@ -1,1 +1,0 @@
-"""Counters of all workers, for a program and for Prometheus."""

@@ -1,0 +1,157 @@
+"""The parts that windows over one captured forward share: fixed tensors, and a plan per layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .captured_launches import LayoutLaunches
+from .context import WindowContext
+from .executor import StagedLayer, Txn
+from .layout import RowLayout
+from .row_io import LayerRows
+from .states import TRANSITIONS, Event, WindowState
+from .turn import Turn
+
+OPEN: Final = WindowState.OPEN
+STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]
+
+#: Most numbers of rows for which views of every layer's rows are kept.
+_MOST_SIZES: Final = 64
+
+
+class StepPlan:
+    """The facts about windows of one layout that are known before their steps.
+
+    Attributes:
+        windows: the ``CapturedWindows`` that made the plan, and that it is for.
+        layout: the layout; the window's rows are the first rows of the batch.
+        num_requests: requests of the window.
+        launches: the executor's prepared launches; None if it has none.
+        marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
+        stage_operations: number of rows x number of layers whose drafts wait for commit.
+        together: launches of ``LayoutLaunches.capture_with``, by what the caller knows them by.
+    """
+
+    __slots__ = (
+        *("launches", "layout", "marks", "num_requests", "stage_operations"),
+        *("together", "windows"),
+    )
+
+    def __init__(
+        self,
+        windows: object,
+        layout: RowLayout,
+        launches: LayoutLaunches | None,
+        marks: Tensor | None,
+        stage_operations: int,
+    ) -> None:
+        self.windows = windows
+        self.layout = layout
+        self.num_requests = layout.num_requests
+        self.launches = launches
+        self.marks = marks
+        self.stage_operations = stage_operations
+        self.together: dict[Hashable, Callable[[], None]] = {}
+
+
+class SharedPlaces:
+    """The tensors and counters that all windows over one captured forward share.
+
+    Args:
+        context: the manager's context.
+        turn: the manager's ``Turn``, which lets one window at a time be open.
+        slots: int64 ``[num_groups, n]``, filled by the engine.
+        rows: by layer name ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``.
+        counters: int64 ``[lines, 4]``, in which windows under the policy count.
+        saves: True where the executor's own launches copy the old rows of a window into ``rows``
+            before the forward writes over them (policy ``undo``). Then ``rows`` is what an abort or
+            a fallback puts back; else it holds the drafts that wait for the commit.
+        slots_stay: ``slots`` is not filled anew while a window is open.
+
+    Attributes:
+        quiet: True if kvtxn's debug log was off when the open window began. Its commit then makes
+            no log event.
+        on_commit: a live view of the callbacks given to ``manager.on_commit``. It is empty while
+            nobody listens; then a commit makes no ``EndedWindow`` to hand around.
+        on_host: True if the caches are in the host's memory.
+        device: the number of the caches' device.
+        stored: function of a number of rows; returns that many rows of each layer, by layer name,
+            as ``StagedLayer``.
+        pattern: for ``Txn.pattern``: the rows of all these windows have the same strides.
+    """
+
+    def __init__(
+        self,
+        context: WindowContext,
+        turn: Turn,
+        slots: Tensor,
+        rows: LayerRows,
+        counters: Tensor,
+        *,
+        saves: bool,
+        slots_stay: bool,
+    ) -> None:
+        self.context = context
+        self.turn = turn
+        self.metrics = context.metrics
+        self.outcomes = context.metrics.windows
+        self.first_state = OPEN if context.policy == "deferred" else STAGED
+        self.quiet = False
+        self.on_commit = context.hooks.live("on_commit")
+        self.slots = slots
+        self.rows = rows
+        self.counters = counters
+        self.num_layers = len(context.refs)
+        self.pattern = object()
+        self.stored = lru_cache(maxsize=_MOST_SIZES)(self._stored)
+        self.on_host = slots.is_cpu
+        self.device = slots.get_device()
+        self._saves = saves
+        #: Under ``undo`` the slots of the rows that were saved last, as an engine may fill in those
+        #: of its next step before it ends a window that a failed step has left open.
+        self._saved_slots: Tensor | None = None
+        if context.policy == "undo" and not slots_stay:
+            self._filled = slots[:, : context.executor.config.max_rows]
+            self._saved_slots = torch.full_like(self._filled, -1)
+
+    def save_slots(self) -> None:
+        """Copy the slots of the step, if it writes over rows that may have to be put back."""
+        if self._saved_slots is not None:
+            self._saved_slots.copy_(self._filled)
+
+    def fill(self, txn: Txn, *, saved: bool) -> None:
+        """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window.
+
+        Args:
+            txn: the window's.
+            saved: the rows of the step were saved, if any are to be.
+        """
+        txn.counters, txn.pattern = self.counters, self.pattern
+        layout, slots = txn.layout, self.slots
+        if saved and self._saved_slots is not None:
+            slots = self._saved_slots
+        for line, (group, limit) in zip(slots, self.context.groups.items(), strict=True):
+            if self.context.kinds[group].per_request:
+                slots = line[: layout.num_requests][layout.request]
+            else:
+                slots = line[: layout.num_rows]
+            txn.slots[group] = slots
+            inside = ((slots >= -1) & (slots < limit)).all()
+            txn.in_range = inside if txn.in_range is None else txn.in_range & inside
+        if self._saves and saved:
+            stored = self.stored(layout.num_rows)
+            txn.saved = {name: layer.rows for name, layer in stored.items()}
+
+    def _stored(self, num_rows: int) -> dict[str, StagedLayer]:
+        """View the first ``num_rows`` rows of each layer in the caches' own dtypes."""
+        found = {}
+        for ref in self.context.refs:
+            parts = zip(self.rows[ref.name], ref.kept, strict=True)
+            rows = tuple(part[:num_rows].view(kept.format.dtype) for part, kept in parts)
+            found[ref.name] = StagedLayer(ref, rows)
+        return found

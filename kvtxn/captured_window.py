@@ -1,0 +1,448 @@
+"""``CapturedWindow``: one transaction over a captured forward, cheap on the host.
+
+It is a ``Window``. The usual course of a step is written a second time here, because its host
+time is counted in tenths of microseconds: ``commit_sampled`` makes one prepared launch and takes
+the label from the state table. In every other case (a failure, an abort, hooks, debug events, an
+executor without prepared launches) the window first makes its ``Lifecycle``, then calls the code
+that all windows share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from . import recovery
+from .captured_shared import OPEN, STAGED, SharedPlaces, StepPlan
+from .commit_input import SIGNED, Accepted, as_accepted, described, is_plain
+from .compile_guard import never_compiled
+from .context import WindowContext
+from .errors import AcceptanceError, WindowStateError
+from .layers import LayerRef
+from .layout import RowLayout
+from .lifecycle import Lifecycle
+from .staged_input import check_ref
+from .states import TRANSITIONS, Event, WindowState, allowed
+from .window import Window
+
+_INT32: Final = torch.int32
+_COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
+
+
+class CapturedWindow(Window):
+    """A transaction over a captured forward; made by ``CapturedWindows.begin``, used once.
+
+    Under ``deferred`` the window is OPEN until ``note_staged`` has noted every layer, or until its
+    commit: a commit without any noted layer means that a graph was replayed. Under ``undo`` and
+    ``direct`` the forward writes the rows by itself, and the window is STAGED from the start.
+
+    Args:
+        shared: the tensors that all windows over this forward share.
+        number: the window's number, counted from 0 for each manager.
+        plan: the facts about the window's layout.
+    """
+
+    # The class attributes below replace ``Window.__init__``, so that a usual step sets no more.
+    _written_by = "caller"
+    _to_stage = "call note_staged for every layer, or fall_back"
+    _only_holds = False
+    _noted: dict[str, LayerRef] | None = None
+    _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
+
+    def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
+        self.number = number
+        self._shared = shared
+        self.plan = plan
+        #: None as soon as the window has a lifecycle, which then has the state.
+        self._state: WindowState | None = shared.first_state
+
+    @property
+    def _context(self) -> WindowContext:  # type: ignore[override]  # one store less in each step
+        return self._shared.context
+
+    @property
+    def state(self) -> WindowState:
+        """The state of the window."""
+        state = self._state
+        return self._life.state if state is None else state
+
+    @property
+    def layout(self) -> RowLayout:
+        """The layout; the window's rows are the first rows of the batch."""
+        return self.plan.layout
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the window."""
+        return self.plan.layout.num_rows
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the layers that the window still waits for; none if it waits for no layer."""
+        waits = self.state is OPEN
+        noted = self._noted or {}
+        return tuple(name for name in self._context.layers if waits and name not in noted)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the window is over and calls no hooks any more."""
+        state = self._state
+        return self._life.has_ended if state is None else state.is_final
+
+    def __repr__(self) -> str:
+        return f"<CapturedWindow {self.number} {self.state.name}, {self.num_rows} rows>"
+
+    def note_staged(self, ref: LayerRef) -> None:
+        """Note that one more layer's drafts wait for commit; for a forward that is not replayed.
+
+        Args:
+            ref: the layer. Noting a layer again changes nothing: its rows wait at one place.
+
+        Raises:
+            WindowStateError: the window is over.
+            LayerError: not the manager's layer.
+        """
+        state = self._state
+        if state is not OPEN and self.state.is_final:
+            self._life.refuse("note_staged", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
+        layers = self._shared.context.layers
+        if ref is None or layers.get(getattr(ref, "name", "")) is not ref:
+            check_ref(ref, layers, layers, "window")
+        noted = self._noted
+        if noted is None:
+            noted = self._noted = {}
+        if ref.name in noted:
+            return
+        noted[ref.name] = ref
+        if self._state is None:
+            self._take([ref])
+        elif len(noted) == self._shared.num_layers:
+            self._state = STAGED
+
+    def stage(self, ref: LayerRef, *rows: object, **slots: object) -> None:
+        """Refuse the rows: the captured forward stages them.
+
+        Raises:
+            WindowStateError: always.
+        """
+        if self.state.is_final:
+            self._life.refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
+        raise WindowStateError(
+            "stage",
+            f"the captured forward stages the rows of {getattr(ref, 'name', ref)!r}",
+            state=self.state.name,
+            hint="call note_staged(ref) where the host sees the forward",
+        )
+
+    # -- old rows, which an abort puts back ---------------------------------------------------
+
+    def save(self) -> None:
+        """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
+        self._shared.save_slots()
+        if self.plan.launches is not None:
+            self.plan.launches.save()
+            return
+        txn = self._life.txn
+        assert txn is not None
+        for group in self._context.groups:
+            self._context.save(txn, group)
+
+    def save_failed(self, error: Exception) -> None:
+        """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
+        self._unsaved = self.plan.launches is not None  # one launch saves them all, or none
+        life, self._unsaved = self._life, False
+        life.go_direct("begin", error)
+        life.missing.clear()  # the forward writes every row, and no state
+        txn = life.txn
+        assert txn is not None
+        if self._context.policy == "deferred":
+            stored = self._shared.stored(txn.layout.num_rows)
+            txn.staged.update({name: row for name, row in stored.items() if row.ref.states})
+        life.or_fail(lambda: recovery.save_rings(self._context, txn))
+
+    def before_forward(self, *, saves: bool) -> None:
+        """Say that the forward comes now, if ``begin`` left the saving of old rows to it.
+
+        Until then an abort puts nothing back, as nothing was overwritten. Does nothing to a window
+        whose rows were saved when it began.
+
+        Args:
+            saves: the forward begins with ``CapturedWindows.save_in_forward``, for as many rows as
+                the window has. Else the rows are saved now; if that fails, the window is DIRECT.
+
+        Raises:
+            Exception: what saving raised, under ``on_error="raise"``.
+        """
+        if not self._unsaved or self._state is None:
+            return
+        self._unsaved = False
+        if saves:
+            return
+        try:
+            self.save()
+        except Exception as error:
+            self.save_failed(error)
+        except BaseException:
+            self._life.finish(Event.FAIL)
+            raise
+
+    def _miss_saving(self, operation: str) -> None:
+        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back."""
+        life, self._unsaved = self._life, False
+        if allowed(life.state, Event.FALL_BACK):
+            why = "the forward was to save the rows that drafts overwrite, and did not come"
+            hint = "call before_forward right before the forward"
+            self.save_failed(WindowStateError(operation, why, state=life.state.name, hint=hint))
+
+    # -- the end of a step ----------------------------------------------------------
+
+    def to_launch(self) -> StepPlan | None:
+        """Return the window's plan if one prepared launch commits it as it is now; else None."""
+        state = self._state
+        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
+            return None
+        return self.plan
+
+    def commit_sampled(self, sampled: Tensor) -> WindowState:
+        """Commit the drafts that were sampled: for each request, its sampled tokens less one.
+
+        One prepared launch; nothing waits for the device. ``commit`` takes accepted drafts in any
+        form, and takes longer.
+
+        Args:
+            sampled: int ``[num_requests]`` or longer, on the caches' device: the number of tokens
+                sampled for each request. Counts clamp to the draft lengths.
+
+        Returns:
+            The window's final state: COMMITTED, or FELL_BACK after a failure.
+
+        Raises:
+            AcceptanceError: ``sampled`` is not such a tensor; the window stays as it is.
+            IncompleteWindowError: some layers were noted as staged and some were not; nothing was
+                written, and the window stays open.
+            WindowStateError: the window is over.
+            Exception: under ``on_error="raise"``, the launch's own error, after the caches were
+                restored; or a hook's error.
+        """
+        if self._unsaved:
+            self._miss_saving("commit_sampled")
+        state, plan = self._state, self.plan
+        launches, replay = plan.launches, None
+        if state is not STAGED and (state is not OPEN or self._noted is not None):
+            launches = None  # the window is over, or waits for layers: no launch alone can end it
+        if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
+            try:  # a captured commit reads its counts at one address, which no other device has
+                replay = launches.replays.get(sampled.data_ptr())
+            except RuntimeError:
+                replay = None  # a sparse tensor has no address; ``_check`` refuses it
+        if (
+            replay is None
+            or sampled.dim() != 1
+            or sampled.numel() < plan.num_requests
+            or not sampled.is_contiguous()
+        ):
+            self._check(sampled)
+            if launches is None:
+                return self._commit_any(sampled)
+            replay = partial(launches.commit, sampled)
+        found = self.commit_by(replay, sampled)
+        assert found is not None  # one launch commits it, or there were no launches
+        return found
+
+    def commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState | None:
+        """Commit as ``commit_sampled`` does, by a launch of the caller's.
+
+        Args:
+            launch: ``LayoutLaunches.capture_with`` of ``plan`` captured it over ``sampled``.
+            sampled: as for ``commit_sampled``.
+
+        Returns:
+            As ``commit_sampled`` does; None if one launch alone does not commit the window as it is
+            now, see ``to_launch``: then nothing was done.
+
+        Raises:
+            Exception: as ``commit_sampled`` does.
+        """
+        state = self._state
+        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
+            return None
+        shared = self._shared
+        in_short = shared.quiet and not shared.on_commit  # nobody is to be told
+        try:
+            launch()
+        except Exception as error:
+            self._commit_by_reference(sampled, error)
+            return self.state
+        except BaseException:  # interrupted half-way: nothing can be promised
+            self._life.finish(Event.FAIL)
+            raise
+        if in_short:  # as in ``Lifecycle.finish``
+            self._state = _COMMITTED
+            shared.metrics.layer_calls += self.plan.stage_operations
+            shared.outcomes["committed"] += 1
+            shared.turn.window = None
+            return _COMMITTED
+        try:
+            self._take_the_rest()
+            self._life.finish(Event.COMMIT, self._counts(sampled))
+        except BaseException:  # the caches have the rows, but no label says so
+            self._life.fail()
+            raise
+        self._life.surface()
+        return self.state
+
+    def commit(self, accepted: Accepted) -> None:
+        """Make exactly the accepted draft rows durable; see ``Window.commit``."""
+        if self._unsaved:
+            self._miss_saving("commit")
+        if self._noted is None and self.state is OPEN:
+            accepted = as_accepted(accepted, self.layout, self._context.device)
+            self._take_the_rest()
+        super().commit(accepted)
+
+    def _commit_any(self, sampled: Tensor) -> WindowState:
+        """Commit without prepared launches, or refuse to."""
+        if self._noted is None and self.state is OPEN:
+            self._take_the_rest()
+        life = self._life
+        if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
+            life.refuse_commit("commit_sampled", self._to_stage)
+        super().commit(self._counts(sampled))
+        return self.state
+
+    def _check(self, sampled: object) -> None:
+        """Refuse numbers of sampled tokens that no launch could read.
+
+        Raises:
+            AcceptanceError: ``sampled`` is not as ``commit_sampled`` takes it.
+        """
+        if (
+            isinstance(sampled, Tensor)
+            and sampled.dtype in SIGNED
+            and is_plain(sampled)  # asked first: a nested tensor has no shape
+            and sampled.ndim == 1
+            and sampled.shape[0] >= self.plan.num_requests
+            and sampled.get_device() == self._shared.device
+            and sampled.is_cpu == self._shared.on_host
+        ):
+            return
+        got = described(sampled)
+        if isinstance(sampled, Tensor):
+            got += f" on {sampled.device}"
+        raise AcceptanceError(
+            "commit_sampled",
+            "sampled does not fit the window",
+            expected=f"signed int [{self.plan.num_requests}] or longer on {self._context.device}",
+            got=got,
+            hint="pass the number of tokens sampled for each request: its accepted drafts and one "
+            "more; commit() takes accepted drafts in other forms",
+        )
+
+    def fall_back(self, operation: str, error: Exception, *, replayed: bool | None = None) -> None:
+        """Give the window up because the caller's own code failed; see ``Window.fall_back``.
+
+        Args:
+            operation: see ``Window.fall_back``.
+            error: see ``Window.fall_back``.
+            replayed: says how far the forward had come. Pass True after a replay of the graph: all
+                layers have made their drafts, and kvtxn writes these now. Pass False if the forward
+                ran without a graph and failed half-way: kvtxn writes the drafts of the layers that
+                ``note_staged`` was called for, and the caller writes those of all others itself;
+                it goes on to note layers with states, whose rows still wait for the commit.
+                None takes False if any layer was noted, and True otherwise; a commit decides alike.
+        """
+        whole = not self._noted if replayed is None else replayed
+        if whole and self.state is OPEN:
+            self._take_the_rest()
+        super().fall_back(operation, error)
+        txn = self._life.txn
+        assert txn is not None
+        self._life.or_fail(lambda: recovery.save_rings(self._context, txn))
+
+    @never_compiled
+    def abort(self, *, replayed: bool | None = None) -> None:
+        """Take every draft row back; see ``Window.abort``.
+
+        Args:
+            replayed: says whether the forward wrote its settled rows, which ``on_abort`` hooks are
+                told of. Pass False if the forward did not come to its end: the hooks are told of no
+                row. None takes False if some layers were noted and some were not, and True
+                otherwise; a commit decides alike. It is False if ``before_forward`` was to come.
+        """
+        if not self.state.is_final:
+            if self._unsaved:
+                replayed = False
+            if replayed is not False and not self._noted:
+                self._take_the_rest()
+            elif replayed is False and self.state is STAGED and not self._noted:
+                self._life.missing.update(self._context.unstaged)  # no layer's rows are there
+        super().abort()
+
+    def _commit_by_reference(self, sampled: Tensor, error: Exception) -> None:
+        """Commit by the reference after a failed launch, or restore the caches and raise."""
+        self._take_the_rest()
+        life, counts = self._life, self._counts(sampled)
+        txn = life.txn
+        assert txn is not None
+
+        def finish() -> None:
+            life.follow(recovery.commit_failed(self._context, txn, counts, txn.saved, error))
+            life.finish(Event.COMMIT, counts)
+
+        life.or_fail(finish)
+        life.surface()
+
+    def _counts(self, sampled: Tensor) -> Tensor:
+        """Return the accepted drafts of each request, int64 ``[num_requests]``: tokens less one.
+
+        On the host the counts are clamped to the draft lengths; on the device, whoever reads them
+        clamps them.
+        """
+        counts = sampled[: self.plan.layout.num_requests].long() - 1
+        if not counts.is_cpu:
+            return counts  # clamped where they are compared with row positions
+        return counts.clamp(min=0).minimum(torch.tensor(self.plan.layout.draft_len))
+
+    # -- a window like any other -------------------------------------------------------
+
+    @cached_property
+    def _life(self) -> Lifecycle:  # type: ignore[override]  # made when it is first needed
+        """The window's lifecycle, with its slots and the rows that wait or were saved."""
+        assert self._state is not None
+        life = Lifecycle(self._context, self.number)
+        life.txn = self._context.new_txn(self.plan.layout, self.number)
+        life.txn.drafts_alone = True
+        life.state = self._state
+        if self._state is not OPEN:
+            life.missing.clear()
+        if not self._state.is_final:
+            self._shared.fill(life.txn, saved=not self._unsaved)
+        self.__dict__["_life"], self._state = life, None
+        if not life.state.is_final:
+            self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())
+        return life
+
+    def _take(self, refs: Iterable[LayerRef]) -> None:
+        """Move layers whose drafts wait from ``missing`` to the lifecycle's ``Txn``."""
+        life = self._life
+        txn = life.txn
+        assert txn is not None
+        shared = self._shared
+        for ref in refs:
+            if txn.waits or (ref.states and shared.context.policy == "deferred"):
+                stored = shared.stored(self.num_rows)
+                txn.staged[ref.name] = stored[ref.name]
+                self._context.metrics.layer_calls += self.num_rows
+            life.missing.pop(ref.name, None)
+        if not life.missing and life.state is OPEN:
+            life.go(Event.STAGE_LAST)
+
+    def _take_the_rest(self) -> None:
+        """Stage every layer of an OPEN window: a graph was replayed, so no layer was noted."""
+        life = self._life
+        if life.state is OPEN:
+            self._take(self._context.refs)

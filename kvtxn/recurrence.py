@@ -1,0 +1,250 @@
+"""``Recurrence``: how one state of a layer takes rows in, and which numbers of a row it needs.
+
+A layer that is *replayed* stages no states. It stages, for each row, the few numbers that its
+recurrence consumes; the commit reads the one state, takes the kept rows in, one after another,
+and writes the state back. A description of the recurrence says which numbers these are, in which
+shapes, and how a state takes in one row.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .errors import LayerError
+from .formats import RowFormat
+
+#: dtypes in which numbers may be stored or staged.
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@attrs.frozen(eq=False)
+class RowPart:
+    """A tensor that holds one part of a layer's staged rows.
+
+    A row part has the attributes of a ``Plane`` that concern rows, and none that concern a cache.
+
+    Attributes:
+        part: the part's name in messages, such as ``"key"``.
+        row_shape: shape of the part of one row.
+        format: the number format of the part.
+    """
+
+    part: str
+    row_shape: tuple[int, ...]
+    format: RowFormat
+    is_scale: bool = attrs.field(default=False, init=False)
+    given_shape: None = attrs.field(default=None, init=False)
+
+    @classmethod
+    def of(cls, part: str, dtype: torch.dtype, *row_shape: int) -> RowPart:
+        """Make a part with a row of these sizes, in a dtype without scales."""
+        return cls(part, row_shape, RowFormat(dtype))
+
+    @property
+    def staged_shape(self) -> tuple[int, ...]:
+        """Shape of the part of one row, as the caller stages it."""
+        return self.row_shape
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the part of one row takes."""
+        count = 1
+        for size in self.row_shape:
+            count *= size
+        return count * self.format.dtype.itemsize
+
+
+class Recurrence(abc.ABC):
+    """A description of the way in which one state takes rows in.
+
+    Attributes:
+        moves_bytes: True if the state is made of rows unchanged, and no number is computed: the
+            reference then works on words, so that every bit pattern survives.
+    """
+
+    moves_bytes: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def check(self, layer: str, state: Tensor) -> None:
+        """Refuse a state that does not fit this recurrence.
+
+        Args:
+            layer: the layer's name, for the message.
+            state: ``[num_states, *state_shape]``.
+
+        Raises:
+            LayerError: rank, sizes or dtype do not fit.
+        """
+
+    @abc.abstractmethod
+    def given(self, state: Tensor) -> tuple[RowPart, ...]:
+        """List the parts of a row that ``stage`` takes, in their order."""
+
+    def kept(self, state: Tensor) -> tuple[RowPart, ...]:
+        """List the parts of a row that wait for the commit; by default those of ``given``."""
+        return self.given(state)
+
+    def prepare(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Turn ``given`` parts into ``kept`` parts.
+
+        Args:
+            parts: ``[num_rows, *row_shape]`` each, of any dtype that may be staged.
+        """
+        return tuple(parts)
+
+    @abc.abstractmethod
+    def step(self, state: Tensor, row: Sequence[Tensor]) -> Tensor:
+        """Return the states after one more row each.
+
+        Args:
+            state: ``[num_requests, *state_shape]``, float32; words if ``moves_bytes``.
+            row: the ``kept`` parts of one row per request, ``[num_requests, *row_shape]`` each,
+                float32; words if ``moves_bytes``.
+        """
+
+
+def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
+    """Refuse a ``replay`` argument that is not one recurrence per state.
+
+    Args:
+        layer: the layer's name, for messages.
+        replay: the argument of ``LayerRef.recurrent``, as a tuple.
+        states: the layer's states.
+
+    Raises:
+        LayerError: ``replay`` is not so, or a recurrence does not fit its state.
+    """
+    if not isinstance(replay, tuple) or not all(isinstance(each, Recurrence) for each in replay):
+        raise LayerError(
+            "LayerRef",
+            f"replay of {layer!r} is not valid",
+            expected="one recurrence per state, such as kvtxn.recurrent.GatedDelta",
+            got=repr(replay),
+        )
+    if replay and len(replay) != len(states):
+        raise LayerError(
+            "LayerRef",
+            f"{layer!r} needs a recurrence for each state, or for none",
+            expected=f"{len(states)} recurrences",
+            got=len(replay),
+            hint="make two layers where some states are selected and others replayed",
+        )
+    for recurrence, state in zip(replay, states, strict=False):
+        recurrence.check(layer, state)
+
+
+def check_state(layer: str, state: Tensor, shape: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse a state of another rank than ``shape`` shows, or of another dtype than ``dtypes``.
+
+    Raises:
+        LayerError: ``state`` is such a state.
+    """
+    if state.ndim != shape.count(",") + 1 or state.dtype not in dtypes:
+        raise LayerError(
+            "LayerRef",
+            f"a state of {layer!r} does not fit its recurrence",
+            expected=f"{shape}, {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}",
+            got=f"{state.dtype}{list(state.shape)}",
+            hint="pass a view of these dimensions; any strides will do",
+        )
+
+
+def check_heads(layer: str, what: str, heads: int, of_state: int) -> None:
+    """Refuse key heads or groups that do not divide the heads of the state.
+
+    Raises:
+        LayerError: the key heads or groups do not divide the heads.
+    """
+    if of_state % heads:
+        raise LayerError(
+            "LayerRef",
+            f"{what} of {layer!r} do not fit its state",
+            expected=f"a divisor of the state's {of_state} heads",
+            got=heads,
+        )
+
+
+def positive(recurrence: object, attribute: attrs.Attribute[int], value: object) -> None:
+    """Validate an attribute that is a positive int.
+
+    Raises:
+        LayerError: ``value`` is not a positive int.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LayerError(
+            type(recurrence).__name__,
+            f"{attribute.name} is not valid",
+            expected="a positive int",
+            got=repr(value),
+        )
+
+
+def one_of(*choices: object) -> Any:
+    """Make a validator of an attribute that is one of ``choices``; it raises LayerError."""
+
+    def validate(recurrence: object, attribute: attrs.Attribute[object], value: object) -> None:
+        if not any(value is choice or value == choice for choice in choices):
+            raise LayerError(
+                type(recurrence).__name__,
+                f"{attribute.name} is not valid",
+                expected=f"one of {', '.join(map(str, choices))}",
+                got=repr(value),
+            )
+
+    return validate
+
+
+def by_request(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Split rows that lie request by request into one tensor per request.
+
+    Raises:
+        LayerError: there are not as many rows as the lengths say.
+    """
+    if tensor.shape[0] != sum(lengths):
+        raise LayerError(
+            "outputs",
+            "the rows do not fit the lengths",
+            expected=f"{sum(lengths)} rows",
+            got=tensor.shape[0],
+        )
+    return list(tensor.split(list(lengths)))
+
+
+def states_of(
+    state: Tensor, slots: Tensor | Sequence[int], lengths: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Read the states of the requests, in ``dtype``; zeros where a request has no slot.
+
+    Args:
+        state: ``[num_states, *state_shape]``.
+        slots: int ``[num_requests]``, -1 for a request without a state.
+        lengths: the rows of each request.
+        dtype: the dtype of the result.
+
+    Raises:
+        LayerError: ``slots`` is not one slot per request, or, if on the host, names no state.
+    """
+    empty = not isinstance(slots, Tensor) and not len(slots)  # torch takes an empty list as floats
+    where = torch.as_tensor(slots, dtype=torch.int64 if empty else None, device=state.device)
+    inside = True
+    if not isinstance(slots, Tensor) or slots.is_cpu:
+        inside = all(-1 <= int(slot) < state.shape[0] for slot in slots)
+    whole = not (where.is_floating_point() or where.is_complex() or where.dtype is torch.bool)
+    if where.shape != (len(lengths),) or not whole or not inside:
+        raise LayerError(
+            "outputs",
+            "slots is not valid",
+            expected=f"int [{len(lengths)}], -1 to {state.shape[0] - 1}",
+            got=f"{where.dtype} {list(where.shape)}" if inside else f"{where.tolist()}",
+            hint="name the state of each request; -1 starts from zeros",
+        )
+    where = where.long()
+    taken = state[where.clamp(min=0)].to(dtype)
+    there = (where >= 0).view(-1, *[1] * (state.ndim - 1))
+    return torch.where(there, taken, torch.zeros_like(taken))
