@@ -14,7 +14,7 @@ import triton.language as tl
 from ...audit import books as book
 from ...audit import group_lines, passes
 from . import byte_plan
-from .compare_kernel import table_place
+from .compare_kernel import first_read, table_place
 from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
 
@@ -24,8 +24,6 @@ BASE = tl.constexpr(group_lines.BASE)
 STRIDE = tl.constexpr(group_lines.STRIDE)
 BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
 NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
-WINDOW = tl.constexpr(group_lines.WINDOW)
-CHUNK = tl.constexpr(group_lines.CHUNK)
 RING = tl.constexpr(group_lines.RING)
 IS_STATE = tl.constexpr(group_lines.IS_STATE)
 FIELDS = tl.constexpr(group_lines.FIELDS)
@@ -136,13 +134,7 @@ def list_reads(
     state_at = tl.load(sources + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     wanted = admitted & (tl.load(watched + number * GROUP_FIELDS + WATCHED) != 0)
     end = tl.where(wanted & (count > 0), first, 0)
-    window = tl.load(group + WINDOW)
-    chunk = tl.load(group + CHUNK)
-    ring = tl.load(group + RING)
-    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
-    by_chunk = first // tl.maximum(chunk, 1) * chunk
-    low = tl.maximum(low, tl.where(chunk > 0, by_chunk, 0))
-    low = tl.maximum(low, tl.where(ring > 0, first + count - ring, 0))
+    low = first_read(group, first, first + count)
     low = tl.where(is_state, tl.maximum(first - 1, 0), low)
     address = tl.where(is_state, state_at, rows_at)
     end = tl.where(address != 0, end, 0)
@@ -257,15 +249,5 @@ def list_written(
             add(filled, FILL, number, slot, place, line, within, work, counts, capacity)
             if is_state:
                 head = can_fill & (within + 1 == settled)
-                add(
-                    head,
-                    CLEAR,
-                    number,
-                    slot,
-                    place,
-                    line,
-                    stay + within * 0,
-                    work,
-                    counts,
-                    capacity,
-                )
+                count_kept = stay + within * 0
+                add(head, CLEAR, number, slot, place, line, count_kept, work, counts, capacity)

@@ -180,24 +180,13 @@ def do_work(
 ) -> None:
     """Do what the entries say, in one layer. Grid: (PROGRAMS, layers).
 
-    Args:
+    Arguments are those of ``write_rows``, and:
         layers: int64 ``[num_layers, LAYER_FIELDS]``.
         planes: int64 ``[num_planes, PLANE_FIELDS]``.
-        key: int64 ``[3]``.
         seals: int64 ``[num_words]``.
         work: int64 ``[capacity, ENTRY]``.
         counts: int64 ``[2]``, the entries listed, and 0; both 0 afterwards.
-        own: int64 ``[num_lines, own_stride]``.
-        facts: int64 ``[NUM_FACTS, num_lines]``.
-        journal: int64 ``[journal_size, PLACES + GROUPS]``.
         found: int64 ``[violations, NUM_FIELDS]``.
-        counters: of the books.
-        own_stride: columns of ``own``.
-        num_lines: lines.
-        journal_size: entries of the journal.
-        violations: that can wait.
-        capacity: entries of ``work``.
-        GROUPS: number of groups.
         PROGRAMS: programs that share the entries.
         ENTRIES: journal entries at a time.
         TILE: words or elements at a time.
@@ -300,30 +289,13 @@ def find_nan(
 ) -> None:
     """Look for a NaN in one output, and report its request. Grid: (n,).
 
-    Args:
+    Arguments are those of ``write_rows``, and:
         outputs: float ``[n, columns]``, contiguous.
         rows: int64 ``[n]``.
-        lines: int ``[num_requests]``.
-        starts: int ``[num_requests + 1]``.
-        first_position: int ``[num_requests]``.
         tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
-        groups: int64 ``[GROUPS, FIELDS]``.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
-        words: int64 ``[num_words]``.
         nans: int64 ``[num_lines]``, exchanged atomically.
-        own: int64 ``[num_lines, own_stride]``.
-        facts: int64 ``[NUM_FACTS, num_lines]``.
-        journal: int64 ``[journal_size, PLACES + GROUPS]``.
         found: int64 ``[violations, NUM_FIELDS]``.
-        counters: of the books.
-        num_requests: requests, padding included.
-        num_rows: rows, as for ``write_rows``.
-        columns: numbers in an output.
-        own_stride: columns of ``own``.
-        num_lines: lines.
-        journal_size: entries of the journal.
-        violations: that can wait.
-        GROUPS: number of groups.
         ENTRIES: journal entries at a time.
         TILE: numbers at a time.
     """

@@ -55,18 +55,7 @@ def begin_request(
     num_lines: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Put a request's digests and facts in place.
-
-    Args:
-        packed: as for ``change_books``.
-        fields: pointer to the request's fields.
-        key: int64 ``[3]``.
-        own: int64 ``[num_lines, own_stride]``.
-        facts: int64 ``[NUM_FACTS, num_lines]``.
-        own_stride: columns of ``own``.
-        num_lines: lines.
-        TILE: tokens at a time.
-    """
+    """Put the digests and facts of the request with these fields in place."""
     line = tl.load(fields + LINE)
     count = tl.load(fields + COUNT)
     tokens = packed + tl.load(fields + BEGIN)
@@ -96,14 +85,7 @@ def begin_request(
 
 @triton.jit
 def hand_out(words: tl.tensor, first: tl.tensor, count: tl.tensor, TILE: tl.constexpr) -> None:
-    """Mark the words of a block as unwritten.
-
-    Args:
-        words: int64 ``[num_words]``.
-        first: the block's first word.
-        count: its words.
-        TILE: words at a time.
-    """
+    """Mark ``count`` words of a block as unwritten, from ``first`` on."""
     for at in range(0, count, TILE):
         word = at + tl.arange(0, TILE).to(tl.int64)
         tl.store(words + first + word, word * 0 + UNWRITTEN, mask=word < count)

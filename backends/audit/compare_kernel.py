@@ -68,6 +68,18 @@ def table_place(group: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def first_read(group: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """Return the first position that a query at ``first`` reads of a step's rows up to ``end``."""
+    window = tl.load(group + WINDOW)
+    chunk = tl.load(group + CHUNK)
+    ring = tl.load(group + RING)
+    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
+    by_chunk = first // tl.maximum(chunk, 1) * chunk
+    low = tl.maximum(low, tl.where(chunk > 0, by_chunk, 0))
+    return tl.maximum(low, tl.where(ring > 0, end - ring, 0))
+
+
+@triton.jit
 def judge(
     position: tl.tensor,
     live: tl.tensor,
@@ -141,29 +153,17 @@ def compare_rows(
 ) -> None:
     """Compare what one request reads through one group. Grid: (requests, GROUPS, SPLITS).
 
-    Args:
-        lines: int ``[num_requests]``.
+    Arguments are those of ``write_rows``, and:
         low: int ``[num_requests]``, the first position of a stretch; if ``STEPPING`` that of the
             request's first row.
         high: int ``[num_requests]``, the position after a stretch; if ``STEPPING`` the ``starts``
             of a step, int ``[num_requests + 1]``.
         tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
-        groups: int64 ``[GROUPS, FIELDS]``.
-        words: int64 ``[num_words]``.
-        own: int64 ``[num_lines, own_stride]``.
-        facts: int64 ``[NUM_FACTS, num_lines]``.
-        journal: int64 ``[journal_size, PLACES + GROUPS]``.
         found: int64 ``[capacity, NUM_FIELDS]``.
-        counters: int64 ``[NUM_COUNTERS]``.
         kind: of the violations; -1: by what was found.
-        num_rows: rows of a step, as for ``write_rows``; unread unless ``STEPPING``.
-        own_stride: columns of ``own``.
-        num_lines: lines.
-        journal_size: entries.
-        capacity: violations that can wait.
+        num_rows: unread unless ``STEPPING``.
         STEPPING: a step reads, so only rows that its groups' queries see are compared.
         EXPORTED: every row must be durable.
-        GROUPS: number of groups.
         SPLITS: programs that share a request's rows of a group.
         TILE: journal entries at a time.
     """
@@ -176,13 +176,7 @@ def compare_rows(
             index, lines, high, low, facts, num_lines, own_stride, num_rows
         )
         end = first + count
-        window = tl.load(group + WINDOW)
-        chunk = tl.load(group + CHUNK)
-        ring = tl.load(group + RING)
-        seen = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
-        by_chunk = first // tl.maximum(chunk, 1) * chunk
-        seen = tl.maximum(seen, tl.where(chunk > 0, by_chunk, 0))
-        seen = tl.maximum(seen, tl.where(ring > 0, end - ring, 0))
+        seen = first_read(group, first, end)
         first = tl.maximum(seen, tl.load(facts + TOLD * num_lines + line))
     else:
         given = tl.load(lines + index).to(tl.int64)

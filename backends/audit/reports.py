@@ -43,12 +43,7 @@ def last_entry(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of the journal's newest entry for a place; -1 without an entry.
-
-    Pointers:
-        journal: int64 ``[size, PLACES + GROUPS]``.
-        counters: of the books.
-    """
+    """Return the number of the journal's newest entry for a place; -1 without an entry."""
     written = tl.load(counters + JOURNALLED)
     newest = size
     for start in range(0, size, TILE):
@@ -89,16 +84,11 @@ def record_violation(
 ) -> None:
     """Add one violation to ``found``; the scalar arguments are its columns, see ``FIELDS``.
 
+    The tensors are those of ``compare_rows``.
+
     Several programs may do this at one time: each takes a number of its own. A violation whose
     number is not below the limit is counted and not kept, so no entry is written twice before the
     host has read it.
-
-    Pointers:
-        own: int64 ``[num_lines, own_stride]``.
-        facts: int64 ``[NUM_FACTS, num_lines]``.
-        journal: int64 ``[journal_size, PLACES + GROUPS]``.
-        found: int64 ``[capacity, NUM_FIELDS]``.
-        counters: of the books.
     """
     number = tl.atomic_add(counters + FOUND, 1)
     tl.atomic_add(counters + BY_KIND + kind, 1)

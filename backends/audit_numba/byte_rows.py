@@ -18,6 +18,7 @@ from ...audit import group_lines as line_of
 from .compare_rows import first_read, run_of
 from .requests import rows_of
 from .words import compiled, permuted
+from .write_rows import place_of
 
 BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
 NUM_BLOCKS, RING, IS_STATE = line_of.NUM_BLOCKS, line_of.RING, line_of.IS_STATE
@@ -54,17 +55,13 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
 
 
 @compiled
-def due_rows(
-    lines, starts, first, drafts, table, group, words, facts, columns, num_rows, seals, turn, every
-):
+def due_rows(requests, table, group, words, facts, columns, num_rows, seals, turn, every):
     """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
     found = numpy.empty(0, numpy.int64)
     for _ in range(2):  # count them, then list them
         number = 0
-        for index in range(len(lines)):
-            _, _, at, count, _, _ = rows_of(
-                index, lines, starts, first, drafts, facts, columns, num_rows, False
-            )
+        for index in range(len(requests[0])):
+            _, _, at, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
             if count:
                 number = due_in_table(
                     *(first_read(at, at + count, group), at, table[index], group),
@@ -77,15 +74,11 @@ def due_rows(
 
 
 @compiled
-def due_states(
-    lines, starts, first, drafts, source, group, words, facts, columns, num_rows, seals, turn, every
-):
+def due_states(requests, source, group, words, facts, columns, num_rows, seals, turn, every):
     """Return the states that a step continues and whose turn it is, int64 ``[n]``."""
-    found, number = numpy.empty(len(lines), numpy.int64), 0
-    for index in range(len(lines)):
-        _, _, at, count, _, _ = rows_of(
-            index, lines, starts, first, drafts, facts, columns, num_rows, False
-        )
+    found, number = numpy.empty(len(requests[0]), numpy.int64), 0
+    for index in range(len(requests[0])):
+        _, _, at, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
         block = source[index]
         if count == 0 or at == 0 or block < 0 or block >= group[NUM_BLOCKS]:
             continue
@@ -98,52 +91,37 @@ def due_states(
 
 @compiled
 def slots_left(
-    lines, starts, first, drafts, accepted, besides, slots, group, words, facts, columns, num_rows,
-    seals, turn, every,
-):  # fmt: skip
+    requests, accepted, besides, slots, group, words, facts, columns, num_rows, seals, turn, every
+):
     """Seal the slots that a step leaves, and return them, int64 ``[n]``.
 
     A step leaves its settled rows and its accepted drafts: of rows that share a slot of a ring the
     last one, and of states those whose turn has come and that no accepted draft followed.
 
-    Args:
-        lines: the step's, as for ``write_rows``; so are ``starts``, ``first`` and ``drafts``.
-        starts: see ``lines``.
-        first: see ``lines``.
-        drafts: see ``lines``.
-        accepted: int64 ``[num_requests]``, counts of accepted drafts and ``besides`` more each.
-        besides: 1 if the counts include the token sampled after the drafts; else 0.
-        slots: int64 ``[num_rows]``, the slots of the group that is sealed; -1: none.
-        group: int64 ``[FIELDS]``, that group.
-        words: int64 ``[num_words]``, the digests of all slots, as in ``Books``.
-        facts: int64 ``[NUM_FACTS, num_lines]``, as in ``Books``.
-        columns: columns of the requests' own digests.
-        num_rows: rows for which the step's tensors have room.
-        seals: int64 ``[num_words]``, written: the digest that each slot had when it was sealed.
-        turn: the number of the last step.
-        every: one state in so many has its turn in each step.
+    ``requests``, ``columns`` and ``num_rows`` are those of ``write_rows``; ``words`` and
+    ``facts`` lie in ``Books``; ``slots`` are those of ``group``, int64 ``[num_rows]``, -1: none.
+
+    - ``accepted``: int64 ``[num_requests]``, counts of accepted drafts and ``besides`` more each, 1
+      if they include the token sampled after the drafts, else 0.
+    - ``seals``: int64 ``[num_words]``, written: the digest that each slot had when it was sealed.
+    - ``turn``, ``every``: the number of the last step; one state in so many has its turn in a step.
     """
     found, number = numpy.empty(num_rows, numpy.int64), 0
-    size, ring = group[BLOCK_SIZE], group[RING]
-    for index in range(len(lines)):
-        _, start, _, count, taken, _ = rows_of(
-            index, lines, starts, first, drafts, facts, columns, num_rows, True
-        )
+    for index in range(len(requests[0])):
+        _, start, _, count, taken, _ = rows_of(index, requests, facts, columns, num_rows, True)
         if count == 0:
             continue
         settled = count - taken
         stay = settled + min(max(accepted[index] - besides, 0), taken)
         for within in range(stay):
             slot = slots[start + within]
-            if slot < 0 or slot >= group[NUM_BLOCKS] * size:
-                continue
-            if 0 <= ring <= count - 1 - within:
+            where = place_of(slot, group, count - 1 - within)
+            if where < 0:
                 continue
             if group[IS_STATE]:
                 last = within + 1 == stay or within + 1 < settled
                 if not last or (slot + turn) % every:
                     continue
-            where = group[BASE] + slot // size * group[STRIDE] + slot % size
             seals[where] = words[where]
             found[number] = slot
             number += 1

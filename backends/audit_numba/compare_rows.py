@@ -74,13 +74,11 @@ def are_right(first, end, digests, table, group, words):
 
 
 @compiled
-def compare_rows(lines, starts, first, drafts, tables, groups, words, own, facts, num_rows):
+def compare_rows(requests, tables, groups, words, own, facts, num_rows):
     """Compare the rows that a step reads; see ``Passes.check``."""
     compared = 0
-    for index in range(len(lines)):
-        line, _, at, count, _, _ = rows_of(
-            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
-        )
+    for index in range(len(requests[0])):
+        line, _, at, count, _, _ = rows_of(index, requests, facts, own.shape[1], num_rows, False)
         if count == 0:
             continue
         for number in range(len(tables)):
@@ -121,15 +119,11 @@ def compare_stretches(lines, first, end, tables, groups, words, own, facts, expo
 
 
 @compiled
-def compare_states(
-    lines, starts, first, drafts, sources, told, groups, words, owners, own, facts, num_rows
-):
+def compare_states(requests, sources, told, groups, words, owners, own, facts, num_rows):
     """Compare the states that a step continues, and the counts that its engine was told."""
     compared = 0
-    for index in range(len(lines)):
-        line, _, at, count, _, _ = rows_of(
-            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
-        )
+    for index in range(len(requests[0])):
+        line, _, at, count, _, _ = rows_of(index, requests, facts, own.shape[1], num_rows, False)
         if count == 0:
             continue
         for number in range(len(sources)):

@@ -109,8 +109,9 @@ def count_tokens(ids, left_out, drafts, end, counts, kept):
 
 
 @compiled
-def reaches(lines, starts, first, drafts, ends):
+def reaches(requests, ends):
     """Tell whether rows before the drafts reach a position; see ``StepInput.reaches``."""
+    lines, starts, first, drafts = requests
     for index in range(len(lines)):
         settled = first[index] + starts[index + 1] - starts[index]
         if len(drafts):

@@ -143,7 +143,7 @@ class NumbaBytePasses(TorchBytePasses):
             if source not in self._layers or not len(table):
                 continue
             listed = (due_states if place.group.is_state else due_rows)(
-                *read.requests, read.drafts, table, group, self._words, self._facts, self._columns,
+                read.requests, table, group, self._words, self._facts, self._columns,
                 read.num_rows, self._seals, turn, every,
             )  # fmt: skip
             if len(listed):
@@ -162,7 +162,7 @@ class NumbaBytePasses(TorchBytePasses):
             if not len(written):
                 continue
             slots = slots_left(
-                *read.requests, read.drafts, counts, besides, written, self._groups[place.index],
+                read.requests, counts, besides, written, self._groups[place.index],
                 self._words, self._facts, self._columns, read.num_rows, self._seals, turn, every,
             )  # fmt: skip
             for stored, planes in layers if len(slots) else ():

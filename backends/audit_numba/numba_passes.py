@@ -95,7 +95,7 @@ class NumbaPasses(TorchPasses):
         read = self.filled(step)
         if step.sources or step.told is not None:
             compared = compare_states(
-                *read.requests, read.drafts, read.sources, read.told, self._groups, self._words,
+                read.requests, read.sources, read.told, self._groups, self._words,
                 self._owners, self._own, self._facts, read.num_rows,
             )  # fmt: skip
             if compared < 0:
@@ -103,7 +103,7 @@ class NumbaPasses(TorchPasses):
             else:
                 self._counters[book.STATES_CHECKED] += compared
         write_rows(
-            *read.requests, read.positions, read.tokens, read.drafts, read.slots, self._groups,
+            read.requests, read.positions, read.tokens, read.slots, self._groups,
             self._key, self._words, self._owners, self._own, self._facts, self._entries,
             self._counters, self._fingerprints, read.num_rows,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class NumbaPasses(TorchPasses):
         """Do what ``Passes.check`` says."""
         read = self.reader.read(step)
         compared = compare_rows(
-            *read.requests, read.drafts, read.tables, self._groups, self._words, self._own,
+            read.requests, read.tables, self._groups, self._words, self._own,
             self._facts, read.num_rows,
         )  # fmt: skip
         if compared < 0:
@@ -143,7 +143,7 @@ class NumbaPasses(TorchPasses):
         read = self.reader.read(step)
         ids = _NOTHING if sampled is None else ints(sampled)
         resolve_rows(
-            *read.requests, read.tokens, read.drafts, ints(accepted), besides, ids, read.slots,
+            read.requests, read.tokens, ints(accepted), besides, ids, read.slots,
             self._groups, self._key, self._words, self._own, self._facts, self._counters,
             read.num_rows,
         )  # fmt: skip

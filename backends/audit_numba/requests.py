@@ -11,15 +11,12 @@ SERIAL: Final = book.SERIAL
 
 
 @compiled
-def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, released):
+def rows_of(index, requests, facts, columns, num_rows, released):
     """Return a request's rows, as ``kvtxn.audit.rows.Batch`` reads them.
 
     Args:
         index: the request's number in the step.
-        lines: int64 ``[num_requests]``.
-        starts: int64 ``[num_requests + 1]``.
-        first: int64 ``[num_requests]``.
-        drafts: int64 ``[num_requests]``; empty: no request has drafts.
+        requests: lines, starts, first positions and drafts, see ``StepArrays``.
         facts: int64 ``[NUM_FACTS, num_lines]``.
         columns: columns of the requests' own digests.
         num_rows: rows for which the step's tensors have room.
@@ -29,6 +26,7 @@ def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, relea
         Its line, the number of its first row, that row's position, its number of rows and of drafts
         among them, and whether it is malformed. Without rows: -1, 0, 0, 0, 0.
     """
+    lines, starts, first, drafts = requests
     line, start, end, position = lines[index], starts[index], starts[index + 1], first[index]
     count = end - start  # no sum of what the step says: it might be too large for 64 bits
     fits = 0 <= line < facts.shape[1] and 0 <= start < end <= num_rows
@@ -51,19 +49,17 @@ def fill_first(starts, positions, first, num_rows):
 
 
 @compiled
-def well_formed(
-    lines, starts, first, drafts, accepted, besides, facts, columns, num_rows, released, seen
-):
+def well_formed(requests, accepted, besides, facts, columns, num_rows, released, seen):
     """Tell whether no request is malformed and no two have one line.
 
     ``accepted``, int64 ``[num_requests]``, are accepted drafts, and ``besides`` other tokens, that
     have to be possible; it is empty if they are not known yet. ``seen``, bool ``[num_lines]``, is
     all False, and is left so.
     """
-    right = True
+    right, (lines, _, _, drafts) = True, requests
     for index in range(len(lines)):
         line, _, _, count, taken, refused = rows_of(
-            index, lines, starts, first, drafts, facts, columns, num_rows, released
+            index, requests, facts, columns, num_rows, released
         )
         if refused:
             right = False

@@ -59,9 +59,9 @@ class StepArrays:
     shared: bool
 
     @property
-    def requests(self) -> tuple[Ints, Ints, Ints]:
-        """The lines, starts and first positions."""
-        return self.lines, self.starts, self.first
+    def requests(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """The lines, starts, first positions and drafts."""
+        return self.lines, self.starts, self.first, self.drafts
 
 
 def ints(tensor: Tensor | None) -> Ints:

@@ -69,7 +69,7 @@ class NumbaStepInput(StepInput):
         """Tell whether a step is well-formed, as ``StepInput.takes`` describes."""
         read = self._passes.reader.read(step) if released else self._passes.filled(step)
         right: bool = well_formed(
-            *read.requests, read.drafts, ints(accepted), besides, self._facts, self._own.shape[1],
+            read.requests, ints(accepted), besides, self._facts, self._own.shape[1],
             read.num_rows, released, self._seen,
         )  # fmt: skip
         return right
@@ -97,7 +97,7 @@ class NumbaStepInput(StepInput):
     def reaches(self, step: Step, ends: Tensor) -> bool:
         """Do what ``StepInput.reaches`` says."""
         read = self._passes.reader.read(step)
-        found: bool = reaches(*read.requests, read.drafts, self._array_of(ends))
+        found: bool = reaches(read.requests, self._array_of(ends))
         return found
 
     def count(

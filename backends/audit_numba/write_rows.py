@@ -3,11 +3,8 @@
 Both functions do what ``kvtxn.audit.torch_passes.TorchPasses`` does, request by request. Arguments
 that they share:
 
-    lines: int64 ``[num_requests]``.
-    starts: int64 ``[num_requests + 1]``.
-    first: int64 ``[num_requests]``.
+    requests: lines, starts, first positions and drafts, see ``StepArrays``.
     tokens: int64 ``[num_rows]``.
-    drafts: int64 ``[num_requests]``; empty: no request has drafts.
     slots: for each group, int64 ``[num_rows]``; empty: the step writes nothing there.
     groups: int64 ``[num_groups, FIELDS]``, as ``kvtxn.audit.group_lines`` makes it.
     key: int64 ``[3]``.
@@ -75,7 +72,7 @@ def term_at(digests, position):
 
 @compiled
 def write_rows(
-    lines, starts, first, positions, tokens, drafts, slots, groups, key, words, owners, own, facts,
+    requests, positions, tokens, slots, groups, key, words, owners, own, facts,
     journal, counters, fingerprints, num_rows,
 ):  # fmt: skip
     """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here.
@@ -84,10 +81,10 @@ def write_rows(
     """
     now, noted = counters[STEP] + 1, counters[JOURNALLED]
     chains = numpy.empty(num_rows, numpy.int64)
-    written, refusals, unsure = 0, 0, 0
-    for index in range(len(lines)):
+    written, refusals, unsure, columns = 0, 0, 0, own.shape[1]
+    for index in range(len(requests[0])):
         line, start, at, count, taken, refused = rows_of(
-            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
+            index, requests, facts, columns, num_rows, False
         )
         refusals += refused
         if count == 0:
@@ -133,10 +130,8 @@ def write_rows(
     for number in range(len(slots)):
         # Group by group: of two that share a block by mistake, the later one's word stands.
         marks, noted = written, counters[JOURNALLED]
-        for index in range(len(lines)):
-            line, start, _, count, _, _ = rows_of(
-                index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
-            )
+        for index in range(len(requests[0])):
+            line, start, _, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
             for within in range(count):
                 place = -1
                 if len(slots[number]):
@@ -158,7 +153,7 @@ def write_rows(
 
 @compiled
 def resolve_rows(
-    lines, starts, first, tokens, drafts, accepted, besides, sampled, slots, groups, key, words,
+    requests, tokens, accepted, besides, sampled, slots, groups, key, words,
     own, facts, counters, num_rows,
 ):  # fmt: skip
     """Mark rejected rows, and count the others as the request's own; see ``Passes.resolve``.
@@ -168,9 +163,9 @@ def resolve_rows(
     """
     counters[OPEN] = 0
     columns = sampled.shape[1]
-    for index in range(len(lines)):
+    for index in range(len(requests[0])):
         line, start, at, count, taken, _ = rows_of(
-            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, True
+            index, requests, facts, own.shape[1], num_rows, True
         )
         if count == 0:
             continue

@@ -199,11 +199,11 @@ class RememberingClient(BeforeClient):
     kvtxn_seen: Snapshots | None = None
     kvtxn_ended = False
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """Take the last snapshot, then shut the engine down."""
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
-        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
 
     def __del__(self) -> None:
         if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):

@@ -20,7 +20,7 @@ from ..audit.step import Step
 from ..formats import words
 from ..layers import LayerRef
 from .audit_blocks import Request
-from .audit_connector import ConnectedEngine
+from .audit_engine import SmallEngine
 
 
 class Payload(list[Any]):
@@ -30,7 +30,7 @@ class Payload(list[Any]):
     sums: Tensor
 
 
-class ByteEngine(ConnectedEngine):
+class ByteEngine(SmallEngine):
     """An engine with caches, one ledger and one scrub.
 
     Args:

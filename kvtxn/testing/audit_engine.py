@@ -1,22 +1,29 @@
 """A small engine without a model: blocks, tables, drafts, prefix caching, preemption, sessions.
 
 The engine manages requests, blocks and drafts like an LLM engine, with random tokens in place of a
-model, and reports each step to one or several ledgers. Each operation in which an engine can go
-wrong is a method, which ``audit_mutants`` overrides.
+model, and reports each step to one or several ledgers. It stores blocks outside, under their
+tokens, and loads them again. Each operation in which an engine can go wrong is a method, which
+``audit_mutants`` overrides.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from ..audit.groups import Group, RowGroup
+import torch
+from torch import Tensor
+
+from ..audit.groups import Group, RowGroup, StateGroup
+from ..audit.step import Step
 from .audit_blocks import NULL_BLOCK, OutOfBlocks, Part, Pool, Request
-from .audit_telling import Telling
+
+#: The fields of a step that say where its rows stand.
+_WAYS: Final = (("positions",), ("first",), ("first", "positions"))
 
 
-class SmallEngine(Telling):
+class SmallEngine:
     """An engine without a model; see the module's text.
 
     Args:
@@ -28,7 +35,15 @@ class SmallEngine(Telling):
         vocabulary: number of tokens; small, so that prompts have beginnings in common.
         max_length: the most tokens of a request.
         device: the device of the tensors in ``Step``.
+
+    Attributes:
+        says: where the rows of the last step stand was said by these fields of it; the ways follow
+            each other.
+        stored: the digests of each stored block, by the block's hash.
+        whole: the digests of rows and states that were stored together, by tokens, then by group.
     """
+
+    says: tuple[str, ...] = _WAYS[-1]
 
     def __init__(
         self,
@@ -53,6 +68,8 @@ class SmallEngine(Telling):
         self.names = 0
         self.fresh: list[tuple[str, int]] = []
         self.publications: list[Callable[[], None]] = []
+        self.stored: dict[object, list[Any]] = {}
+        self.whole: dict[tuple[int, ...], dict[str, list[Any]]] = {}
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -73,7 +90,7 @@ class SmallEngine(Telling):
         return request
 
     def start(self, request: Request) -> None:
-        """Start a waiting request: find its cached blocks, and take columns for its states."""
+        """Start a waiting request with its cached blocks, then its stored blocks."""
         self.waiting.remove(request)
         self.running.append(request)
         self.tell("admit", request.name, request.tokens)
@@ -85,6 +102,8 @@ class SmallEngine(Telling):
             self.take_hits(request)
         except OutOfBlocks:
             self.preempt(request)
+        else:
+            self.load(request)
 
     def take_states(self, request: Request) -> None:
         """Take a block for each column of each group of states."""
@@ -303,3 +322,212 @@ class SmallEngine(Telling):
     def is_read(self, group: RowGroup) -> bool:
         """Return whether layers of another group, which may see further, read these rows."""
         return any(g.reads == group.name for g in self.groups.values())
+
+    # -- what it reports ---------------------------------------------------------------------
+
+    def tell(self, call: str, *arguments: Any, **named: Any) -> list[Any]:
+        """Call a method of every ledger, and return the results."""
+        return [getattr(ledger, call)(*arguments, **named) for ledger in self.ledgers]
+
+    @property
+    def row_groups(self) -> list[RowGroup]:
+        """Groups of rows, except groups that only read another group's rows."""
+        return [g for g in self.groups.values() if isinstance(g, RowGroup) and g.reads is None]
+
+    @property
+    def state_groups(self) -> list[StateGroup]:
+        """Groups of states."""
+        return [g for g in self.groups.values() if isinstance(g, StateGroup)]
+
+    def build(self, parts: list[Part]) -> Step:
+        """Describe the rows that a forward pass writes and the tables that it reads."""
+        counts = [len(part.tokens) for part in parts]
+        ledger = self.ledgers[0]
+        written: list[Group] = [*self.row_groups, *self.state_groups]
+        self.says = _WAYS[(_WAYS.index(self.says) + 1) % len(_WAYS)]
+        return Step(
+            lines=self.numbers([self.line(ledger, part.request) for part in parts]),
+            starts=self.numbers([sum(counts[:i]) for i in range(len(counts) + 1)]),
+            first=self.numbers([part.first for part in parts]) if "first" in self.says else None,
+            tokens=self.numbers([t for part in parts for t in self.fed(part)]),
+            drafts=self.numbers([part.drafts for part in parts]),
+            slots={
+                group.name: self.numbers([s for part in parts for s in self.slots(group, part)])
+                for group in written
+            },
+            tables={
+                group.name: self.padded([self.table(group, part.request) for part in parts])
+                for group in self.groups.values()
+                if isinstance(group, RowGroup)
+            },
+            sources={
+                group.name: self.numbers([self.source(group, part) for part in parts])
+                for group in self.state_groups
+            },
+            told=self.numbers([part.request.told for part in parts]),
+            positions=self.numbers([p for part in parts for p in self.positions(part)])
+            if "positions" in self.says
+            else None,
+        )
+
+    @staticmethod
+    def line(ledger: Any, request: Request) -> int:
+        """Return a request's line in a ledger or its model."""
+        known = getattr(ledger, "requests", None)
+        return int(ledger.line(request.name) if known is None else known[request.name].line)
+
+    def numbers(self, values: Sequence[int]) -> Tensor:
+        """Return numbers as an int64 tensor on the device."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def padded(self, tables: list[list[int]]) -> Tensor:
+        """Return tables of different lengths as one tensor, padded."""
+        width = max(1, *(len(table) for table in tables))
+        lines = [[*table, *[-1] * (width - len(table))] for table in tables]
+        return torch.tensor(lines, dtype=torch.int32, device=self.device)
+
+    def fed(self, part: Part) -> list[int]:
+        """Return the tokens that the forward gets."""
+        return part.tokens
+
+    def positions(self, part: Part) -> list[int]:
+        """Return the positions that the forward gets."""
+        return [*range(part.first, part.first + len(part.tokens))]
+
+    def table(self, group: RowGroup, request: Request) -> list[int]:
+        """Return the table that the forward reads through."""
+        return request.tables[group.reads or group.name]
+
+    def slots(self, group: Group, part: Part) -> list[int]:
+        """Return the slots that the forward writes."""
+        if isinstance(group, StateGroup):
+            settled = len(part.tokens) - part.drafts
+            columns = part.request.states[group.name]
+            return [*[-1] * (settled - 1), *columns[: 1 + part.drafts]]
+        table, size = part.request.tables[group.name], group.block_size
+        positions = range(part.first, part.first + len(part.tokens))
+        at = [p if group.ring is None else p % group.ring for p in positions]
+        return [table[p // size] * size + p % size for p in at]
+
+    def source(self, group: StateGroup, part: Part) -> int:
+        """Return the block of the state that the forward continues."""
+        if part.first == 0:
+            return -1
+        return part.request.states[group.name][part.request.column]
+
+    # -- rows that leave and come ------------------------------------------------------------
+
+    def store(self, request: Request) -> None:
+        """Store a request's full blocks, or all its rows and states, under their tokens."""
+        if self.state_groups:
+            self.store_states(request)
+            return
+        for group in self.row_groups:
+            if group.ring is not None or group.window is not None:
+                continue
+            for end in range(group.block_size, self.durable(request) + 1, group.block_size):
+                table, first = request.tables[group.name], end - group.block_size
+                payload = self.tell("export", request.name, group.name, table, first, end)
+                self.stored[self.key(group, request, end)] = payload
+
+    def durable(self, request: Request) -> int:
+        """Return the number of positions whose rows may leave the engine."""
+        return request.computed
+
+    def store_states(self, request: Request) -> None:
+        """Store a request's states and the rows before them: other requests need all of them."""
+        end = self.durable(request)
+        if not end or any(g.ring or g.window for g in self.row_groups):
+            return
+        stored = {}
+        for rows in self.row_groups:
+            table = request.tables[rows.name]
+            stored[rows.name] = self.tell("export", request.name, rows.name, table, 0, end)
+        for states in self.state_groups:
+            block = self.exported_state(states, request)
+            stored[states.name] = self.tell("export_state", request.name, states.name, block, end)
+        self.whole[tuple(request.tokens[:end])] = stored
+
+    def exported_state(self, group: StateGroup, request: Request) -> int:
+        """Return the block of the state that leaves the engine."""
+        return request.states[group.name][request.column]
+
+    def load_states(self, request: Request) -> None:
+        """Load stored states and the rows before them for a request that begins."""
+        if request.computed or not request.states:
+            return
+        lengths = range(len(request.tokens) - 1, 0, -1)
+        found = (end for end in lengths if tuple(request.tokens[:end]) in self.whole)
+        end = next(found, 0)
+        if not end:
+            return
+        try:
+            self.grow(request, end)
+        except OutOfBlocks:
+            return
+        self.hand_out_fresh()
+        stored = self.whole[self.loaded_key(tuple(request.tokens[:end]))]
+        for group in self.row_groups:
+            self.bring(request, group, request.tables[group.name], 0, end, stored[group.name])
+        for states in self.state_groups:
+            self.bring_state(request, states, request.states[states.name][0], end, stored)
+        request.computed, request.column = end, 0
+
+    def bring(
+        self, request: Request, group: RowGroup, table: list[int], first: int, end: int,
+        payload: list[Any],
+    ) -> None:  # fmt: skip
+        """Load stored rows into the blocks of a request."""
+        for ledger, digests in zip(self.ledgers, payload, strict=True):
+            ledger.import_rows(request.name, group.name, table, first, end, digests)
+
+    def bring_state(
+        self, request: Request, group: StateGroup, block: int, end: int,
+        stored: dict[str, list[Any]],
+    ) -> None:  # fmt: skip
+        """Load a stored state into a block of a request."""
+        for ledger, digest in zip(self.ledgers, stored[group.name], strict=True):
+            ledger.import_state(request.name, group.name, block, end, digest)
+
+    def loaded_key(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens under which the rows and states were stored that are loaded."""
+        return tokens
+
+    def hand_out_fresh(self) -> None:
+        """Report the blocks that were taken, before something is loaded into them."""
+        for name, block in self.fresh:
+            self.hand_out(name, block)
+        self.fresh.clear()
+
+    def load(self, request: Request) -> None:
+        """Load the stored rows of a request's next tokens, if all its groups have them."""
+        if self.state_groups:
+            self.load_states(request)
+            return
+        if any(g.ring or g.window for g in self.row_groups):
+            return
+        size = max(g.block_size for g in self.row_groups)
+        end = request.computed + size
+        if request.computed % size or end >= len(request.tokens):
+            return
+        wanted = [
+            (g, at)
+            for g in self.row_groups
+            for at in range(request.computed + g.block_size, end + 1, g.block_size)
+        ]
+        if any(self.key(g, request, at) not in self.stored for g, at in wanted):
+            return
+        try:
+            self.grow(request, end)
+        except OutOfBlocks:
+            return
+        self.hand_out_fresh()
+        for group, at in wanted:
+            payload = self.payload(group, request, at)
+            table, first = request.tables[group.name], at - group.block_size
+            self.bring(request, group, table, first, at, payload)
+        request.computed = end
+
+    def payload(self, group: RowGroup, request: Request, end: int) -> list[Any]:
+        """Return the stored rows of the block that ends at ``end``."""
+        return self.stored[self.key(group, request, end)]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..audit import Ledger, RowGroup, StateGroup
 from ..audit.groups import Group
-from .audit_connector import ConnectedEngine
+from .audit_engine import SmallEngine
 from .audit_model import Finding, LedgerModel, finding_of
 
 #: Groups of layers, by a name for the kind of engine.
@@ -28,7 +28,7 @@ MAX_REQUESTS: Final = 12
 MAX_LENGTH: Final = 60
 
 
-def live(engine: ConnectedEngine, steps: int) -> None:
+def live(engine: SmallEngine, steps: int) -> None:
     """Run an engine with requests that come, end, are preempted, stored and continued.
 
     Args:
@@ -66,8 +66,8 @@ def said(ledger: Ledger) -> list[Finding]:
 
 
 def new_engine(
-    engine: type[ConnectedEngine], name: str, ledgers: Sequence[Any], *, seed: int, **named: Any
-) -> ConnectedEngine:
+    engine: type[SmallEngine], name: str, ledgers: Sequence[Any], *, seed: int, **named: Any
+) -> SmallEngine:
     """Make an engine with the groups called ``name``."""
     return engine(GROUPS[name], ledgers, seed=seed, max_length=MAX_LENGTH, **named)
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Final
 
 from ..audit.groups import Group, RowGroup, StateGroup
 from .audit_blocks import NULL_BLOCK, OutOfBlocks, Part, Request
-from .audit_connector import ConnectedEngine
+from .audit_engine import SmallEngine
 
 
-class Mutant(ConnectedEngine):
+class Mutant(SmallEngine):
     """An engine with a fault.
 
     Attributes:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvtxn.audit import Ledger, RowGroup, StateGroup
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, new_model, said
 from kvtxn.testing.audit_model import LedgerModel
 
@@ -16,7 +16,7 @@ from kvtxn.testing.audit_model import LedgerModel
 def test_a_long_life_without_a_fault(name):
     """Rows and states are counted as the model counts them, and nothing is found."""
     ledger, model = new_ledger(name), new_model(name)
-    live(new_engine(ConnectedEngine, name, [ledger, model], seed=1), 150)
+    live(new_engine(SmallEngine, name, [ledger, model], seed=1), 150)
     assert said(ledger) == model.findings == []
     counts = ledger.counters()
     assert counts["kvtxn_audit_rows_checked_total"] == model.rows_checked > 1000
@@ -47,7 +47,7 @@ def test_long_contexts_without_a_fault(name):
     """A step reads thousands of rows at once, some of common beginnings; nothing is found."""
     ledger = Ledger(LONG[name], max_requests=24, max_length=2008)
     sizes = {"drafts": 4, "budget": 512, "vocabulary": 40, "max_length": 2000}
-    engine = ConnectedEngine(LONG[name], [ledger], seed=1, **sizes)
+    engine = SmallEngine(LONG[name], [ledger], seed=1, **sizes)
     beginning = [engine.token() for _ in range(1000)]
     for number in range(12):
         engine.add([*beginning[: 90 * number], *(engine.token() for _ in range(50))])
@@ -88,6 +88,6 @@ def groups(draw):
 def test_no_engine_without_a_fault_is_accused(made, seed, drafts, budget):
     ledger = Ledger(made, max_requests=16, max_length=80, journal=64)
     model = LedgerModel(made)
-    engine = ConnectedEngine(made, [ledger, model], seed=seed, drafts=drafts, budget=budget)
+    engine = SmallEngine(made, [ledger, model], seed=seed, drafts=drafts, budget=budget)
     live(engine, 25)
     assert said(ledger) == model.findings == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step, compare_ranks
 from kvtxn.audit.books import FINGERPRINTS
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS as ENGINES
 from kvtxn.testing.audit_life import live, new_engine, new_ledger
 
@@ -163,7 +163,7 @@ def test_no_healthy_ranks_are_accused_and_a_tampered_one_is(seed, name, number):
     key = first.books.key
     ranks = [first, *(Rank(ENGINES[name], max_requests=16, max_length=68, key=key)
                       for _ in range(number - 1))]  # fmt: skip
-    engine = new_engine(ConnectedEngine, name, ranks, seed=seed)
+    engine = new_engine(SmallEngine, name, ranks, seed=seed)
     live(engine, 15)
     assert compare_ranks([r.fingerprints() for r in ranks]) == [[] for _ in ranks]
     chance, at = random.Random(seed), []

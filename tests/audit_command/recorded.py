@@ -10,7 +10,7 @@ from kvtxn.integrations.audit_command.verdict import judge
 
 from kvtxn.audit import RecordingLedger, RowGroup
 from kvtxn.audit.recording import HAPPENINGS
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS, live
 
 PLAIN = (RowGroup("group.0", 4, 40),)
@@ -19,7 +19,7 @@ PLAIN = (RowGroup("group.0", 4, 40),)
 def found(
     groups: Any = PLAIN,
     *,
-    engine: Any = ConnectedEngine,
+    engine: Any = SmallEngine,
     steps: int = 60,
     seed: int = 1,
     policy: str | None = None,

@@ -8,7 +8,7 @@ import pytest
 from kvtxn.integrations.audit_command import svg
 
 from kvtxn.audit import RecordingLedger, RowGroup
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 
 GROUPS = (RowGroup("group.0", 16, 40),)
 
@@ -17,7 +17,7 @@ GROUPS = (RowGroup("group.0", 16, 40),)
 def recording():
     """One request of a small engine that speculates, twenty steps long."""
     ledger = RecordingLedger(GROUPS, max_requests=4, max_length=200)
-    engine = ConnectedEngine(GROUPS, [ledger], seed=3, max_length=150, vocabulary=2)
+    engine = SmallEngine(GROUPS, [ledger], seed=3, max_length=150, vocabulary=2)
     engine.add([1] * 10)
     for _ in range(20):
         engine.step()

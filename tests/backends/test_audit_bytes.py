@@ -89,11 +89,11 @@ def test_a_healthy_life(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mutant", BYTE_MUTANTS)
 def test_the_same_is_found(mutant, backend):
-    """In the first life in which the torch passes find the fault."""
+    """In the shortest life in which the torch passes find the fault."""
     if backend is NumbaPasses and mutant is ReadsARowTooMany:
         pytest.skip("only poison shows it")
     name = "plain" if mutant.needs else "states"
-    for seed, steps in itertools.product(range(20), (40,) if ON_GPU else (5, 8, 11)):
+    for steps, seed in itertools.product((40,) if ON_GPU else (5, 8, 11), range(20)):
         one, other = pair(name, backend, mutant, seed=seed)
         live(one, steps)
         found = one.ledgers[0].violations()

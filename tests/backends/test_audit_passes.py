@@ -14,7 +14,7 @@ from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
 from kvtxn.audit import Step, Stretch
 from kvtxn.audit.books import FINGERPRINTS, JOURNALLED, KEPT
 from kvtxn.audit.rows import first_of
-from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
 from kvtxn.testing.audit_mutants import MUTANTS
 
@@ -28,7 +28,7 @@ __all__ = ["pair"]
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_healthy_life(pair, name):
     ledgers = pair(name)
-    live(new_engine(ConnectedEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 12)
+    live(new_engine(SmallEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 12)
     assert_equal_books(*ledgers)
     one, other = ledgers
     assert said(one) == said(other) == []

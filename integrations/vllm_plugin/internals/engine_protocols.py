@@ -344,7 +344,9 @@ class Scheduler(Protocol):
         """Take a request's blocks away, to compute it again."""
 
 
-if TYPE_CHECKING:  # as for runners, see ``runners``
+#: The base of classes that kvtxn puts before a scheduler's own. A type checker learns from it what
+#: the scheduler has; there is nothing in it when kvtxn runs.
+if TYPE_CHECKING:
     BeforeScheduler = Scheduler
 else:
     BeforeScheduler = object

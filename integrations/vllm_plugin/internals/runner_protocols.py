@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -184,16 +184,6 @@ class RunnerV2(Runner, Protocol):
     kv_connector: object
     model_state: object
     pp_handler: StageHandler | None
-
-
-#: The bases of classes that kvtxn puts before a runner's own. A type checker learns from them what
-#: the runner has; there is nothing in them when kvtxn runs.
-if TYPE_CHECKING:
-    BeforeRunner = Runner
-    BeforeV1 = RunnerV1
-    BeforeV2 = RunnerV2
-else:
-    BeforeRunner = BeforeV1 = BeforeV2 = object
 
 
 # -- KV connectors --------------------------------------------------------------------
