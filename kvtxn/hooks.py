@@ -19,6 +19,7 @@ from .errors import ConfigError, SlotMappingError
 from .executor import Txn
 from .layout import RowLayout
 from .row_io import last_writers
+from .state_slots import Crossings
 from .states import WindowState
 
 Moment = Literal["on_commit", "on_abort"]
@@ -41,6 +42,7 @@ class EndedWindow:
         settled: bool ``[num_rows]``, True if the slot holds a settled row, in every layer; after an
             abort of a window with recurrent states all False, since no state took one in.
         overwriting: groups of rings and states, where a later row may have taken the slot.
+        crossings: by group, the boundaries of the requests' states, if it has ``StateSlots``.
     """
 
     number: int
@@ -50,6 +52,7 @@ class EndedWindow:
     kept: Tensor
     settled: Tensor
     overwriting: frozenset[str] = frozenset()
+    crossings: Mapping[str, Crossings] = attrs.field(factory=dict)
 
     def stored(self, group: str = "default") -> Tensor:
         """Return the slots of a group's durable rows, settled and accepted alike.
@@ -151,4 +154,5 @@ def ended(
         kept=torch.zeros_like(draft) if accepted is None else txn.kept(accepted),
         settled=txn.permit(~draft) if everywhere else torch.zeros_like(draft),
         overwriting=frozenset(ref.group for ref in txn.layers if ref.kind.overwrites),
+        crossings=dict(txn.crossings),
     )

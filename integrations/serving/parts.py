@@ -14,15 +14,21 @@ events of a step where its engine has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Final, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from .step import Changes, Outputs, PlannedStep
+
+_Arguments = ParamSpec("_Arguments")
+_Output = TypeVar("_Output")
 
 
 class Part:
     """Hears what an engine does. Every event does nothing here; a part overrides what it needs.
 
-    What an adapter hands over with an event is the engine's own object. Readers that know this
-    engine make numbers and tensors of it, so a part is made together with its readers.
+    What an adapter hands over with an event is of ``step``: it knows no engine.
     """
 
     # -- caches ------------------------------------------------------------------------------
@@ -33,15 +39,19 @@ class Part:
     def caches_wanted(self) -> None:
         """Hear that the engine is about to say which caches it wants."""
 
-    def caches_described(self, specs: Any) -> Any:
-        """Return what the engine shall ask for, given the caches that it is about to ask for."""
-        return specs
+    def wants_one_state(self) -> bool:
+        """Tell whether the caches shall have one state per request, which commits write."""
+        return False
 
     def caches_dropped(self) -> None:
         """Hear that the engine is about to replace its caches: let go of the present ones."""
 
-    def caches_planned(self, config: Any) -> Any:
-        """Return what the engine shall make, given the caches that it is about to make."""
+    def caches_planned(self, config: object) -> object:
+        """Return what the engine shall make, given the caches that it is about to make.
+
+        Args:
+            config: the engine's own; only a part that is made for this engine looks into it.
+        """
         return config
 
     def caches_made(self) -> None:
@@ -52,55 +62,55 @@ class Part:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Hear that a step begins, before it changes requests or blocks.
 
         The step before it may have been dropped half-way.
-
-        Args:
-            scheduled: what the engine's scheduler says of this step.
         """
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Hear which requests come and go, and which blocks are handed out.
 
         Args:
-            scheduled: as for ``step_begins``.
+            changes: reads it.
         """
 
-    def batch_ordered(self, scheduled: Any) -> None:
-        """Hear that the requests of the batch are in their order; a part may change the order.
+    def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
+        """Hear that the requests of the batch are in their order.
 
         Args:
-            scheduled: as for ``step_begins``.
+            lead_with_drafts: moves the requests with drafts to the front.
         """
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Hear which rows the step has, and which of them are drafts.
 
         Args:
-            batch: the requests of the step and their rows.
-            prepared: what the engine prepared for the forward.
+            step: the step.
         """
 
-    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+    def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Hear by which arguments the engine looks for a graph that it may replay as the forward.
 
         Args:
             arguments: by name; a part may change them.
         """
 
-    def graph_chosen(self, graph: Any) -> None:
+    def graph_chosen(self, graph: object) -> None:
         """Hear which graph the engine will replay as the forward, if any."""
 
-    def attention_described(self, metadata: Any) -> None:
-        """Hear what the layers are told of the batch, before their forward."""
+    def attention_described(self, metadata: Mapping[str, object]) -> None:
+        """Hear what the layers are told of the batch, before their forward.
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+        Args:
+            metadata: by the layer's name, the engine's own.
+        """
+
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Hear that the forward is about to run.
 
         Args:
-            prepared: as for ``planned``; None for a forward without requests, such as a warm-up.
+            step: as for ``planned``; None for a forward without requests, such as a warm-up.
             inputs: the arguments of the forward, by name.
         """
 
@@ -114,29 +124,53 @@ class Part:
             error: it is raised again afterwards.
         """
 
-    def sampling_begins(self, logits: Any) -> None:
-        """Hear what the forward computed, before it is sampled."""
+    def sampling_begins(self, outputs: Outputs) -> None:
+        """Hear what the forward computed, before it is sampled.
 
-    def sampled(self, output: Any) -> None:
-        """Hear what was sampled, before a drafter or a connector sees the cache."""
+        Args:
+            outputs: returns it.
+        """
+
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
+        """Hear what was sampled, before a drafter or a connector sees the cache.
+
+        One of the two is None, for an engine that does not have it yet.
+
+        Args:
+            ids: int ``[num_requests, n]``, the accepted drafts and one more token of each request,
+                -1 behind them.
+            counts: int ``[num_requests]``, how many tokens these are.
+        """
 
     def outcomes_arrive(self) -> None:
         """Hear that a pipeline stage is about to learn how an earlier step of it ended."""
 
-    def outcome_known(self, counts: Any) -> None:
+    def outcome_known(self, counts: Tensor) -> None:
         """Hear how many tokens each request has sampled, before a drafter sees the cache.
 
         Of an engine that tells it later than ``sampled``, or without it.
+
+        Args:
+            counts: as for ``sampled``.
         """
 
-    def outcome_kept(self, ids: Any, counts: Any) -> None:
-        """Hear that the engine took over the tokens of ``outcome_known``."""
+    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
+        """Hear that the engine took over the tokens of ``outcome_known``.
+
+        Args:
+            ids: as for ``sampled``.
+            counts: likewise.
+        """
 
     def outcomes_arrived(self) -> None:
         """Hear that the stage has learned it; of requests that are gone it learns nothing."""
 
-    def step_ended(self, output: Any) -> None:
-        """Hear the step's output on its way to the engine; drafters have written their rows."""
+    def step_ended(self, output: object) -> None:
+        """Hear the step's output on its way to the engine; drafters have written their rows.
+
+        Args:
+            output: the engine's own, to which a part may add what the engine's scheduler reads.
+        """
 
     def step_failed(self) -> None:
         """Hear that the last call of a step raised; ``step_ended`` does not come."""
@@ -176,18 +210,16 @@ class Parts(Part):
         for part in self._parts:
             part.caches_wanted()
 
-    def caches_described(self, specs: Any) -> Any:
-        """Hand the caches from part to part; returns what the last one returns."""
-        for part in self._parts:
-            specs = part.caches_described(specs)
-        return specs
+    def wants_one_state(self) -> bool:
+        """Ask the parts; True if one of them says so."""
+        return any(part.wants_one_state() for part in self._parts)
 
     def caches_dropped(self) -> None:
         """Tell the parts, the last one first."""
         for part in reversed(self._parts):
             part.caches_dropped()
 
-    def caches_planned(self, config: Any) -> Any:
+    def caches_planned(self, config: object) -> object:
         """Hand the plan from part to part; returns what the last one returns."""
         for part in self._parts:
             config = part.caches_planned(config)
@@ -203,45 +235,45 @@ class Parts(Part):
         for part in self._parts:
             part.profiling_caches_made()
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.step_begins(scheduled)
+            part.step_begins()
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.requests_changed(scheduled)
+            part.requests_changed(changes)
 
-    def batch_ordered(self, scheduled: Any) -> None:
+    def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.batch_ordered(scheduled)
+            part.batch_ordered(lead_with_drafts)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.planned(batch, prepared)
+            part.planned(step)
 
-    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+    def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.graph_sought(arguments)
 
-    def graph_chosen(self, graph: Any) -> None:
+    def graph_chosen(self, graph: object) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.graph_chosen(graph)
 
-    def attention_described(self, metadata: Any) -> None:
+    def attention_described(self, metadata: Mapping[str, object]) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.attention_described(metadata)
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.forward_begins(prepared, inputs)
+            part.forward_begins(step, inputs)
 
     def forward_ended(self) -> None:
         """Tell the parts."""
@@ -256,27 +288,27 @@ class Parts(Part):
             except Exception as failure:
                 error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, outputs: Outputs) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.sampling_begins(logits)
+            part.sampling_begins(outputs)
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Tell the parts."""
         for part in self._parts:
-            part.sampled(output)
+            part.sampled(ids, counts)
 
     def outcomes_arrive(self) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.outcomes_arrive()
 
-    def outcome_known(self, counts: Any) -> None:
+    def outcome_known(self, counts: Tensor) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.outcome_known(counts)
 
-    def outcome_kept(self, ids: Any, counts: Any) -> None:
+    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.outcome_kept(ids, counts)
@@ -285,7 +317,7 @@ class Parts(Part):
         """Tell every part, then raise what the first failing one raised."""
         _every(part.outcomes_arrived for part in self._parts)
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """Tell the parts."""
         for part in self._parts:
             part.step_ended(output)
@@ -305,7 +337,10 @@ class Parts(Part):
 
     # -- calls -------------------------------------------------------------------------------
 
-    def run_call(self, run: Callable[..., Any], ends: bool, *args: Any, **kwargs: Any) -> Any:
+    def run_call(
+        self, run: Callable[_Arguments, _Output], ends: bool, *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> _Output:  # fmt: skip
         """Run one of the calls of which an engine's step consists, and tell how it ended.
 
         Args:

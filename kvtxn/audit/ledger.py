@@ -9,7 +9,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import WindowStateError
+from ..errors import ConfigError, WindowStateError
+from ..manager import TransactionManager
 from . import arguments, checks
 from . import books as book
 from .admission import Admission, admissions_of
@@ -20,6 +21,7 @@ from .counter_copy import CounterCopy
 from .digest import UNWRITTEN, Key
 from .epochs import Epochs, ReadAges
 from .findings import Findings
+from .following import Following
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
 from .passes import Passes, Stretch
@@ -112,6 +114,7 @@ class Ledger:
         self._buffers: Final[WeakSet[Step]] = WeakSet()  # steps whose tensors were checked
         self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
+        self._following: Following | None = None
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches.
@@ -298,6 +301,50 @@ class Ledger:
 
     # -- steps -------------------------------------------------------------------------------
 
+    def follow(self, manager: TransactionManager) -> Following:
+        """Let the end of a manager's window be the outcome of the step that was written last.
+
+        ``write`` and ``check`` are called as before, but not ``resolve``::
+
+            following = ledger.follow(manager)
+            ledger.write_and_check(step)
+            with manager.window(drafts, slots) as window:
+                ...                                 # the forward stages its rows, sampling
+                following.sampled(ids)              # if the ledger shall know the next token
+                window.commit(accepted)             # ends the step in the ledger, too
+
+        A commit accepts the drafts that the window kept, and so does one that fell back to direct
+        writes. An abort accepts none, and settled rows that some layer may lack are unwritten until
+        the step is repeated. The ledger takes from the window what became of rings (a rejected row
+        evicts none, unless the policy is "direct") and of recurrent states, which the commit
+        writes: leave their groups out of ``Step.slots``, and ``leave`` to the ledger.
+
+        What the engine goes on with is in its next step. Where that is not what the window kept,
+        it reads a row or a state that is not its own; ``Step.told``, the count that the engine
+        goes on with, is compared with the window's.
+
+        A window has the step's requests, in their order; settled rows and requests without drafts
+        may be left out. A step with drafts that gets no window, or whose window FAILED, needs
+        ``resolve`` or ``take_back``; else the next ``write`` raises ``WindowStateError``. A window
+        that fits no step raises in its hook: ``TxnConfig.on_error`` says what becomes of that.
+
+        Args:
+            manager: its groups have the names, kinds and sizes of groups of this ledger.
+
+        Returns:
+            The attachment; ``remove()`` detaches.
+
+        Raises:
+            ConfigError: the groups differ, or the ledger follows a manager already.
+        """
+        if self._following is not None and not self._following.is_removed:
+            raise ConfigError(
+                "follow", "the ledger follows a manager already", expected="one manager",
+                got=repr(manager), hint="call remove() on what the first follow returned",
+            )  # fmt: skip
+        self._following = Following(self, self._state, manager)
+        return self._following
+
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it continues, and record the rows it writes.
 
@@ -307,8 +354,12 @@ class Ledger:
 
         Raises:
             ConfigError: the step does not fit the ledger; see ``Step``. Nothing is recorded.
+            WindowStateError: the ledger follows a manager, and the step before is still open.
         """
         self.require("write", step)
+        following = self._following
+        if following is not None and not following.is_removed:
+            following.begin(step)
         self.passes.write(step)
         self._state.begin(step)
 

@@ -80,7 +80,16 @@ def test_caches_go_through_the_hands_of_all_parts():
         def __init__(self, what):
             self.what = what
 
-        def caches_described(self, specs):
-            return [*specs, self.what]
+        def caches_planned(self, config):
+            return [*config, self.what]
 
-    assert Parts([Adds("b"), Adds("c")]).caches_described(["a"]) == ["a", "b", "c"]
+    assert Parts([Adds("b"), Adds("c")]).caches_planned(["a"]) == ["a", "b", "c"]
+
+
+def test_one_part_that_wants_one_state_per_request_is_enough():
+    class Wants(Part):
+        def wants_one_state(self):
+            return True
+
+    assert Parts([Part(), Wants()]).wants_one_state()
+    assert not Parts([Part()]).wants_one_state()

@@ -7,17 +7,18 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from ...serving.parts import Part
-from ..internals import Foreign, aligned_states, audited, audited_cpu, audited_states, audited_steps
-from ..internals.audited import Rows
+from ...serving.step import Changes, Outputs, PlannedStep, Rows
+from ..internals import aligned_states, audited, audited_cpu, audited_states, audited_steps
 from ..internals.audited_states import States
+from ..internals.batches import PlannedV1
 from ..seam.hooked_runner import HookedRunnerV1
 from .runner_watch import (
     end_step,
@@ -37,13 +38,13 @@ class StepsV1(Protocol):
     def open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Read what has to be known before a step changes requests and blocks."""
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
 
 
@@ -73,23 +74,22 @@ class LedgerV1(Part):
         """Open a ledger over new caches, or log why there is none."""
         self._runner.kvtxn_audit = join_stages(self._runner, self._steps.open())
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Forget a step that was dropped half-way."""
         self._in_forward = False
-        self._steps.begin(scheduled)
+        self._steps.begin()
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
-        runner = self._runner
-        runner.kvtxn_tell(lambda watch: watch.change(audited.changes(runner, scheduled)))
+        self._runner.kvtxn_tell(lambda watch: watch.change(changes()))
 
-    def forward_begins(self, prepared: Any, inputs: Any) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Tell which rows and states the forward writes and reads; nothing of a warm-up."""
         self._outputs = None
-        if prepared is not None:
-            self._outputs = audited_cpu.rows_with_logits(prepared)
+        if step is not None:
+            self._outputs = step.outputs()
             self._in_forward = True
-            self._runner.kvtxn_tell(partial(self._steps.tell_forward, prepared, inputs))
+            self._runner.kvtxn_tell(partial(self._steps.tell_forward, step, inputs))
 
     def forward_ended(self) -> None:
         """Note that the rows of the forward are there."""
@@ -101,20 +101,21 @@ class LedgerV1(Part):
             self._in_forward = False
             self._runner.kvtxn_tell(Watch.take_back)
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
         rows, watch = self._outputs, self._runner.kvtxn_audit
-        looks = watch is not None and watch.scrub is not None
-        if rows is not None and logits is not None and looks:
-            self._runner.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
+        if rows is not None and watch is not None and watch.scrub is not None:
+            logits, _ = outputs()
+            if logits is not None:
+                self._runner.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Tell which drafts were accepted."""
         rows, self._outputs = self._outputs, None
-        if rows is not None:
-            self._runner.kvtxn_tell(partial(self._steps.tell_sampled, output))
+        if rows is not None and ids is not None:
+            self._runner.kvtxn_tell(partial(self._steps.tell_sampled, ids))
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """End the step, and mark the requests that read wrong rows in its output.
 
         Raises:
@@ -154,13 +155,14 @@ class CpuSteps:
             self._samples = audited_cpu.SampledReader(self._runner, given)
         return watch
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Read nothing: no state moves on the host's word."""
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
         runner = self._runner
-        rows = self._reader.rows(prepared, *audited_cpu.ids_and_positions(inputs))
+        assert isinstance(step, PlannedV1)
+        rows = self._reader.rows(step.prepared, *audited_cpu.ids_and_positions(inputs))
         states, self._leaves = None, {}
         if watch.states and audited_states.has_single_states(runner):
             states = audited_states.single_states(runner, list(watch.states), rows)
@@ -170,9 +172,9 @@ class CpuSteps:
             states = audited_states.states(runner, watch.states, rows.starts, rows.first)
         watch.forward(rows, partial(audited.returning, runner), states)
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        watch.sampled(*self._samples.of_step(output, watch.rows))
+        watch.sampled(*self._samples.of_step(ids, watch.rows))
         if self._leaves and watch.under_way is not None:
             watch.ledger.leave(watch.under_way.lines, self._leaves)
 
@@ -206,29 +208,30 @@ class DeviceSteps:
                 self._copies = aligned_states.HostCopies(runner, watch.kept_states)
         return watch
 
-    def begin(self, scheduled: Any) -> None:
+    def begin(self) -> None:
         """Note the columns of states before vLLM moves them."""
-        copies = self._copies
+        copies, scheduled = self._copies, self._runner.kvtxn_scheduled
         if copies is not None:
             self._runner.kvtxn_tell(lambda watch: copies.begin(scheduled))
 
-    def tell_forward(self, prepared: Any, inputs: Any, watch: Watch) -> None:
+    def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
         if self._copies is not None:
             for group, (source, target) in self._copies.take().items():
                 if source:
                     watch.ledger.copy(group, source, target)
-        watch.step(partial(self._read, prepared), partial(audited.returning, self._runner))
+        watch.step(partial(self._read, step), partial(audited.returning, self._runner))
 
-    def _read(self, prepared: Foreign) -> tuple[Rows, States | None]:
+    def _read(self, step: PlannedStep) -> tuple[Rows, States | None]:
         """Read the rows of the step that is about to run, and its states if any are watched."""
-        rows = self._reader.rows(prepared)
+        assert isinstance(step, PlannedV1)
+        rows = self._reader.rows(step.prepared)
         if self._states is None:
             return rows, None
         metadata, total = audited_states.forward_metadata(), audited_steps.num_rows_v1(self._runner)
         return rows, self._states.read(metadata, rows, total)
 
-    def tell_sampled(self, output: Any, watch: Watch) -> None:
+    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
-        watch.sampled(*self._samples.sampled(output))
+        watch.sampled(*self._samples.sampled(ids))
         leave(watch, self._states)

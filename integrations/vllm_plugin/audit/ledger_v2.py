@@ -14,9 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Part
+from ...serving.step import Arrival, Changes, Outputs, PlannedStep, Rows
 from ..internals import Foreign, audited, audited_states, audited_steps, connectors, held_states
-from ..internals.audited import Rows
 from ..internals.audited_states import States
+from ..internals.batches import PlannedV2
+from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
 from .runner_watch import (
@@ -48,8 +50,8 @@ class LedgerV2(Part):
     def __init__(self, runner: HookedRunnerV2) -> None:
         self._runner = runner
         self._states: audited_states.DeviceStateReader | None = None
-        #: The step's batch and what vLLM prepared for it, if the watch was not told of it yet.
-        self._prepared: tuple[Any, Any] | None = None
+        #: The step, if the watch was not told of it yet.
+        self._planned: PlannedStep | None = None
         #: The step's attention metadata, once they are made, if states are watched.
         self._metadata: Foreign = None
         #: The watch is told later in a step than when tables and slots are in place.
@@ -70,7 +72,7 @@ class LedgerV2(Part):
     def _open(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         runner = self._runner
-        runner.kvtxn_requests, self._prepared, self._metadata = {}, None, None
+        runner.kvtxn_requests, self._planned, self._metadata = {}, None, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited.lines(runner) if connectors.connector() is None else None
         watch = open_device_watch(runner, audited.lacking(runner), lines, WatchedConnectorV2)
@@ -106,21 +108,21 @@ class LedgerV2(Part):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Forget a step that was dropped half-way; note which blocks a connector takes."""
         self._in_forward = False
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.transfers is not None:
+            scheduled = self._runner.kvtxn_scheduled
             watch.transfers.tell(partial(self._note_leaving, scheduled, watch.transfers))
 
-    def requests_changed(self, scheduled: Any) -> None:
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
-        runner = self._runner
-        runner.kvtxn_tell(lambda watch: watch.change(audited.changes_v2(runner, scheduled)))
+        self._runner.kvtxn_tell(lambda watch: watch.change(changes()))
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Tell which rows the forward writes and reads, if nothing else is awaited."""
-        self._prepared, self._in_forward = (batch, prepared), True
+        self._planned, self._in_forward = step, True
         if not self._waits:
             self._step_is_ready()
 
@@ -133,18 +135,18 @@ class LedgerV2(Part):
 
         If the watch was not told of it yet, it never is: what comes next may be a dummy run.
         """
-        self._prepared = None
+        self._planned = None
         if self._in_forward:
             self._in_forward = False
             self._runner.kvtxn_tell(Watch.take_back)
 
-    def sampling_begins(self, logits: Any) -> None:
+    def sampling_begins(self, outputs: Outputs) -> None:
         """Look for a NaN in what came out, if bytes are compared."""
         watch = self._runner.kvtxn_audit
         if watch is not None and watch.scrub is not None:
-            self._runner.kvtxn_tell(partial(_tell_outputs, *logits))
+            self._runner.kvtxn_tell(lambda watch: watch.came_out(*outputs()))
 
-    def outcome_kept(self, ids: Any, counts: Any) -> None:
+    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
         """Tell which drafts were accepted.
 
         Pipeline stages before the last are told of an earlier step, and have no drafts here.
@@ -152,7 +154,7 @@ class LedgerV2(Part):
         if self._runner.kvtxn_audit is not None and audited.is_last_stage(self._runner):
             self._runner.kvtxn_tell(partial(self._tell_sampled, ids, counts))
 
-    def step_ended(self, output: Any) -> None:
+    def step_ended(self, output: object) -> None:
         """End the step, and mark the requests that read wrong rows in its output.
 
         Raises:
@@ -170,28 +172,29 @@ class LedgerV2(Part):
 
     # -- what the watch is told --------------------------------------------------------------
 
-    def _note_leaving(self, scheduled: Foreign, transfers: TransferWatch) -> None:
+    def _note_leaving(self, scheduled: SchedulerOutput, transfers: TransferWatch) -> None:
         """Note the blocks that a connector takes before a step hands them to others."""
         transfers.flush(connectors.metadata_of(scheduled))
         audited.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def _step_is_ready(self) -> None:
         """Tell the watch which rows and states the step's forward has."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            self._runner.kvtxn_tell(partial(self._tell_forward, *prepared))
+        step, self._planned = self._planned, None
+        if step is not None:
+            self._runner.kvtxn_tell(partial(self._tell_forward, step))
         self._metadata = None
 
-    def _tell_forward(self, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
+    def _tell_forward(self, step: PlannedStep, watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""
-        watch.step(partial(self._read, batch, prepared), _unknown)
+        watch.step(partial(self._read, step), _unknown)
 
-    def _read(self, batch: Foreign, prepared: Foreign) -> tuple[Rows, States | None]:
+    def _read(self, step: PlannedStep) -> tuple[Rows, States | None]:
         """Read the rows of the step that is about to run, and its states if any are watched."""
-        rows = self.reader.rows(batch, prepared)
+        assert isinstance(step, PlannedV2)
+        rows = self.reader.rows(step.batch, step.prepared)
         if self._states is None:
             return rows, None
-        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(batch))
+        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor, watch: Watch) -> None:
         """Tell a watch what was sampled, and which states windows write after that."""
@@ -217,12 +220,7 @@ class TellingConnector:
         self.kvtxn_then()
 
 
-def _tell_outputs(hidden_states: Tensor, batch: Foreign, watch: Watch) -> None:
-    """Tell a watch what a forward computed."""
-    watch.came_out(*audited_steps.sampled_outputs(hidden_states, batch))
-
-
-def _unknown(name: str) -> Any:
+def _unknown(name: str) -> Arrival:
     """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
 
     Raises:

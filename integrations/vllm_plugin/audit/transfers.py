@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
+from ...serving.step import Arrival
 from ..internals import connectors
-from ..internals.audited import Arrival
 from ..internals.audited_states import block_sizes
 from ..internals.connectors import Handed
 from ..internals.hooks import mix_in

@@ -28,7 +28,7 @@ from ....audit import (
 from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
-from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
+from ...serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .rank_agreement import RankAgreement, RankReport

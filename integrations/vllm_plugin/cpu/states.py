@@ -7,7 +7,6 @@ longer speculate over these caches: if kvtxn cannot make its steps, the engine d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -20,13 +19,13 @@ from ....manager import TransactionManager
 from ....recurrent import Recurrence, RowPart, ShortConv
 from ...serving.eager_steps import EagerSteps, StateSteps
 from ...serving.parts import Part
+from ...serving.step import PlannedStep, drafts_and_ends
 from ..internals import batches, cpu_states, state_layers
 from ..internals.config import runner_facts
 from ..internals.cpu_states import StateBatch, step_batch
-from ..internals.engine_protocols import KVCacheSpec
 from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
-from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer, Prepared
+from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
@@ -211,9 +210,9 @@ class States(Part):
             runner.kvtxn_unhook.callback(state_layers.hold_one_state(runner))
             runner.kvtxn_one_state = True
 
-    def caches_described(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-        """Ask for one block per request and state, if the windows will hold the states."""
-        return state_layers.one_block_each(specs) if self._runner.kvtxn_one_state else specs
+    def wants_one_state(self) -> bool:
+        """Tell whether the windows will hold the states."""
+        return self._runner.kvtxn_one_state
 
     def caches_made(self) -> None:
         """Refuse an engine without windows, which cannot run over these caches.
@@ -223,17 +222,17 @@ class States(Part):
         """
         refuse_without_windows(self._runner)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Remember the drafts of each request."""
         steps = self._runner.kvtxn
         if steps is not None:
             try:
-                self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
+                self._drafts, _ = drafts_and_ends(step.rows())
             except Exception as error:  # without them no state can be committed: read them again
                 steps.manager.note_fallback("begin", error)
-                self._drafts, _ = batches.drafts_and_ends(self._runner, prepared)
+                self._drafts, _ = drafts_and_ends(step.rows())
 
-    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Let the layers know which requests the step has while they compute it."""
         steps = self._runner.kvtxn
         if steps is not None:

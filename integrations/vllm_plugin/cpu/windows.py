@@ -7,7 +7,7 @@ committed before the drafter or a connector sees the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 from torch import Tensor
@@ -16,9 +16,9 @@ from ....config import TxnConfig
 from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
+from ...serving.step import PlannedStep, drafts_and_ends
 from ..internals import batches
 from ..internals.layers import TargetLayer
-from ..internals.runner_protocols import Prepared, SamplerOutput
 from ..policy.engine import EngineFacts
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps
@@ -102,17 +102,17 @@ class Windows(Part):
         """Make steps over new caches, or log why there are none."""
         self._runner.kvtxn = open_steps(self._runner, self._caches.facts, self._caches.make_steps)
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Abort a window that an abandoned step left open."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step: which rows are drafts."""
         if self._runner.kvtxn is not None:
-            self._runner.kvtxn.plan(lambda: batches.drafts_and_ends(self._runner, prepared))
+            self._runner.kvtxn.plan(lambda: drafts_and_ends(step.rows()))
 
-    def forward_begins(self, prepared: Prepared | None, inputs: Mapping[str, object]) -> None:
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
         """Open the step's window."""
         steps = self._runner.kvtxn
         if steps is not None:
@@ -123,10 +123,10 @@ class Windows(Part):
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def sampled(self, output: SamplerOutput) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.commit(lambda: batches.sampled_ids(output))
+        if self._runner.kvtxn is not None and ids is not None:
+            self._runner.kvtxn.commit(lambda: ids)
 
     def raised(self, error: Exception) -> None:
         """Let an error of a window's be heard, whichever rank meets it."""

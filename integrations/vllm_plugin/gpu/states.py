@@ -11,7 +11,7 @@ rows and states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final, Protocol
 
 import attrs
@@ -29,6 +29,7 @@ from ...serving.beside import lies_as_captured
 from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
+from ...serving.step import PlannedStep
 from ..internals import aligned_states, batches, connectors, state_commits, state_layers
 from ..internals import held_states as held_states
 from ..internals.config import runner_facts
@@ -116,9 +117,9 @@ class StateCaches(Part):
             inner_states=state_layers.leaves_inner_states(self._runner),
         )
 
-    def caches_described(self, specs: Any) -> Any:
-        """Ask for one block per request and state, if commits will write the states."""
-        return state_layers.one_block_each(specs) if self.are_written_by_commits() else specs
+    def wants_one_state(self) -> bool:
+        """Tell whether commits will write the states."""
+        return self.are_written_by_commits()
 
     def caches_dropped(self) -> None:
         """Forget the states in the caches that go."""
@@ -232,12 +233,11 @@ class StatesV1(Part):
     def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
         """Commit each by itself."""
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Note whether there are prompts in the step."""
-        rows = batches.prepared_rows(self._runner, prepared, batch)
-        self._has_prompts = batches.has_prompts(rows)
+        self._has_prompts = batches.has_prompts(step.rows())
 
-    def graph_sought(self, arguments: MutableMapping[str, Any]) -> None:
+    def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Let no step with a prompt count as one that verifies drafts alone.
 
         vLLM's warm-up says itself what its steps are.
@@ -246,16 +246,15 @@ class StatesV1(Part):
         if told and self._has_prompts:
             arguments["force_uniform_decode"] = False
 
-    def attention_described(self, metadata: Any) -> None:
+    def attention_described(self, metadata: Mapping[str, object]) -> None:
         """Let the states' kernels find their blocks."""
         if self.told is not None:
-            rows = batches.StepRows.of(self._runner)
-            self.told.begin(batches.metadata_by_layer(metadata), rows)
+            self.told.begin(metadata, batches.StepRows.of(self._runner))
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the states that the sampled ids accept."""
-        if self._runner.kvtxn_states is not None:
-            self._runner.kvtxn_states.commit(batches.kept_counts(output))
+        if self._runner.kvtxn_states is not None and ids is not None:
+            self._runner.kvtxn_states.commit(batches.kept_counts(ids))
 
     def _tell_none(self) -> None:
         """Tell no states of steps any more."""

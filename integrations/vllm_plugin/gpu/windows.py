@@ -22,6 +22,7 @@ from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
+from ...serving.step import PlannedStep
 from ..internals import (
     Foreign,
     backends,
@@ -237,32 +238,31 @@ class WindowsV1(Part):
             manager, batches.query_len(runner), batches.vocab_size(runner), rows
         )
 
-    def step_begins(self, scheduled: Any) -> None:
+    def step_begins(self) -> None:
         """Abort a window that an abandoned step left open."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
-    def batch_ordered(self, scheduled: Any) -> None:
+    def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
         """Let requests with drafts lead, so that windows have no other rows.
 
         Where the order decides about sums it stays vLLM's, and the windows take other requests in.
         """
         steps = self._runner.kvtxn
         if steps is not None and steps.deferred and not self.keeps_order:
-            batches.lead_with_drafts(self._runner, scheduled)
+            lead_with_drafts()
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step, now that its slots are in place."""
         steps = self._runner.kvtxn
         if steps is not None:
-            rows = batches.prepared_rows(self._runner, prepared, batch)
             slots = batches.slots_of_groups(self._runner, list(steps.manager.groups))
-            steps.begin_among(*rows, slots)
+            steps.begin_among(*step.rows(), slots)
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.commit_ids(batches.sampled_ids(output))
+        if self._runner.kvtxn is not None and ids is not None:
+            self._runner.kvtxn.commit_ids(ids)
 
 
 class WindowsV2(Part):
@@ -333,30 +333,29 @@ class WindowsV2(Part):
         if isinstance(steps, PipelineSteps):
             steps.settle()
 
-    def graph_chosen(self, graph: Any) -> None:
+    def graph_chosen(self, graph: object) -> None:
         """Note in which mode the forward will run."""
         self._mode = whole_graphs.mode(graph)
 
-    def planned(self, batch: Any, prepared: Any) -> None:
+    def planned(self, step: PlannedStep) -> None:
         """Plan the step, now that its slots are in place."""
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
-            steps.begin(*batches.batch_rows(batch), batches.batch_name(batch))
+            steps.begin(*step.rows(), step.name())
         elif steps is not None:
             replayed = self.whole is not None and self._mode is self.whole
-            alike = batches.alike(batch, steps.query_len)
-            steps.begin(*batches.batch_rows(batch), replayed, alike)
+            steps.begin(*step.rows(), replayed, step.alike(steps.query_len))
 
-    def sampled(self, output: Any) -> None:
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit at once if the engine has a KV connector.
 
         In any release the scheduler may hand a request's blocks on once it has the sampled tokens;
         so what a connector loads into them must not come before this step's last write.
         """
-        if self._runner.kvtxn is not None and self.connected:
-            self._runner.kvtxn.commit(batches.num_sampled(output))
+        if self._runner.kvtxn is not None and self.connected and counts is not None:
+            self._runner.kvtxn.commit(counts)
 
-    def outcome_known(self, counts: Any) -> None:
+    def outcome_known(self, counts: Tensor) -> None:
         """Commit before the drafter runs."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(counts)

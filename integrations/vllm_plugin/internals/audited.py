@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
+from ...serving.step import NO_CHANGES, Arrival, Changes, Room
 from ..policy.supported import cannot_watch
 from . import batches
 from .adapters import Adapters, hash_of
@@ -29,92 +30,6 @@ AUDITED_V2_METHODS: Final = {
     "update_requests": ("scheduler_output",),
     "sample_tokens": ("grammar_output",),
 }
-
-
-@attrs.frozen(eq=False)
-class Arrival:
-    """A request that is new, resumed, or continued as a session.
-
-    Attributes:
-        name: vLLM's id of the request.
-        tokens: the request's token ids, from the first token on.
-        extras: everything besides tokens that all K and V of the request depend on, such as a
-            LoRA adapter.
-        embedded: for positions with an embedded vector instead of a token, the vector's hash.
-        computed: number of positions whose rows are in the cache already, by a prefix hit or from
-            the session's last turn.
-        tables: the request's blocks in each KV-cache group, groups in vLLM's order.
-    """
-
-    name: str
-    tokens: list[int] = attrs.field(repr=False)
-    extras: list[int]
-    embedded: dict[int, int] = attrs.field(repr=False)
-    computed: int
-    tables: Sequence[Sequence[int]]
-
-
-@attrs.frozen(eq=False)
-class Changes:
-    """The changes that a step makes before its forward.
-
-    Attributes:
-        gone: names of the requests that ended.
-        arrivals: requests that are new, resumed or continued.
-        grown: blocks that running requests got, by KV-cache group, in vLLM's order.
-        copies: blocks that are copied before the forward: pairs of source and target.
-    """
-
-    gone: Sequence[str]
-    arrivals: Sequence[Arrival]
-    grown: Sequence[Sequence[int]]
-    copies: Sequence[tuple[int, int]]
-
-
-#: Of a step that only goes on with its requests, within their blocks.
-NO_CHANGES: Final = Changes((), (), (), ())
-
-
-@attrs.frozen(eq=False)
-class Rows:
-    """The rows of a forward, requests in the order of the batch.
-
-    Attributes:
-        names: vLLM's ids of the requests.
-        starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
-        first: int64 ``[num_requests]``, the position of each request's first row; None where the
-            device alone knows it, in ``positions``.
-        tokens: int ``[num_rows]``, the token id of each row.
-        drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
-        slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
-        tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
-        positions: int64 ``[num_rows]``, the position that each row is computed for. None: they are
-            not looked at.
-        buffers: stands for all of these tensors, if they are buffers that stay where they are:
-            rows with the same object have the same tensors, with other values. None if they do not.
-        lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
-            where they are not those up to its last one; None if they are, or are not known.
-    """
-
-    names: list[str]
-    starts: Tensor
-    first: Tensor | None
-    tokens: Tensor = attrs.field(repr=False)
-    drafts: Tensor | None
-    slots: dict[str, Tensor]
-    tables: dict[str, Tensor]
-    positions: Tensor | None = None
-    buffers: object | None = None
-    lengths: dict[str, Tensor] | None = None
-
-
-@attrs.frozen
-class Room:
-    """The sizes that a ledger needs: requests, tokens, and the sharing of blocks."""
-
-    requests: int
-    length: int
-    caches_prefixes: bool
 
 
 def samples(runner: Runner) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
+from ...serving.step import Rows
 from . import audited, audited_steps
-from .audited import Rows
 from .runner_protocols import (
     BatchMetadata,
     BlockTable,
@@ -23,17 +23,7 @@ from .runner_protocols import (
     Prepared,
     Runner,
     RunnerV1,
-    SamplerOutput,
 )
-
-
-def rows_with_logits(prepared: Prepared) -> Tensor:
-    """Return the rows of a forward whose outputs are sampled, int ``[num_outputs]``.
-
-    Args:
-        prepared: the result of a V1 runner's ``_prepare_inputs``.
-    """
-    return prepared[0]
 
 
 def ids_and_positions(inputs: Mapping[str, object]) -> tuple[object, object]:
@@ -231,15 +221,15 @@ class SampledReader(audited_steps.SampledReader):
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
     """
 
-    def of_step(self, output: SamplerOutput, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    def of_step(self, ids: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids, as ``sampled`` does.
 
         Args:
-            output: the sampler's.
+            ids: that were sampled, int ``[num_requests, n]``.
             rows: the rows of the step; None if they are not known. A request has no more tokens
                 than drafts and one.
         """
-        return self.sampled(output, None if rows is None else rows.drafts)
+        return self.sampled(ids, None if rows is None else rows.drafts)
 
 
 #: The lengths of requests of which none are known.

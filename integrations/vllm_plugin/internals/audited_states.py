@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
+from ...serving.step import Rows
 from . import aligned_states, audited
-from .audited import Rows
 from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
 

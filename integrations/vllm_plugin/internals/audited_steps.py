@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....audit.step_input import StepInput
+from ...serving.step import Array, Rows
 from . import audited
-from .audited import Rows
 from .runner_protocols import (
-    Array,
     BlockTable,
     DraftCounts,
     InputBatchV2,
     Prepared,
     RunnerV1,
-    SamplerOutput,
 )
 
 #: Sets of tensors that are remembered; beyond, all are forgotten.
@@ -184,16 +182,16 @@ class SampledReader:
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def sampled(self, output: SamplerOutput, drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def sampled(self, ids: Tensor, drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids.
 
         Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
 
         Args:
-            output: the sampler's.
+            ids: that were sampled, int ``[num_requests, n]``.
             drafts: int64 ``[num_requests]``; a request has no more tokens than these and one.
         """
-        runner, ids = self._runner, output.sampled_token_ids
+        runner = self._runner
         number, width = ids.shape
         found = self._known.get((number, width))
         if found is None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from ....errors import LayerError
+from ...serving.step import Array, BatchRows
 from .engine_protocols import SchedulerOutput
 from .runner_protocols import (
-    Array,
     AttentionLayer,
     BatchMetadata,
     InputBatchV2,
@@ -88,38 +88,23 @@ def query_len(runner: RunnerV1 | RunnerV2) -> int:
     return runner.decode_query_len
 
 
-def sampled_ids(output: SamplerOutput) -> Tensor:
-    """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
-    return output.sampled_token_ids
+def sampled_ids(output: SamplerOutput) -> Tensor | None:
+    """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none.
+
+    None for an output without ids.
+    """
+    return getattr(output, "sampled_token_ids", None)
 
 
-def kept_counts(output: SamplerOutput) -> Tensor:
+def kept_counts(ids: Tensor) -> Tensor:
     """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
 
     By this count vLLM finds the past of a convolution in the next step.
     """
-    return (sampled_ids(output) != -1).sum(1, dtype=torch.int32)
+    return (ids != -1).sum(1, dtype=torch.int32)
 
 
 # -- on a CPU -------------------------------------------------------------------------
-
-
-def drafts_and_ends(runner: RunnerV1, prepared: Prepared) -> tuple[list[int], list[int]]:
-    """Count the drafts of each request, and find the end of its rows.
-
-    Args:
-        runner: a V1 runner after ``_prepare_inputs``.
-        prepared: the result of ``_prepare_inputs``.
-
-    Returns:
-        Drafts per request of the batch, and one past the last row of each request; both are empty
-        if the batch has no drafts.
-    """
-    metadata = prepared[1]
-    if metadata is None:
-        return [], []
-    drafts = list(metadata.num_draft_tokens)
-    return drafts, runner.query_start_loc.np[1 : len(drafts) + 1].tolist()
 
 
 def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Tensor] | str:
@@ -180,13 +165,6 @@ def batch_of(metadata: BatchMetadata) -> Batch:
 # -- on a GPU -------------------------------------------------------------------------
 
 
-#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: drafts per request, or
-#: None if the batch has none; rows per request; and True for requests whose rows are still the
-#: prompt's. A tuple, not a class: constructing an object here costs measurable microseconds per
-#: step.
-BatchRows: TypeAlias = tuple[Array | None, Array, Array]
-
-
 def batch_rows(batch: InputBatchV2) -> BatchRows:
     """Read the V2 runner's batch, the argument of ``prepare_attn``."""
     drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
@@ -236,9 +214,12 @@ def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
     return entry.idx_mapping_np, now != entry.gen_at_receive_np
 
 
-def num_sampled(output: tuple[object, Tensor, *tuple[object, ...]]) -> Tensor:
-    """Return how many tokens the V2 runner's ``sample`` got for each request, int32."""
-    return output[1]
+def num_sampled(output: object) -> Tensor | None:
+    """Return how many tokens the V2 runner's ``sample`` got for each request, int32.
+
+    None of a release whose ``sample`` does not say so; windows have none there.
+    """
+    return output[1] if isinstance(output, tuple) else None
 
 
 def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
@@ -266,6 +247,66 @@ def has_prompts(rows: BatchRows) -> bool:
     return bool((prefilling | (settled > 1)).any())
 
 
+@attrs.define(eq=False)
+class PlannedV1:
+    """A step of the V1 runner after ``_prepare_inputs``; see ``PlannedStep``.
+
+    Attributes:
+        runner: the runner.
+        prepared: the result of ``_prepare_inputs``.
+        lengths: its argument ``num_scheduled_tokens``, numpy int32 ``[num_requests]``.
+    """
+
+    runner: RunnerV1
+    prepared: Prepared
+    lengths: Array
+
+    def rows(self) -> BatchRows:
+        """Return which rows each request has."""
+        return prepared_rows(self.runner, self.prepared, self.lengths)
+
+    def alike(self, rows: int) -> int:
+        """Return 0: this runner cannot tell it quickly."""
+        return 0
+
+    def name(self) -> object:
+        """Return None: this runner has no name for a step."""
+        return None
+
+    def outputs(self) -> Tensor:
+        """Return the rows whose outputs are sampled."""
+        return self.prepared[0]
+
+
+@attrs.define(eq=False)
+class PlannedV2:
+    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``.
+
+    Attributes:
+        batch: the runner's.
+        prepared: the result of ``prepare_attn``: block tables and slot mappings.
+    """
+
+    batch: InputBatchV2
+    prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
+
+    def rows(self) -> BatchRows:
+        """Return which rows each request has."""
+        return batch_rows(self.batch)
+
+    def alike(self, rows: int) -> int:
+        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0."""
+        return alike(self.batch, rows)
+
+    def name(self) -> object:
+        """Return the object by which the runner's queue of pipeline stages knows the batch."""
+        return batch_name(self.batch)
+
+    def outputs(self) -> Tensor:
+        """Return the rows whose outputs are sampled."""
+        return self.batch.logits_indices
+
+
 @attrs.frozen(eq=False)
 class StepRows:
     """The places of the rows of a step of the V1 runner, in buffers that each step fills anew.
@@ -285,10 +326,13 @@ class StepRows:
 
 
 def metadata_by_layer(
-    built: tuple[Mapping[str, object], *tuple[object, ...]],
+    built: tuple[Mapping[str, object], *tuple[object, ...]] | Mapping[str, object],
 ) -> Mapping[str, object]:
-    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made."""
-    return built[0]
+    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made.
+
+    Not every release makes a tuple; it is the same in each that has windows over states.
+    """
+    return built[0] if isinstance(built, tuple) else built
 
 
 def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ....audit import Key
 from ....audit.checksum import checksum
 from ....host_values import to_device
-from .audited import Arrival, arrival_of, known_tokens
+from ...serving.step import Arrival
+from .audited import arrival_of, known_tokens
 from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
 from .runner_protocols import (
     BlockList,

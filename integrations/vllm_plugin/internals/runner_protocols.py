@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...serving.step import Array
 from .engine_protocols import (
     CacheConfig,
     CompilationConfig,
@@ -19,9 +19,6 @@ from .engine_protocols import (
     SpeculativeConfig,
     VllmConfig,
 )
-
-#: A numpy array; its dtype and shape are where it is made.
-Array: TypeAlias = NDArray[Any]
 
 # -- batches and runners --------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ....config import TxnConfig
 from ....log import get_logger
 from ...serving.parts import Parts
 from ..internals import Foreign
+from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import check_methods, restore_class, swap_class
 from ..internals.runner_protocols import Runner, RunnerV1, RunnerV2
 from ..policy import RequiredError
@@ -61,6 +62,7 @@ class HookedRunner(Runner, Protocol):
         kvtxn: the steps of windows over the present KV cache; None while there are none.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_states: on a GPU, the recurrent states that commits write; None without any.
         kvtxn_one_state: the caches have one state per request, which windows hold.
         kvtxn_settings: the user's settings.
@@ -76,6 +78,7 @@ class HookedRunner(Runner, Protocol):
     kvtxn: Any
     kvtxn_audit: Any
     kvtxn_parts: Parts
+    kvtxn_scheduled: SchedulerOutput
     kvtxn_states: Any
     kvtxn_one_state: bool
     kvtxn_settings: PluginSettings

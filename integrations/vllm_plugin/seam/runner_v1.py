@@ -8,11 +8,19 @@ On a GPU the forward may be a replayed graph, which is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ...serving.parts import Parts
+from ...serving.step import Array
+from ..internals import audited, batches, state_layers
+from ..internals.batches import PlannedV1
+from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
+from ..internals.runner_protocols import Prepared
 
 
 class AdapterV1:
@@ -20,15 +28,17 @@ class AdapterV1:
 
     Attributes:
         kvtxn_parts: the parts that hear what the runner does.
-        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own, such
-            as a warm-up.
+        kvtxn_planned: the step whose forward comes next; None for one of vLLM's own, such as a
+            warm-up.
+        kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
     kvtxn_parts: Parts = Parts()
-    kvtxn_prepared: Any = None
+    kvtxn_planned: PlannedV1 | None = None
+    kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
     kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
@@ -40,14 +50,15 @@ class AdapterV1:
         self.kvtxn_parts.memory_wanted()
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
-    def get_kv_cache_spec(self) -> Any:
-        """Let the parts say what they need of the caches."""
+    def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
+        """Ask for one state per request and layer, if a part wants that."""
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return self.kvtxn_parts.caches_described(specs)
+        wanted = self.kvtxn_parts.wants_one_state()
+        return state_layers.one_block_each(specs) if wanted else specs
 
     def initialize_kv_cache(
-        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+        self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
         """Tell of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
@@ -62,53 +73,61 @@ class AdapterV1:
 
     # -- a step up to its forward ------------------------------------------------------------
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, *args: Any, **kwargs: Any) -> object:
         """Run a step up to its sampling; a step of an engine that samples nothing ends here."""
         ends = not self.kvtxn_samples
         run = super().execute_model  # type: ignore[misc]
         try:
             return self.kvtxn_parts.run_call(run, ends, *args, **kwargs)
         finally:
-            self.kvtxn_prepared = None  # an error came before the forward: the next is another's
+            self.kvtxn_planned = None  # an error came before the forward: the next is another's
 
-    def _update_states(self, scheduler_output: Any) -> Any:
+    def _update_states(self, scheduler_output: SchedulerOutput) -> object:
         """Tell that a step begins, and which requests and blocks it changes."""
-        self.kvtxn_prepared = None
-        self.kvtxn_parts.step_begins(scheduler_output)
+        self.kvtxn_planned = None
+        self.kvtxn_scheduled = scheduler_output
+        self.kvtxn_parts.step_begins()
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        self.kvtxn_parts.requests_changed(scheduler_output)
+        changes = partial(audited.changes, self, scheduler_output)  # type: ignore[arg-type]
+        self.kvtxn_parts.requests_changed(changes)
         return result
 
-    def _may_reorder_batch(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
+    def _may_reorder_batch(
+        self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
+    ) -> None:
         """Let the parts change the order of the batch."""
         super()._may_reorder_batch(scheduler_output, *others, **named)  # type: ignore[misc]
-        self.kvtxn_parts.batch_ordered(scheduler_output)
+        lead = partial(batches.lead_with_drafts, self, scheduler_output)  # type: ignore[arg-type]
+        self.kvtxn_parts.batch_ordered(lead)
 
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Array
+    ) -> Prepared:
         """Tell which rows the step has; their slots are in place."""
-        prepared = super()._prepare_inputs(  # type: ignore[misc]
+        prepared: Prepared = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
-        self.kvtxn_prepared = prepared
-        self.kvtxn_parts.planned(num_scheduled_tokens, prepared)
+        step = PlannedV1(self, prepared, num_scheduled_tokens)  # type: ignore[arg-type]
+        self.kvtxn_planned = step
+        self.kvtxn_parts.planned(step)
         return prepared
 
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> object:
         """Let the parts change by what vLLM looks for a graph."""
         self.kvtxn_parts.graph_sought(kwargs)
         return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> object:
         """Tell the parts the attention metadata; before a capture these describe padding alone."""
         made = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
-        self.kvtxn_parts.attention_described(made)
+        self.kvtxn_parts.attention_described(batches.metadata_by_layer(made))
         return made
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _model_forward(self, *args: Any, **kwargs: Any) -> object:
         """Tell of the forward before it runs, and how it ended."""
-        prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
+        step, self.kvtxn_planned = self.kvtxn_planned, None
         try:
-            self.kvtxn_parts.forward_begins(prepared, kwargs)
+            self.kvtxn_parts.forward_begins(step, kwargs)
             output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             self.kvtxn_parts.failed(error)
@@ -118,20 +137,20 @@ class AdapterV1:
 
     # -- its sampling ------------------------------------------------------------------------
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> object:
         """Sample and draft, which ends the step."""
         run = super().sample_tokens  # type: ignore[misc]
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
-    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: object) -> object:
         """Tell what the forward computed, and what was sampled."""
-        self.kvtxn_parts.sampling_begins(logits)
+        self.kvtxn_parts.sampling_begins(lambda: (logits, None))
         try:
             output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         except BaseException as error:
             self.kvtxn_parts.failed(error)
             raise
-        self.kvtxn_parts.sampled(output)
+        self.kvtxn_parts.sampled(batches.sampled_ids(output), None)
         return output
 
     # -- the ledger --------------------------------------------------------------------------

@@ -10,11 +10,18 @@ earlier step there, when a later one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ...serving.parts import Parts
+from ..internals import audited, audited_steps, batches, state_layers
+from ..internals.batches import PlannedV2
+from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
+from ..internals.runner_protocols import InputBatchV2
 
 
 class AdapterV2:
@@ -22,12 +29,14 @@ class AdapterV2:
 
     Attributes:
         kvtxn_parts: the parts that hear what the runner does.
+        kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
     kvtxn_parts: Parts = Parts()
+    kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
     kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
@@ -39,14 +48,15 @@ class AdapterV2:
         self.kvtxn_parts.memory_wanted()
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
-    def get_kv_cache_spec(self) -> Any:
-        """Let the parts say what they need of the caches."""
+    def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
+        """Ask for one state per request and layer, if a part wants that."""
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return self.kvtxn_parts.caches_described(specs)
+        wanted = self.kvtxn_parts.wants_one_state()
+        return state_layers.one_block_each(specs) if wanted else specs
 
     def initialize_kv_cache(
-        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+        self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
         """Tell of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
@@ -61,7 +71,7 @@ class AdapterV2:
 
     # -- a step up to its forward ------------------------------------------------------------
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, *args: Any, **kwargs: Any) -> object:
         """Run a step up to its sampling, and tell how its forward ended.
 
         A step of an engine that samples nothing ends here.
@@ -76,11 +86,15 @@ class AdapterV2:
         self.kvtxn_parts.forward_ended()
         return output
 
-    def update_requests(self, scheduler_output: Any, *others: Any, **named: Any) -> None:
+    def update_requests(
+        self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
+    ) -> None:
         """Tell that a step begins, and which requests and blocks it changes."""
-        self.kvtxn_parts.step_begins(scheduler_output)
+        self.kvtxn_scheduled = scheduler_output
+        self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
-        self.kvtxn_parts.requests_changed(scheduler_output)
+        changes = partial(audited.changes_v2, self, scheduler_output)  # type: ignore[arg-type]
+        self.kvtxn_parts.requests_changed(changes)
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
         """Tell when an earlier pipeline stage learns the outcome of a step.
@@ -93,44 +107,48 @@ class AdapterV2:
         finally:
             self.kvtxn_parts.outcomes_arrived()
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> object:
         """Tell how the forward will run: the third argument says it, where windows need to know."""
         chosen = args[2] if len(args) > 2 else kwargs.get("batch_desc")
         self.kvtxn_parts.graph_chosen(chosen)
         return super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
 
-    def prepare_attn(self, input_batch: Any) -> Any:
+    def prepare_attn(self, input_batch: InputBatchV2) -> object:
         """Tell which rows the step has; their slots are in place."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
-        self.kvtxn_parts.planned(input_batch, prepared)
+        self.kvtxn_parts.planned(PlannedV2(input_batch, prepared))
         return prepared
 
     # -- its sampling ------------------------------------------------------------------------
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> object:
         """Sample and draft, which ends the step."""
         run = super().sample_tokens  # type: ignore[misc]
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
-    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+    def sample(
+        self, hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object
+    ) -> object:
         """Tell what the forward computed, and what was sampled.
 
         From 0.33 on vLLM asks connectors for their results after this, before
         ``postprocess_sampled``.
         """
-        self.kvtxn_parts.sampling_begins((hidden_states, input_batch))
+        self.kvtxn_parts.sampling_begins(
+            partial(audited_steps.sampled_outputs, hidden_states, input_batch)
+        )
         output = super().sample(  # type: ignore[misc]
             hidden_states, input_batch, grammar_output
         )
-        self.kvtxn_parts.sampled(output)
+        self.kvtxn_parts.sampled(None, batches.num_sampled(output))
         return output
 
     def postprocess_sampled(
         self,
-        idx_mapping: Any,
-        sampled_tokens: Any,
-        num_sampled: Any,
-        num_rejected: Any,
+        idx_mapping: object,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        num_rejected: object,
         *others: Any,
         **named: Any,
     ) -> None:

@@ -21,8 +21,8 @@ def _given(rig: Rig, tamper: Tamper) -> Any:
 
     def before(*args: Any, **kwargs: Any) -> None:
         context = get_forward_context()
-        if rig.struck is None and rig.runner.kvtxn_prepared is not None:
-            batch = Batch(rig, rig.runner.kvtxn_prepared, [])
+        if rig.struck is None and rig.runner.kvtxn_planned is not None:
+            batch = Batch(rig, rig.runner.kvtxn_planned.prepared, [])
             metadata = next(iter(context.attn_metadata.values()))
             tamper(batch, metadata, context.slot_mapping)
 
@@ -166,8 +166,8 @@ def _called(rig: Rig, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
     real = rig.runner._model_forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if rig.struck is None and rig.runner.kvtxn_prepared is not None:
-            batch = Batch(rig, rig.runner.kvtxn_prepared, [])
+        if rig.struck is None and rig.runner.kvtxn_planned is not None:
+            batch = Batch(rig, rig.runner.kvtxn_planned.prepared, [])
             index = next((n for n in range(len(batch)) if batch.rows(n) > 10), None)
             if index is not None:
                 row, position = batch.starts[index] + 3, batch.first[index] + 3

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.step import Arrival, Changes, Rows
 from kvtxn.integrations.vllm_plugin.audit.steps import fresh_blocks
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
+from kvtxn.integrations.vllm_plugin.internals import audited_states
 
 
 def test_columns_of_a_gated_delta_net():
@@ -50,7 +51,7 @@ def device_reader(mode="none"):
 def rows_of(starts, positions):
     starts, positions = torch.tensor(starts), torch.tensor(positions)
     names = [str(number) for number in range(len(starts) - 1)]
-    return audited.Rows(names, starts, None, None, None, {}, {}, positions)
+    return Rows(names, starts, None, None, None, {}, {}, positions)
 
 
 def test_states_of_a_device_are_read_into_the_same_buffers():
@@ -75,7 +76,7 @@ def test_single_states_of_windows():
         get_cpu_tensor=lambda: torch.tensor([[5, 0], [6, 0], [7, 0], [9, 9]], dtype=torch.int32)
     )
     batch = SimpleNamespace(block_table=[None, table], num_reqs=3)
-    rows = audited.Rows(
+    rows = Rows(
         ["a", "b", "c"], torch.tensor([0, 3, 4, 7]), torch.tensor([10, 4, 0]), torch.arange(7),
         torch.tensor([2, 0, 0]), {}, {},
     )  # fmt: skip
@@ -205,8 +206,8 @@ def test_states_in_the_middle_of_prompts_are_kept_for_the_prefix_cache():
 @pytest.mark.parametrize(("kept", "fresh"), [(None, [8]), ({"group.0": 4}, [8, 6, 7])])
 def test_blocks_of_states_behind_a_hit_are_handed_out(kept, fresh):
     """Without a prefix cache of states nobody hits one, and a session goes on in its block."""
-    arrival = audited.Arrival("a", [1] * 9, [], {}, 8, [[0, 5, 6, 7]])
-    changes = audited.Changes((), [arrival], [[8]], ())
+    arrival = Arrival("a", [1] * 9, [], {}, 8, [[0, 5, 6, 7]])
+    changes = Changes((), [arrival], [[8]], ())
     assert fresh_blocks(changes, {}, kept) == {"group.0": fresh}
 
 

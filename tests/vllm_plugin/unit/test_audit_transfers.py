@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.serving.step import Arrival
 from kvtxn.integrations.vllm_plugin.audit import transfers
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
 from kvtxn.integrations.vllm_plugin.internals import adapters, audited, connectors
-from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 

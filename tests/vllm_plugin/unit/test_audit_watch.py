@@ -7,16 +7,11 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
 from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
-from kvtxn.integrations.vllm_plugin.internals.audited import (
-    Arrival,
-    Changes,
-    Room,
-    Rows,
-    unwatched,
-)
+from kvtxn.integrations.vllm_plugin.internals.audited import unwatched
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
@@ -328,9 +323,8 @@ def drawn(ids, rows, discarded=(False,)):
         discard_request_mask=SimpleNamespace(gpu=torch.tensor(discarded)),
         max_num_reqs=len(ids),
     )
-    output = SimpleNamespace(sampled_token_ids=torch.tensor(ids, dtype=torch.int32))
     reader = audited_cpu.SampledReader(runner, watch().ledger.input)
-    return reader.of_step(output, rows)
+    return reader.of_step(torch.tensor(ids, dtype=torch.int32), rows)
 
 
 def test_what_is_no_token_was_not_sampled():

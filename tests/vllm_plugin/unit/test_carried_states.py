@@ -20,7 +20,9 @@ from test_aligned_states import COLUMNS, TOKENS, Engine, EngineV1
 from torch import Tensor
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals import aligned_states, audited, audited_states
+    from kvtxn.integrations.vllm_plugin.internals import aligned_states, audited_states
+
+from kvtxn.integrations.serving.step import Rows
 
 from kvtxn.audit import Ledger, StateGroup, Step
 
@@ -172,7 +174,7 @@ class HeldLife(Life):
             torch.arange(int(first), int(first) + int(rows))
             for first, rows in zip(step.first, starts.diff(), strict=True)
         ])  # fmt: skip
-        rows = audited.Rows(names, starts, None, None, None, {}, {}, places)
+        rows = Rows(names, starts, None, None, None, {}, {}, places)
         found = self.reader.read({"it": metadata}, rows, int(starts[-1]))
         assert found.sources[GROUP].tolist() == step.sources[GROUP].tolist()
         assert found.slots[GROUP][: int(starts[-1])].tolist() == step.slots[GROUP].tolist()

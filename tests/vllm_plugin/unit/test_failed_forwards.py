@@ -19,6 +19,7 @@ with importing_kernels():
 
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.internals.batches import PlannedV1
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
@@ -48,7 +49,7 @@ def hooked(monkeypatch, device):
     monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
     monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
     parts.attach(made, WATCHED, 0, EngineFacts(device=device, runner="v1"), windows=False)
-    made.kvtxn_prepared = (torch.tensor([4]),)
+    made.kvtxn_planned = PlannedV1(made, (torch.tensor([4]),), None)
     return made
 
 

@@ -10,10 +10,10 @@ from threading import Barrier, local
 
 import pytest
 import torch
+from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
 from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import ranks
-from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows
 
 from kvtxn.audit import Key, RowGroup
 

@@ -171,8 +171,8 @@ class Hears(Part):
     def __init__(self) -> None:
         self.forwards: list[object] = []
 
-    def forward_begins(self, prepared, inputs):
-        self.forwards.append(prepared)
+    def forward_begins(self, step, inputs):
+        self.forwards.append(step)
 
 
 def test_a_step_that_fails_before_its_forward_is_told_with_no_other_one():

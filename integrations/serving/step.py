@@ -1,0 +1,142 @@
+"""The record of one step, as an engine's adapter makes it for the parts.
+
+Names, numbers, arrays and tensors: nothing here knows an engine. What costs time to read is read
+when a part asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import attrs
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: A numpy array; its dtype and shape are where it is made.
+Array: TypeAlias = NDArray[Any]
+
+#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: drafts per request, or
+#: None if the batch has none; rows per request; and True for requests whose rows are still the
+#: prompt's. A tuple, not a class: constructing an object here costs measurable microseconds per
+#: step.
+BatchRows: TypeAlias = tuple[Array | None, Array, Array]
+
+#: Returns what a forward computed for the rows that are sampled, float ``[n, width]``, and the
+#: numbers of these rows in the step, int ``[n]``; None for numbers that were in the step's plan.
+Outputs: TypeAlias = Callable[[], tuple[Tensor | None, Tensor | None]]
+
+
+class PlannedStep(Protocol):
+    """A step whose requests and slots are in place, before its forward."""
+
+    def rows(self) -> BatchRows:
+        """Return which rows each request has."""
+
+    def alike(self, rows: int) -> int:
+        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0.
+
+        An engine that cannot tell it quickly returns 0.
+        """
+
+    def name(self) -> object:
+        """Return the object by which the engine knows the step once it has ended."""
+
+    def outputs(self) -> Tensor:
+        """Return the rows whose outputs are sampled, int ``[num_outputs]``."""
+
+
+def drafts_and_ends(rows: BatchRows) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the drafts of each request, and one past its last row; both are empty without drafts.
+
+    Args:
+        rows: those of the step.
+    """
+    drafts, lengths, _ = rows
+    return ([], []) if drafts is None else (drafts.tolist(), lengths.cumsum().tolist())
+
+
+@attrs.frozen(eq=False)
+class Arrival:
+    """A request that is new, resumed, or continued as a session.
+
+    Attributes:
+        name: the engine's name of the request.
+        tokens: the request's token ids, from the first token on.
+        extras: everything besides tokens that all K and V of the request depend on, such as a
+            LoRA adapter.
+        embedded: for positions with an embedded vector instead of a token, the vector's hash.
+        computed: number of positions whose rows are in the cache already, by a prefix hit or from
+            the session's last turn.
+        tables: the request's blocks in each KV-cache group, groups in the engine's order.
+    """
+
+    name: str
+    tokens: list[int] = attrs.field(repr=False)
+    extras: list[int]
+    embedded: dict[int, int] = attrs.field(repr=False)
+    computed: int
+    tables: Sequence[Sequence[int]]
+
+
+@attrs.frozen(eq=False)
+class Changes:
+    """The changes that a step makes before its forward.
+
+    Attributes:
+        gone: names of the requests that ended.
+        arrivals: requests that are new, resumed or continued.
+        grown: blocks that running requests got, by KV-cache group, in the engine's order.
+        copies: blocks that are copied before the forward: pairs of source and target.
+    """
+
+    gone: Sequence[str]
+    arrivals: Sequence[Arrival]
+    grown: Sequence[Sequence[int]]
+    copies: Sequence[tuple[int, int]]
+
+
+#: Of a step that only goes on with its requests, within their blocks.
+NO_CHANGES: Final = Changes((), (), (), ())
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """The rows of a forward, requests in the order of the batch.
+
+    Attributes:
+        names: the engine's names of the requests.
+        starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
+        first: int64 ``[num_requests]``, the position of each request's first row; None where the
+            device alone knows it, in ``positions``.
+        tokens: int ``[num_rows]``, the token id of each row.
+        drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
+        slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
+        tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
+        positions: int64 ``[num_rows]``, the position that each row is computed for. None: they are
+            not looked at.
+        buffers: stands for all of these tensors, if they are buffers that stay where they are:
+            rows with the same object have the same tensors, with other values. None if they do not.
+        lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
+            where they are not those up to its last one; None if they are, or are not known.
+    """
+
+    names: list[str]
+    starts: Tensor
+    first: Tensor | None
+    tokens: Tensor = attrs.field(repr=False)
+    drafts: Tensor | None
+    slots: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    positions: Tensor | None = None
+    buffers: object | None = None
+    lengths: dict[str, Tensor] | None = None
+
+
+@attrs.frozen
+class Room:
+    """The sizes that a ledger needs: requests, tokens, and the sharing of blocks."""
+
+    requests: int
+    length: int
+    caches_prefixes: bool
