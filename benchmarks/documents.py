@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .. import states
+from .. import window_states
 from ..audit.findings import AUDIT_FAMILIES
 from ..integrations.audit_command.verdict import MEANING
 from ..integrations.vllm_plugin.policy import state_rules, supported
@@ -252,7 +252,7 @@ _BITS: Final = ("backends", "backends-blocks")
 #: Marker -> the function that generates the part between the markers.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
-    "states": states.as_markdown,
+    "states": window_states.as_markdown,
     "releases": releases,
     "violations": violations,
     "metrics": metrics,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .hooks import EndedWindow
     from .layers import LayerRef
     from .manager import TransactionManager, kv_window
-    from .states import WindowState
     from .window import Window
+    from .window_states import WindowState
 else:
     __getattr__ = first_use(
         __name__,
@@ -53,7 +53,7 @@ else:
             "TxnConfig": ".config",
             "UnresolvedWindowError": ".errors",
             "Window": ".window",
-            "WindowState": ".states",
+            "WindowState": ".window_states",
             "WindowStateError": ".errors",
             "kv_window": ".manager",
         },

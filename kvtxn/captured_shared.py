@@ -14,8 +14,8 @@ from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .layout import RowLayout
 from .row_io import LayerRows
-from .states import TRANSITIONS, Event, WindowState
 from .turn import Turn
+from .window_states import TRANSITIONS, Event, WindowState
 
 OPEN: Final = WindowState.OPEN
 STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]

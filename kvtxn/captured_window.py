@@ -26,8 +26,8 @@ from .layers import LayerRef
 from .layout import RowLayout
 from .lifecycle import Lifecycle
 from .staged_input import check_ref
-from .states import TRANSITIONS, Event, WindowState, allowed
 from .window import Window
+from .window_states import TRANSITIONS, Event, WindowState, allowed
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]

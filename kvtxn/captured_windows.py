@@ -28,8 +28,8 @@ from .errors import CapacityError, ConfigError
 from .layout import RowLayout
 from .log import DEBUG, get_logger, shows
 from .row_io import LayerRows
-from .states import Event
 from .turn import Turn
+from .window_states import Event
 
 log = get_logger()
 

@@ -223,7 +223,7 @@ def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tenso
 
 
 def _checked_path(layout: RowLayout, request: int, path: list[int]) -> list[int]:
-    """Return one request's path without its padding."""
+    """Return one request's path without its padding; refuse one that leaves the tree."""
     assert layout.tree is not None
     parents = layout.tree.parents[request]
     while path and path[-1] == -1:

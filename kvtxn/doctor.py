@@ -17,7 +17,7 @@ import torch
 
 from . import __version__, extras, registry
 from .errors import ConfigError
-from .policy import choose_policy
+from .policy_choice import choose_policy
 
 help: Final = "versions, devices, backends, and the choice of 'auto' with its reason"
 

@@ -1,5 +1,7 @@
 """Draft trees: several guesses for each position; commit keeps one path.
 
+``commit_input`` checks the paths that callers give.
+
 A draft row is a node of its request's tree. The parent of a node is another draft row of the same
 request, or the last settled row. Draft row ``i`` of a request has the slot of row position ``i``,
 as in any window. Commit moves the nodes of the accepted path ``n0, n1, ...`` to row positions 0, 1,
@@ -86,7 +88,7 @@ class Tree:
 
     @property
     def chain(self) -> Tensor:
-        """Only the ways of ``table``, int64 ``[num_rows, depth]``."""
+        """``table`` without its first column, int64 ``[num_rows, depth]``."""
         return self.table[:, 1:]
 
     def sources(self, request: Tensor, place: Tensor, path: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from .executor import Txn
 from .layout import RowLayout
 from .row_io import last_writers
 from .state_slots import Crossings
-from .states import WindowState
+from .window_states import WindowState
 
 Moment = Literal["on_commit", "on_abort"]
 

@@ -19,7 +19,7 @@ from .errors import incomplete, not_allowed, shown
 from .executor import StagedLayer, Txn
 from .hooks import Moment, ended
 from .log import DEBUG, get_logger, shows
-from .states import Event, WindowState, after, allowed
+from .window_states import Event, WindowState, after, allowed
 
 log = get_logger()
 

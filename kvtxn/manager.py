@@ -26,7 +26,7 @@ from .layers import LayerRef, SlotKind
 from .layout import Lengths
 from .log import DEBUG, get_logger, shows
 from .metrics import Metrics, as_label
-from .policy import choose_policy
+from .policy_choice import choose_policy
 from .row_io import LayerRows
 from .slots import SlotMappings, SlotRules, Slots
 from .staging import Stager

@@ -6,7 +6,7 @@ leaves this file means that the repair failed too: the bytes are unknown.
 
 The repairs of rows are idempotent and use only ``kvtxn.row_io``, so it does not matter how far the
 executor got, nor why it stopped. A repair of replayed states is not idempotent, because a state
-must take each row in exactly once: see ``kvtxn.replay``.
+must take each row in exactly once: see ``kvtxn.state_advance``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
 the window as they were, and the caller can repeat the step.
@@ -24,14 +24,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from . import replay
+from . import state_advance
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .formats import words
 from .layers import LayerRef
 from .row_io import LayerRows, last_writers, read, read_layers, write_layers
-from .states import Event
+from .window_states import Event
 
 
 @attrs.frozen(eq=False)
@@ -119,8 +119,8 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
         txn: the window.
         accepted: counts, a mask, a path or sampled ids.
     """
-    if replay.replayed(txn.staged.values()):
-        txn.states_before = replay.read_states(txn)
+    if state_advance.replayed(txn.staged.values()):
+        txn.states_before = state_advance.read_states(txn)
         context.executor.advance(txn, accepted)  # type: ignore[arg-type]
         txn.advanced = True
 
@@ -198,7 +198,7 @@ def _recover(
             write_settled(txn, evicting)
         put_back(txn, before)
         txn.check_range()
-        replay.put_back(txn)
+        state_advance.put_back(txn)
         txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
     except BaseException as failure:
         error.add_note(
@@ -283,7 +283,7 @@ def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
 def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
     txn.check_range()
-    layers = replay.moved(layers)
+    layers = state_advance.moved(layers)
     draft = txn.layout.is_draft
     rows = draft if txn.drafts_alone else torch.ones_like(draft)
     refs = [layer.ref for layer in layers]
@@ -329,12 +329,12 @@ def finish(
     put_back(txn, before, txn.permit(draft) & ~kept)
     if accepted is None:
         return
-    waiting = replay.moved(waiting)
+    waiting = state_advance.moved(waiting)
     rows, refs = _staged_rows(waiting), [layer.ref for layer in waiting]
     selecting = [ref for ref in refs if ref.states]
     write_layers(selecting, rows, txn.slots, txn.permit(~draft))
     write_layers(refs, rows, txn.slots, kept, txn.sources(accepted))
-    replay.finish(txn, accepted)
+    state_advance.finish(txn, accepted)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
@@ -354,7 +354,7 @@ def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
 
 def read_back(txn: Txn) -> LayerRows:
     """Return copies of the window's rows as the caches hold them now, for the staged layers."""
-    return read_layers((layer.ref for layer in replay.moved(txn.staged.values())), txn.slots)
+    return read_layers((layer.ref for layer in state_advance.moved(txn.staged.values())), txn.slots)
 
 
 def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
@@ -374,7 +374,7 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     order, sources = torch.arange(len(draft), device=draft.device), txn.sources(accepted)
     if sources is not None:
         order = torch.where(draft, sources, order)
-    wrong = replay.wrong_states(txn, accepted)
+    wrong = state_advance.wrong_states(txn, accepted)
     for ref in txn.layers:
         if ref.name not in before:
             continue

@@ -26,6 +26,7 @@ EXTRAS = {
     "integrations": (),
     "integrations/audit_command": ("vllm",),
     "integrations/pytest_audit": ("testing",),
+    "integrations/serving": ("vllm",),  # an engine brings numpy along
     "integrations/transformers_cache": ("transformers",),
     "integrations/vllm_plugin": ("vllm",),
     "integrations/demo": ("vllm",),

@@ -16,8 +16,8 @@ import mutants_overwriting
 import mutants_sizes
 import mutants_states
 
+from kvtxn.testing.promise_captured_endings import StepEndings
 from kvtxn.testing.promise_saving import SavingForwards
-from kvtxn.testing.promise_step_endings import StepEndings
 from kvtxn.testing.promise_steps import CapturedSteps
 
 CAUGHT_BY = {

@@ -25,8 +25,8 @@ from kvtxn.layers import PAGED
 from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
 from kvtxn.recurrent import Mamba2, ShortConv
-from kvtxn.states import WindowState
 from kvtxn.testing import registered
+from kvtxn.window_states import WindowState
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 from mutants_captured import Prepared

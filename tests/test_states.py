@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvtxn.states import FINAL, TRANSITIONS, Event, WindowState, after, allowed, as_markdown
+from kvtxn.window_states import FINAL, TRANSITIONS, Event, WindowState, after, allowed, as_markdown
 
 
 def test_names_are_the_contracts():

@@ -185,7 +185,7 @@ def _set(
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int, int]:
-    """Return all of a contiguous tensor by which a launch could differ, but its address."""
+    """Return what a launch depends on in a contiguous tensor, besides its address."""
     return tensor.dtype, tensor.shape, tensor.get_device(), tensor.data_ptr() % ALIGNED
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import pytest
 
-from ..vllm_plugin.asked_by_tests import ACTIVE, UNWATCHED, VARIABLE, VIOLATION
+from .engines import ACTIVE, UNWATCHED, VARIABLE, VIOLATION
 
 _AUDITS: Final = ("ledger", "bytes")
 #: Violations of one test that are shown.
@@ -155,8 +155,7 @@ def _sentence(event: dict[str, Any]) -> str:
     import attrs
 
     from ...audit import Violation
-    from ..audit_command.verdict import tell
 
-    fields = {name: value for name, value in event.items() if name != "event"}
-    unknown = dict.fromkeys(field.name for field in attrs.fields(Violation))
-    return f"- {tell(unknown | fields)}\n  {fields}"
+    said: dict[str, Any] = {name: value for name, value in event.items() if name != "event"}
+    fields: dict[str, Any] = {each.name: said.get(each.name) for each in attrs.fields(Violation)}
+    return f"- {Violation(**fields)}\n  {said}"

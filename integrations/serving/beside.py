@@ -12,7 +12,7 @@ from ...captured_window import CapturedWindow
 
 
 class NotedStep(Protocol):
-    """A step of what is committed beside the rows.
+    """A step whose recurrent states are committed beside the rows.
 
     Attributes:
         metadata: None once there is nothing to commit. To hold the last object of a step longer
@@ -67,7 +67,7 @@ def lies_as_captured(sampled: Tensor, requests: int) -> bool:
 
 
 def failing(error: BaseException) -> Callable[[], None]:
-    """Return a launch that fails as one that was made already."""
+    """Return a launch that raises ``error`` when it is called."""
 
     def launch() -> None:
         raise error

@@ -21,8 +21,8 @@ from ...layers import LayerRef
 from ...layout import RowLayout
 from ...log import get_logger
 from ...manager import TransactionManager
-from ...states import WindowState
 from ...window import Window
+from ...window_states import WindowState
 
 log = get_logger()
 

@@ -25,7 +25,7 @@ from ...layout import RowLayout, to_device
 from ...log import DEBUG, shows
 from ...manager import TransactionManager
 from ...row_io import LayerRows
-from ...states import WindowState
+from ...window_states import WindowState
 from .beside import Beside, NotedStep, failing, forget
 from .step_batches import Array, check_settings, rows_of_window
 

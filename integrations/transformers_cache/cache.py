@@ -6,7 +6,7 @@
 transformers announces by ``activate_past_recording`` that a ``crop`` follows each forward, and says
 by ``crop(-n)`` how many of its tokens were rejected. So a forward is a window: until the crop none
 of its rows is in the cache, and afterwards exactly the accepted ones are. Without recording, a
-forward is committed with its last layer.
+forward is committed with its last layer. ``PagedSequences`` begins and ends the windows.
 """
 
 from __future__ import annotations

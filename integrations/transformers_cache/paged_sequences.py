@@ -26,8 +26,8 @@ from ...errors import (
 )
 from ...layers import LayerRef
 from ...manager import TransactionManager
-from ...states import WindowState
 from ...window import Window
+from ...window_states import WindowState
 from .ring_storage import Region, Shape
 
 

@@ -6,15 +6,14 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.violations import audit_report
-    from .audit.weights import new_weights
+    from .audit.violations import audit_report, new_weights
     from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
             "audit_report": ".audit.violations",
-            "new_weights": ".audit.weights",
+            "new_weights": ".audit.violations",
             "last_snapshots": ".metrics",
             "snapshots": ".metrics",
         },

@@ -328,9 +328,9 @@ _TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
 def answer(name: str, wrapper: WorkerWrapper) -> object:
     """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
     if name in _TOLD:
-        from .audit import weights
+        from .audit import watch_opening
 
-        weights.changed(wrapper, _TOLD[name])
+        watch_opening.weights_changed(wrapper, _TOLD[name])
         return None
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]

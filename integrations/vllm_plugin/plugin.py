@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ...errors import shown
-from . import asked_by_tests as tests
+from ..pytest_audit import engines as pytest_audit
 from .internals import Foreign, frontend, scheduling, workers
 from .internals.workers import ANSWERS
 from .policy import STOPS_THE_START, RequiredError, is_asked, wants
@@ -45,7 +45,7 @@ def register() -> None:
         _undo.append(workers.hook_workers(_on_worker, answers))
         _undo.append(frontend.hook_engines(_before_engine, _after_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))
-        tests.write_events()
+        pytest_audit.write_events()
     except Exception as error:
         what = ("workers", "engines", "schedulers", "events")[len(_undo)]
         why = f"vLLM's {what} cannot be hooked: {shown(error)}"
@@ -82,11 +82,10 @@ def _before_engine(config: Foreign) -> None:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
             it out; it stops the start, in the user's own process.
     """
-    if config is not None:
+    if pytest_audit.is_wanted() and config is not None:
         with _or_stock("kvtxn.audit_inactive", "the engine is not audited for the test"):
-            given = workers.additional_config(config)
-            if (asked_by_test := tests.with_audit(given)) is not given:
-                workers.replace_additional_config(config, asked_by_test)
+            wanted = pytest_audit.with_audit(workers.additional_config(config))
+            workers.replace_additional_config(config, wanted)
     event, effect = "kvtxn.settings_not_checked", "each worker checks them again"
     if (asked := _asked(lambda: config, event)) is not None:
         with _or_stock(event, effect):

@@ -121,7 +121,7 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
             it; it stops vLLM's start.
     """
     from . import parts
-    from .audit import runner_watch
+    from .audit import watch_opening
     from .internals import config as engine_config
     from .internals import workers
     from .policy.doctor import bounded, check_fit
@@ -149,7 +149,7 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
         parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
         _follow_updates(wrapper, wanted)
         if facts.device != "cpu":
-            runner_watch.reserve_memory(wrapper, wanted)
+            watch_opening.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
     except STOPS_THE_START:
         raise
@@ -211,11 +211,11 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .audit import runner_watch
+    from .audit import watch_opening
     from .gpu.windows import reserve_graphs
 
     reserve_graphs(wrapper)
-    runner_watch.reserve_memory(wrapper, wanted)
+    watch_opening.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
 
@@ -236,12 +236,12 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
 
 def _follow_updates(wrapper: WorkerWrapper, wanted: PluginSettings) -> None:
     """Let the audit of a hooked runner's worker hear of weights that vLLM changes."""
-    from .audit import weights
+    from .audit import watch_opening
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if wanted.audit != "off" and is_hooked(runner):
-        runner.kvtxn_unhook.callback(weights.follow_updates(wrapper))
+        runner.kvtxn_unhook.callback(watch_opening.follow_updates(wrapper))
 
 
 def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:

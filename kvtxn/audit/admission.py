@@ -45,7 +45,7 @@ class Admission:
 
 
 def admissions_of(operation: str, given: Any) -> list[Admission]:
-    """Return the requests that come as a list, since they are gone through more than once.
+    """Check the requests that come, and return them as a list: callers iterate more than once.
 
     Args:
         operation: the call, for the message.

@@ -185,7 +185,7 @@ class TorchBytePasses(BytePasses):
         return (slots + step) % self.books.every == 0
 
     def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
-        """Do what ``BytePasses.seal`` says."""
+        """Checksum what a step leaves, and fill dead rows with NaN; see ``BytePasses.seal``."""
         batch = Batch.of(self.books.books, step, released=True)
         kept = (accepted.long() - besides).clamp(min=0).minimum(batch.drafts)
         settled = batch.counts - batch.drafts

@@ -8,8 +8,8 @@
 
 ``StateSlots`` holds the slots for requests whose states are kept at a block boundary.
 
-``kvtxn.recurrence`` defines the interface of a description, ``kvtxn.replay`` is the reference for
-the commit; ``rank_one`` has the arithmetic that gated delta net and Mamba-2 share.
+``kvtxn.recurrence`` defines the interface of a description, ``kvtxn.state_advance`` is the
+reference for the commit; ``rank_one`` has the arithmetic that gated delta net and Mamba-2 share.
 """
 
 from ..recurrence import Recurrence, RowPart

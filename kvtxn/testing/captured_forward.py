@@ -16,7 +16,7 @@ from ..formats import words
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout
 from ..row_io import LayerRows, write_layers
-from ..states import WindowState
+from ..window_states import WindowState
 from .batches import Batch, random_counts
 from .rig import Rig
 

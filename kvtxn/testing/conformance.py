@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .honesty import Honesty
 from .program import RandomProgram
+from .promise_all_or_nothing import AllOrNothing, Isolation
 from .promise_captured import CapturedWindows
+from .promise_captured_endings import StepEndings
 from .promise_counts import Counts
 from .promise_device import Device
 from .promise_discipline import Discipline
@@ -12,7 +14,6 @@ from .promise_exactness import Exactness
 from .promise_fallback import Fallback
 from .promise_histories import LongRuns
 from .promise_hooks import Hooks
-from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
 from .promise_saving import SavingForwards
@@ -20,7 +21,6 @@ from .promise_sizes import Sizes
 from .promise_state_boundaries import StateBoundaries
 from .promise_state_runs import StateRuns
 from .promise_states import States
-from .promise_step_endings import StepEndings
 from .promise_steps import CapturedSteps
 from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..states import WindowState
+from ..window_states import WindowState
 from .batches import Batch
 from .oracle import Replay
 from .rig import Rig

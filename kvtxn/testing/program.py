@@ -32,8 +32,8 @@ from ..errors import (
     SlotMappingError,
     WindowStateError,
 )
-from ..states import WindowState
 from ..window import Window
+from ..window_states import WindowState
 from .batches import handed_in
 from .caches import LAYOUTS, LayerSpec
 from .faults import MOMENTS, InjectedFault

@@ -12,8 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CapacityError, KVTxnError, LayerError, SlotMappingError, WindowStateError
-from ..states import WindowState
 from ..window import Window
+from ..window_states import WindowState
 from .batches import Batch
 from .caches import LayerSpec, build_cache
 from .kit import Kit, KitBase

@@ -8,12 +8,12 @@ from typing import Final
 import pytest
 
 from ..errors import WindowStateError
-from ..states import WindowState
 from ..window import Window
+from ..window_states import WindowState
 from .batches import Batch
 from .faults import MOMENTS, OPERATIONS, InjectedFault
 from .kit import TRANSACTIONAL, Kit, KitBase
-from .promise_isolation import leave_by
+from .promise_all_or_nothing import leave_by
 from .rig import VARIED, Rig
 
 #: Calls of each method in one window over ``VARIED``: six layers in two groups.

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .. import window as window_module
-from ..states import WindowState
+from ..window_states import WindowState
 from .caches import LayerSpec
 from .histories import Histories, queries_for, unrolled
 from .kit import TRANSACTIONAL, Kit, KitBase

@@ -17,8 +17,8 @@ from ..config import TxnConfig
 from ..executor import Executor
 from ..manager import TransactionManager
 from ..recurrent import StateSlots
-from ..states import WindowState
 from ..window import Window
+from ..window_states import WindowState
 from .batches import PADDING, Batch, handed_in, make_batch, random_counts
 from .caches import LayerSpec, TestCache, build_cache
 from .number_formats import FORMATS

@@ -14,8 +14,8 @@ import pytest
 
 from .. import recovery
 from ..errors import WindowStateError
-from ..states import TRANSITIONS, Event, WindowState
 from ..window import Window
+from ..window_states import TRANSITIONS, Event, WindowState
 from .batches import Batch
 from .faults import OPERATIONS, Faults, InjectedFault
 from .kit import TRANSACTIONAL, Kit, KitBase

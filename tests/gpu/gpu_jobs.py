@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin.policy.releases import number
+from kvtxn.integrations.vllm_plugin.policy.release_records import number
 from kvtxn.integrations.vllm_plugin.policy.supported import ROW_RELEASES
 from scenarios import NGRAM
 

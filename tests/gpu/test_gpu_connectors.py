@@ -9,7 +9,7 @@ import pytest
 from connected_jobs import JOBS, leaked, strange
 from gpu_jobs import V1
 from gpu_ties import compare
-from kvtxn.integrations.vllm_plugin.policy.releases import number
+from kvtxn.integrations.vllm_plugin.policy.release_records import number
 
 CELLS = [
     pytest.param(kind, policy, scenario, id=f"{kind}-{policy}-{scenario}")

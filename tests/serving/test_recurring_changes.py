@@ -9,7 +9,7 @@ import pytest
 import torch
 from recurring_rig import COUNTS, DEVICE, DRAFTS, LENGTHS, States, after_a_step, anywhere  # noqa: F401
 
-from kvtxn.states import WindowState
+from kvtxn.window_states import WindowState
 
 
 @pytest.fixture

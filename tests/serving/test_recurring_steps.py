@@ -9,7 +9,7 @@ import torch
 from recurring_rig import COUNTS, DRAFTS, LENGTHS, Recurring, after_a_step, anywhere  # noqa: F401
 
 from kvtxn import WindowStateError
-from kvtxn.states import WindowState
+from kvtxn.window_states import WindowState
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from ..internals import aligned_states, audited, audited_cpu, audited_states, au
 from ..internals.audited_states import States
 from ..internals.batches import PlannedV1
 from ..seam.hooked_runner import HookedRunnerV1
-from .runner_watch import (
+from .watch import Watch
+from .watch_opening import (
     end_step,
     fail_step,
     join_stages,
@@ -29,7 +30,6 @@ from .runner_watch import (
     open_device_watch,
     open_watch,
 )
-from .watch import Watch
 
 
 class StepsV1(Protocol):
@@ -156,7 +156,7 @@ class CpuSteps:
         return watch
 
     def begin(self) -> None:
-        """Read nothing: no state moves on the host's word."""
+        """Do nothing: on a CPU the host announces no move of a state."""
 
     def tell_forward(self, step: PlannedStep, inputs: Mapping[str, object], watch: Watch) -> None:
         """Tell a watch which rows and states the next forward writes and reads."""

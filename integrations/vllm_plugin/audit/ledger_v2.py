@@ -21,7 +21,9 @@ from ..internals.batches import PlannedV2
 from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
-from .runner_watch import (
+from .transfers import TransferWatch, WatchedConnectorV2
+from .watch import Watch
+from .watch_opening import (
     end_step,
     fail_step,
     join_stages,
@@ -29,8 +31,6 @@ from .runner_watch import (
     new_state_reader,
     open_device_watch,
 )
-from .transfers import TransferWatch, WatchedConnectorV2
-from .watch import Watch
 
 
 class LedgerV2(Part):

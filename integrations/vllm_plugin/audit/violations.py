@@ -2,8 +2,9 @@
 
 ``on_violation="contain"``: nobody reads a wrong block again, and its readers start again. The
 worker adds what it found to the step's output. The scheduler contains it before vLLM takes the
-output in: the wrong blocks leave the prefix cache, and their readers are preempted, so that vLLM
-drops the tokens that the step sampled for them and computes the requests again in new blocks.
+output in (``scheduling.contain``): the wrong blocks leave the prefix cache, and their readers are
+preempted, so that vLLM drops the tokens that the step sampled for them and computes the requests
+again in new blocks.
 Nothing is handed to vLLM as a failed load: a user's setting may end requests for failed loads.
 """
 
@@ -18,14 +19,14 @@ from weakref import WeakSet
 from ....audit import Ledger, Violation
 from ....audit.counter_copy import CounterCopy
 from ....audit.violation import TOKEN_FIELDS
-from ....errors import KVTxnError
+from ....errors import ConfigError, KVTxnError
 from ....log import get_logger
 from ..internals import audited, scheduling
 from ..internals import frontend as front
 from ..internals.engine_protocols import BeforeScheduler, Scheduler, SchedulerOutput, VllmConfig
 from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
 from ..internals.scheduling import Wrong
-from ..internals.workers import AGES, REPORT
+from ..internals.workers import AGES, NEW_WEIGHTS, REPORT
 from ..seam.hooked_runner import stay_out
 from .rank_agreement import RankReport
 
@@ -297,3 +298,27 @@ def unhook_schedulers() -> None:
         if is_swapped(scheduler):
             restore_class(scheduler)
     _hooked.clear()
+
+
+def new_weights(llm: object, weights: str = "target") -> None:
+    """Tell the audit that weights have changed, where vLLM cannot see it; no request need end.
+
+    Call it after an update that writes into the model's parameters itself. Updates by vLLM's own
+    calls are heard without it: ``load_weights`` of the model, ``reload_weights``,
+    ``update_weights``, and waking up from sleep of level 2. All changes until the next step are one
+    epoch, and telling twice is harmless.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+        weights: ``"target"``, or ``"drafter"`` if the drafter's weights have changed.
+
+    Raises:
+        ConfigError: there are no weights of this name; or it is an ``AsyncLLM``, of which
+            ``await llm.collective_rpc("kvtxn_new_weights")`` does the same, or no engine.
+    """
+    if weights not in NEW_WEIGHTS:
+        raise ConfigError(
+            "new_weights", "these weights are unknown", expected=f"one of {tuple(NEW_WEIGHTS)}",
+            got=repr(weights), hint="leave them out for the target's",
+        )  # fmt: skip
+    front.ask_engine(llm, "new_weights", NEW_WEIGHTS[weights])

@@ -257,7 +257,7 @@ class StatesV1(Part):
             self._runner.kvtxn_states.commit(batches.kept_counts(ids))
 
     def _tell_none(self) -> None:
-        """Tell no states of steps any more."""
+        """Stop telling the states of steps."""
         self.told = None
 
 

@@ -141,7 +141,7 @@ class WindowCaches(Part):
         self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
 
     def raised(self, error: Exception) -> None:
-        """Let an error of a window's be heard, whichever rank meets it."""
+        """Make sure that an error in a window is reported, on whichever rank it occurs."""
         end_unheard(self._runner, error)
 
     def released(self) -> None:

@@ -14,9 +14,9 @@ from ....audit import RowGroup
 from ...serving.step import NO_CHANGES, Arrival, Changes, Room
 from ..policy.supported import cannot_watch
 from . import batches
-from .adapters import Adapters, hash_of
 from .engine_protocols import BlockCopy, NewRequest, RequestContent, SchedulerOutput, VllmConfig
 from .layers import draft_layers
+from .lora_adapters import Adapters, hash_of
 from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.

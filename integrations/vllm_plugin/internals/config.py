@@ -15,7 +15,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ..policy import releases, supported, wants
+from ..policy import release_records, supported, wants
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
 from ..policy.settings import asked_states
 from ..policy.state_rules import TOKENS
@@ -95,7 +95,7 @@ def config_facts(config: VllmConfig) -> EngineFacts:
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
-        cascade=releases.number(number) < (0, 32)
+        cascade=release_records.number(number) < (0, 32)
         and not getattr(model, "disable_cascade_attn", True),
         graph_writes=on_gpu and _writes_elsewhere(config, mla=model.use_mla),
     )
@@ -299,7 +299,7 @@ def _leaves_inner_states(config: VllmConfig, facts: EngineFacts) -> bool:
     given = config.additional_config
     asked = given.get("gdn_prefill_backend", "auto") if isinstance(given, dict) else "auto"
     aligned = getattr(config.cache_config, "mamba_cache_mode", "none") == "align"
-    if releases.number(facts.version) < _LEAVES or not aligned:
+    if release_records.number(facts.version) < _LEAVES or not aligned:
         return False
     return str(asked).strip().lower() in _MAY_BE_FLASHINFER and _takes_flashinfer(config)
 

@@ -1,4 +1,6 @@
-"""The parts of vLLM that kvtxn replaces, calls or reads, and that a release may change unnoticed.
+"""The methods and classes of vLLM that kvtxn replaces or calls; releases change them unnoticed.
+
+Attributes that are read are in ``engine_protocols`` and ``runner_protocols``.
 
 The methods that mixins override are listed where the mixins' hooks check them; here they get the
 names of their classes. Left out is what cannot change unnoticed or is no private matter of vLLM's:
@@ -9,7 +11,7 @@ names of their classes. Left out is what cannot change unnoticed or is no privat
 - methods that a class inherits as it is, or implements as an interface of vLLM's asks: the one that
   it inherits them from, or one implementation, stands for all.
 
-``policy.releases`` keeps, for each release, their parameters and a hash of their source;
+``policy.release_records`` keeps, for each release, their parameters and a hash of their source;
 ``tests/vllm_plugin/unit/test_hook_points.py`` finds whatever is missing here.
 """
 

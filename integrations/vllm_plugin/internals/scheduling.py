@@ -1,4 +1,4 @@
-"""vLLM's scheduler, as far as the audit has it compute requests again."""
+"""vLLM's scheduler: wrong blocks leave the prefix cache here, and their readers are preempted."""
 
 from __future__ import annotations
 

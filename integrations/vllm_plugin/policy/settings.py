@@ -20,7 +20,7 @@ from ....audit.byte_books import EVERY
 from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError, meant
-from ....policy import choose_policy
+from ....policy_choice import choose_policy
 from ...serving import step_batches
 from . import is_asked, wants
 

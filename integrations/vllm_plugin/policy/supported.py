@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from . import releases
+from . import release_records
 
-_RELEASES: Final = releases.load()
+_RELEASES: Final = release_records.load()
 
 #: The release with the most checks among all that leave nothing out; the newest, if several have as
 #: many.
@@ -21,16 +21,16 @@ MOST_CHECKED: Final = max(
 ).version
 
 #: Releases that have the audit alone, on a CPU: they are too old for windows.
-AUDIT_RELEASES: Final = releases.checked_for("audit", _RELEASES)
+AUDIT_RELEASES: Final = release_records.checked_for("audit", _RELEASES)
 
 #: Releases whose CPU side was checked, one by one, oldest first: the list is ``releases.json``.
-RELEASES: Final = releases.checked_for("cpu", _RELEASES)
+RELEASES: Final = release_records.checked_for("cpu", _RELEASES)
 
 #: Releases whose GPU side was checked, on one GPU at least; some have no build for CPUs.
-GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
+GPU_RELEASES: Final = release_records.checked_for("gpu", _RELEASES)
 
 #: Releases that were checked on several GPUs, too: tensor and pipeline parallel.
-MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
+MORE_GPU_RELEASES: Final = release_records.checked_for("gpus", _RELEASES)
 
 #: By release among ``GPU_RELEASES``: methods of speculation that were not run there, and attention
 #: backends that were not measured in full, and why.
@@ -39,16 +39,16 @@ LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 #: Releases in which windows on pipeline stages before the last one were checked on several GPUs.
-STAGE_RELEASES: Final = releases.checked_for("gpu-stages", _RELEASES)
+STAGE_RELEASES: Final = release_records.checked_for("gpu-stages", _RELEASES)
 
 #: Releases in which drafts were seen waiting under other attention backends than FLASH_ATTN.
-ROW_RELEASES: Final = releases.checked_for("gpu-backends", _RELEASES)
+ROW_RELEASES: Final = release_records.checked_for("gpu-backends", _RELEASES)
 
 #: Releases whose CPU operators of recurrent layers were checked.
-STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
+STATE_RELEASES: Final = release_records.checked_for("states", _RELEASES)
 
 #: Releases whose kernels of recurrent layers on a GPU were checked.
-GPU_STATE_RELEASES: Final = releases.checked_for("gpu-states", _RELEASES)
+GPU_STATE_RELEASES: Final = release_records.checked_for("gpu-states", _RELEASES)
 
 
 def releases_for(device: str) -> tuple[str, ...]:
@@ -175,16 +175,16 @@ def lacking(attention: str | None, wanted: Sequence[str]) -> str:
 #:
 #: - ExampleConnector reads within the forward, but only blocks of a request that begins in this
 #:   step, and such a request has no drafts. (Of a prompt that is longer than a step vLLM's
-#:   connector stores blocks that are not computed yet: an earlier request's old rows.) -
-#: OffloadingConnector notes blocks when the step is over, and reads them when the next one
-#: begins; the stream that copies waits for the runner's own. Those are full blocks of tokens   that
-#: the scheduler has seen accepted, so no later window writes to them. - SimpleCPUOffloadConnector
-#: reads full blocks of accepted tokens, too, once the step is over. - NixlConnector lets another
-#: engine read blocks of a request that has ended, until that engine   has them. The scheduler
-#: learns of an end after the commit of the request's last step, and those blocks are not written
-#: from then on. (With ``bidirectional_kv_xfer`` vLLM counts rows of drafts   past a stop as handed
-#: back: an engine with that setting counts as another connector.) - DecodeBenchConnector reads
-#: nothing. It fills blocks of requests that begin.
+#:   connector stores blocks that are not computed yet: an earlier request's old rows.)
+#: - OffloadingConnector notes blocks when the step is over, and reads them when the next one
+#:   begins; the stream that copies waits for the runner's own. Those are full blocks of tokens that
+#:   the scheduler has seen accepted, so no later window writes to them.
+#: - SimpleCPUOffloadConnector reads full blocks of accepted tokens, too, once the step is over.
+#: - NixlConnector lets another engine read blocks of a request that has ended, until that engine
+#:   has them. The scheduler learns of an end after the commit of the request's last step, and those
+#:   blocks are not written from then on. (With ``bidirectional_kv_xfer`` vLLM counts rows of drafts
+#:   past a stop as handed back: an engine with that setting counts as another connector.)
+#: - DecodeBenchConnector reads nothing. It fills blocks of requests that begin.
 #:
 #: MultiConnector only passes calls on: it may have any of these.
 CONNECTORS_CHECKED: Final[Mapping[str, tuple[str, ...]]] = {

@@ -7,8 +7,8 @@ import os
 
 import pytest
 from engine_jobs import missing
+from kvtxn.integrations.pytest_audit import engines
 from kvtxn.integrations.pytest_audit.plugin import AuditedEngines
-from kvtxn.integrations.vllm_plugin import asked_by_tests as engines
 
 from kvtxn import log
 

@@ -50,13 +50,13 @@ def more(model: str, name: str) -> dict[str, Any]:
 def take_off() -> str:
     """Take the running release off the list; returns its number."""
     from kvtxn.integrations.vllm_plugin.internals import workers
-    from kvtxn.integrations.vllm_plugin.policy import releases, supported
+    from kvtxn.integrations.vllm_plugin.policy import release_records, supported
 
-    version, load = workers.version(), releases.load
+    version, load = workers.version(), release_records.load
     for known in ("RELEASES", "GPU_RELEASES"):
         others = tuple(each for each in getattr(supported, known) if each != version)
         setattr(supported, known, others)
-    releases.load = lambda: tuple(each for each in load() if each.version != version)
+    release_records.load = lambda: tuple(each for each in load() if each.version != version)
     return version
 
 
@@ -104,10 +104,15 @@ FAULTS = {each.__name__: each for each in (wrong_row, refused, nothing_rejected,
 
 def gone() -> None:
     """Let a hook point be gone."""
-    from kvtxn.integrations.vllm_plugin.policy import releases
+    from kvtxn.integrations.vllm_plugin.policy import release_records
 
-    read, name = releases.read_hooks, "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample"
-    releases.read_hooks = lambda sources, names: read(sources, [n for n in names if n != name])
+    read, name = (
+        release_records.read_hooks,
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample",
+    )
+    release_records.read_hooks = lambda sources, names: read(
+        sources, [n for n in names if n != name]
+    )
 
 
 def start(model: str, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from kvtxn.integrations.serving.step import Arrival
 from kvtxn.integrations.vllm_plugin.audit import transfers
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import adapters, audited, connectors
+from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
@@ -235,8 +235,10 @@ def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, folder, ag
 
 def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monkeypatch):
     """vLLM loads it after all of them have come."""
-    read, content = [], adapters._content
-    monkeypatch.setattr(adapters, "_content", lambda path: (read.append(path), content(path))[1])
+    read, content = [], lora_adapters._content
+    monkeypatch.setattr(
+        lora_adapters, "_content", lambda path: (read.append(path), content(path))[1]
+    )
 
     def come():
         found = extras("poet", 1, folder)
@@ -256,10 +258,12 @@ def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monke
 
 def test_files_that_stay_are_read_once(extras, loaded, folder, monkeypatch):
     """However often their adapter is pushed out, and under whichever number it comes."""
-    read, content = [], adapters._content
-    monkeypatch.setattr(adapters, "_content", lambda path: (read.append(path), content(path))[1])
+    read, content = [], lora_adapters._content
+    monkeypatch.setattr(
+        lora_adapters, "_content", lambda path: (read.append(path), content(path))[1]
+    )
     now = time.time_ns() + 10**10  # the files were written some seconds ago
-    monkeypatch.setattr(adapters, "time", SimpleNamespace(time_ns=lambda: now))
+    monkeypatch.setattr(lora_adapters, "time", SimpleNamespace(time_ns=lambda: now))
     old = extras("poet", 1, folder)
     del loaded[1]
     assert extras("poet", 1, folder) == extras("poet", 2, folder) == old
@@ -291,8 +295,8 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     assert len(calls) < 5 * len(vectors)
     assert [*found] == [0, *range(2, 52_000)]
     raw = vectors[2].contiguous().view(torch.uint8).numpy().tobytes()
-    assert found[2] == adapters.hash_of(raw) != found[3]
-    assert found[2000] == found[51_999] == adapters.hash_of(b"a picture")
+    assert found[2] == lora_adapters.hash_of(raw) != found[3]
+    assert found[2000] == found[51_999] == lora_adapters.hash_of(b"a picture")
     given["prompt_embeds"] = vectors[:0]
     assert audited._embedded(SimpleNamespace(mm_features=None, **given)) == {}
 

@@ -15,7 +15,7 @@ from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin import parts
-    from kvtxn.integrations.vllm_plugin.audit import runner_watch
+    from kvtxn.integrations.vllm_plugin.audit import watch_opening
 
 from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
@@ -33,7 +33,7 @@ from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 def engine_facts(monkeypatch):
     """What a configuration would say of the engine; there is one rank."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
     return facts
@@ -326,7 +326,7 @@ def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
 
 def test_stages_before_the_last_are_left_out_where_there_are_drafts(monkeypatch, lines):
     facts = EngineFacts(device="cuda", runner="v2", last_stage=False)
-    monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
     rig = Rig()
     rig.runner.initialize_kv_cache(rig.config)
     assert rig.watch is None
@@ -345,12 +345,12 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     assert plan == kv_cache.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
-    kept = runner_watch.cache_bytes_left(rig.runner, wanted, free)
+    kept = watch_opening.cache_bytes_left(rig.runner, wanted, free)
     lines, length = 2 * REQUESTS + 9, LENGTH + DRAFTS + 1
-    taken = runner_watch.ledger_bytes(plan, kept // (2 * page), lines, length, scrubs=True)
+    taken = watch_opening.ledger_bytes(plan, kept // (2 * page), lines, length, scrubs=True)
     assert free - (64 << 10) < kept + taken <= free
     rig.runner.cache_config.kv_cache_memory_bytes = free
-    assert runner_watch.cache_bytes_left(rig.runner, wanted, free) == free
+    assert watch_opening.cache_bytes_left(rig.runner, wanted, free) == free
 
 
 def test_while_a_watch_pauses_nothing_is_judged_and_nothing_is_contained(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kernels_here import ON_GPU, importing_kernels
-from kvtxn.integrations.vllm_plugin.audit import runner_watch
+from kvtxn.integrations.vllm_plugin.audit import watch_opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from v2_rig import Rig
@@ -28,7 +28,7 @@ class FewPrograms(TritonPasses):
 def made(monkeypatch):
     """A function that makes a rig whose ledger has the given passes."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
 

@@ -15,7 +15,7 @@ from test_audit_watch import GROUP, Room, arrival, come, rows, unknown
 from test_failed_forwards import TOKENS, device_watch
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.audit import runner_watch
+    from kvtxn.integrations.vllm_plugin.audit import watch_opening
     from kvtxn.integrations.vllm_plugin.audit.watch import Watch
     from kvtxn.integrations.vllm_plugin.internals import audited_states
 
@@ -119,7 +119,7 @@ def test_what_is_poisoned(monkeypatch, asked, more, poisoned):
     state = LayerRef.recurrent("mixer", PAST, STATE, group="group.1")
     w = device_watch_of_both()
     w.drafts_late = late
-    scrub = runner_watch._new_scrub(runner, w, [rows_ref, state])
+    scrub = watch_opening._new_scrub(runner, w, [rows_ref, state])
     assert scrub.books.poisoned == poisoned
     (layer,) = [
         layer for layers in scrub.books.layers.values() for layer in layers if layer.ref.states

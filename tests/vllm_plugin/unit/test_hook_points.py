@@ -16,8 +16,8 @@ from kvtxn.integrations.vllm_plugin.internals import (
 )
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
 from kvtxn.integrations.vllm_plugin.internals.hooks import check_methods
-from kvtxn.integrations.vllm_plugin.policy import doctor, releases, supported
-from kvtxn.integrations.vllm_plugin.policy.releases import Sources
+from kvtxn.integrations.vllm_plugin.policy import doctor, release_records, supported
+from kvtxn.integrations.vllm_plugin.policy.release_records import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
@@ -114,7 +114,7 @@ def test_places_are_those_of_a_device():
     assert len(NAMES) == len(set(NAMES))
 
 
-@pytest.mark.parametrize("release", releases.load(), ids=lambda release: release.version)
+@pytest.mark.parametrize("release", release_records.load(), ids=lambda release: release.version)
 def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
     """A new hook has to be recorded for every release: CONTRIBUTING.md says how."""
     lacks = set(NAMES) - set(release.hooks)
@@ -141,7 +141,7 @@ OVERRIDDEN = {
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": layers.LATENT_METHODS,
 }
 #: Releases that have windows.
-WITH_WINDOWS = [each for each in releases.load() if "audit" not in each.checked]
+WITH_WINDOWS = [each for each in release_records.load() if "audit" not in each.checked]
 
 
 @pytest.mark.parametrize("release", WITH_WINDOWS, ids=lambda release: release.version)

@@ -20,6 +20,8 @@ LIGHT = {
     "kvtxn",
     "kvtxn.errors",
     "kvtxn.integrations",
+    "kvtxn.integrations.pytest_audit",
+    "kvtxn.integrations.pytest_audit.engines",
     "kvtxn.integrations.vllm_plugin",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",

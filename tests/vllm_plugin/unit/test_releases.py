@@ -15,10 +15,10 @@ from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report
-from kvtxn.integrations.vllm_plugin.policy import releases, supported
+from kvtxn.integrations.vllm_plugin.policy import release_records, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import record_release
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.releases import Release, Sources
+from kvtxn.integrations.vllm_plugin.policy.release_records import Release, Sources
 
 from kvtxn import doctor
 
@@ -110,39 +110,39 @@ STEP = "vllm.runner.Runner.step"
     ],
 )  # fmt: skip
 def test_a_moved_hook_is_told_from_one_that_looks_different(tmp_path, old, new, says):
-    before = releases.read_hooks(package(tmp_path / "a"), [STEP])
+    before = release_records.read_hooks(package(tmp_path / "a"), [STEP])
     assert old in RUNNER
     after = package(tmp_path / "b", runner=RUNNER.replace(old, new))
-    found = releases.moves(before, releases.read_hooks(after, [STEP]), [STEP])
+    found = release_records.moves(before, release_records.read_hooks(after, [STEP]), [STEP])
     assert [str(move) for move in found] == ([] if says is None else [says])
 
 
 def test_a_hook_that_the_checked_release_lacks_did_not_move():
-    assert releases.moves({}, {}, [STEP]) == []
+    assert release_records.moves({}, {}, [STEP]) == []
 
 
 def test_the_list_survives_being_written(tmp_path):
-    releases.save(reversed(releases.load()), tmp_path / "list.json")
-    assert (tmp_path / "list.json").read_bytes() == releases.FILE.read_bytes()
+    release_records.save(reversed(release_records.load()), tmp_path / "list.json")
+    assert (tmp_path / "list.json").read_bytes() == release_records.FILE.read_bytes()
 
 
 def test_the_nearest_release_is_a_checked_one():
     listed = [Release("0.9.0", ("cpu",), {}), Release("0.10.0", ("cpu", "gpu"), {}),
               Release("0.12.0", (), {})]  # fmt: skip
-    assert releases.nearest("0.13.0", "cpu", listed).version == "0.10.0"
-    assert releases.nearest("0.9.5", "cpu", listed).version == "0.9.0"
-    assert releases.nearest("0.9.5", "gpu", listed).version == "0.10.0"
-    assert releases.checked_for("gpu", listed) == ("0.10.0",)
+    assert release_records.nearest("0.13.0", "cpu", listed).version == "0.10.0"
+    assert release_records.nearest("0.9.5", "cpu", listed).version == "0.9.0"
+    assert release_records.nearest("0.9.5", "gpu", listed).version == "0.10.0"
+    assert release_records.checked_for("gpu", listed) == ("0.10.0",)
 
 
 def test_versions_before_a_release_come_before_it():
     ordered = ["0.9.1", "0.32.0+cpu", "0.33.0.dev12", "0.33.0", "0.33.1rc1", "0.33.1", "0.34.0a2"]
-    numbers = [releases.number(version) for version in ordered]
+    numbers = [release_records.number(version) for version in ordered]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == len(ordered)
-    assert releases.number("0.33.0rc1") < releases.number("0.33.0+cu129")
-    assert releases.number("0.33.0.post1") == releases.number("0.33.0")
-    assert releases.number("0.31.9") < (0, 32) < releases.number("0.32.0")
+    assert release_records.number("0.33.0rc1") < release_records.number("0.33.0+cu129")
+    assert release_records.number("0.33.0.post1") == release_records.number("0.33.0")
+    assert release_records.number("0.31.9") < (0, 32) < release_records.number("0.32.0")
 
 
 def test_what_was_checked_of_the_listed_releases():
@@ -151,28 +151,30 @@ def test_what_was_checked_of_the_listed_releases():
     assert not set(supported.AUDIT_RELEASES) & {*supported.RELEASES, *supported.GPU_RELEASES}
     assert {"0.31.0", "0.32.0"} <= set(supported.RELEASES)
     assert {"0.32.0", "0.33.0"} <= set(supported.GPU_RELEASES)
-    assert set(LISTS) == set(releases.CHECKS)
+    assert set(LISTS) == set(release_records.CHECKS)
     listed = {check: set(getattr(supported, name)) for check, name in LISTS.items()}
     assert listed["states"] <= listed["cpu"]
     special = {"gpus", "gpu-stages", "gpu-backends", "gpu-states"}
     assert set().union(*(listed[check] for check in special)) <= listed["gpu"]
     assert set(supported.LEFT_OUT) <= listed["gpu"]
-    for each in releases.load():
+    for each in release_records.load():
         assert set(each.checked) == {check for check in listed if each.version in listed[check]}
 
 
 def test_the_plainest_engine_has_a_release_with_which_most_was_checked():
     """One that was adopted in part is not the default, however new it is."""
-    counts = {each.version: len(each.checked) for each in releases.load() if not each.left_out}
+    counts = {
+        each.version: len(each.checked) for each in release_records.load() if not each.left_out
+    }
     assert counts[supported.MOST_CHECKED] == max(counts.values())
     assert EngineFacts().version == supported.MOST_CHECKED
 
 
 def test_what_moved_from_0_32_to_0_33():
     """Recorded from the source of both, so it can be said on any machine."""
-    known = {release.version: release.hooks for release in releases.load()}
+    known = {release.version: release.hooks for release in release_records.load()}
     names = [name for place in HOOK_POINTS.values() for name in place]
-    said = [str(move) for move in releases.moves(known["0.32.0"], known["0.33.0"], names)]
+    said = [str(move) for move in release_records.moves(known["0.32.0"], known["0.33.0"], names)]
     runner = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
     assert f"parameters changed: {runner}.postprocess_sampled (+draft_tokens)" in said
     assert f"source changed: {runner}.prepare_attn" in said
@@ -255,16 +257,16 @@ def test_a_release_that_was_not_checked_has_its_gone_points_named(unlisted):
 @pytest.fixture
 def listed(tmp_path):
     file = tmp_path / "list.json"
-    file.write_bytes(releases.FILE.read_bytes())
+    file.write_bytes(release_records.FILE.read_bytes())
     return file
 
 
 def test_a_wheel_is_recorded_without_being_checked(tmp_path, listed, capsys):
     package(tmp_path, runner="")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
-    new = releases.load(listed)[-1]
+    new = release_records.load(listed)[-1]
     assert (new.version, new.checked, new.hooks) == ("0.99.0", (), {})
-    assert releases.load(listed)[:-1] == releases.load()
+    assert release_records.load(listed)[:-1] == release_records.load()
     said = capsys.readouterr().out
     assert "vLLM 0.99.0: 0 of " in said
     assert "gone: vllm.v1.engine.llm_engine.LLMEngine.__init__" in said
@@ -293,7 +295,7 @@ def test_a_release_is_listed_if_every_test_of_the_grid_passes(
 
     def run(command, check):
         *rest, report = command
-        ran.append((tuple(rest), releases.load(listed)[-1].checked))
+        ran.append((tuple(rest), release_records.load(listed)[-1].checked))
         if isinstance(code, BaseException):
             raise code
         Path(report.partition("=")[2]).write_text(
@@ -305,17 +307,17 @@ def test_a_release_is_listed_if_every_test_of_the_grid_passes(
     with pytest.raises(KeyboardInterrupt) if isinstance(code, BaseException) else nullcontext():
         assert bool(record_release.main(["--checked", "cpu", "--list", str(listed)])) == bool(says)
     assert ran == [(record_release.CORE, ("cpu",))]  # the grid finds the release in the list
-    assert (releases.load(listed)[-1].version == "0.99.0") == (says is None)
+    assert (release_records.load(listed)[-1].version == "0.99.0") == (says is None)
     if says is not None:
         assert f"{says}: list.json is as before" in capsys.readouterr().out
-        assert listed.read_bytes() == releases.FILE.read_bytes()
+        assert listed.read_bytes() == release_records.FILE.read_bytes()
 
 
 def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
     package(tmp_path, _version="version = '0.32.0'")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
-    new = next(each for each in releases.load(listed) if each.version == "0.32.0")
-    [old] = [each for each in releases.load() if each.version == "0.32.0"]
+    new = next(each for each in release_records.load(listed) if each.version == "0.32.0")
+    [old] = [each for each in release_records.load() if each.version == "0.32.0"]
     assert new == attrs.evolve(old, hooks=new.hooks)
     assert new.hooks != old.hooks
 
@@ -331,8 +333,8 @@ def test_a_method_that_did_not_run_is_listed_with_its_reason(tmp_path, unlisted,
         (["--checked", "gpu"], {}),
     ):
         assert record_release.main([*arguments, *at]) == 0
-        assert releases.load(listed)[-1].left_out == left
-    assert releases.load(listed)[:-1] == releases.load()
+        assert release_records.load(listed)[-1].left_out == left
+    assert release_records.load(listed)[:-1] == release_records.load()
 
 
 def test_a_backend_that_was_not_measured_is_listed_apart_from_methods(unlisted, listed):
@@ -346,7 +348,7 @@ def test_a_backend_that_was_not_measured_is_listed_apart_from_methods(unlisted, 
         (["--checked", "gpu-backends"], {"mtp": "it died"}),
     ):
         assert record_release.main([*arguments, *at]) == 0
-        assert releases.load(listed)[-1].left_out == kept
+        assert release_records.load(listed)[-1].left_out == kept
 
 
 @pytest.mark.parametrize(

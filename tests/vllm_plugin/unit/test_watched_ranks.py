@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.audit import runner_watch
+from kvtxn.integrations.vllm_plugin.audit import watch_opening
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
@@ -59,27 +59,27 @@ def opened(request, monkeypatch):
             speculative_config=None,
         )
         on_cpu = request.param == "cpu"
-        monkeypatch.setattr(runner_watch, "watch_transfers", lambda *args: None)
+        monkeypatch.setattr(watch_opening, "watch_transfers", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")
 
             def broken(*args: object, **kwargs: object) -> None:
                 raise error
 
-            monkeypatch.setattr(runner_watch, "Watch", broken)
+            monkeypatch.setattr(watch_opening, "Watch", broken)
         if on_cpu:
-            return runner_watch.open_watch(runner), other.calls
+            return watch_opening.open_watch(runner), other.calls
         facts = EngineFacts(device="cuda", runner="v2")
-        monkeypatch.setattr(runner_watch.config, "runner_facts", lambda runner: facts)
-        monkeypatch.setattr(runner_watch.workers, "version", lambda: "0.32.0")
+        monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
+        monkeypatch.setattr(watch_opening.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))
             watch = SimpleNamespace(
                 ledger=ledger, found=SimpleNamespace(), stop=None, groups={}, states={}
             )
             watch.warm_up = lambda: None
-            monkeypatch.setattr(runner_watch, "Watch", lambda *args, **kwargs: watch)
-        return runner_watch.open_device_watch(runner, None, None), other.calls
+            monkeypatch.setattr(watch_opening, "Watch", lambda *args, **kwargs: watch)
+        return watch_opening.open_device_watch(runner, None, None), other.calls
 
     return open_it
 
@@ -122,18 +122,18 @@ def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, on_cpu):
         told.update(named)
 
     facts = SimpleNamespace(attention="FLASH_ATTN", kv_cache_dtype="auto")
-    monkeypatch.setattr(runner_watch, "Scrub", scrub)
-    monkeypatch.setattr(runner_watch.attention_layers, "target_layers", lambda runner: ([], facts))
-    monkeypatch.setattr(runner_watch.attention_layers, "rows_of_drafters", lambda runner: [])
+    monkeypatch.setattr(watch_opening, "Scrub", scrub)
+    monkeypatch.setattr(watch_opening.attention_layers, "target_layers", lambda runner: ([], facts))
+    monkeypatch.setattr(watch_opening.attention_layers, "rows_of_drafters", lambda runner: [])
     wanted = settings({"kvtxn": {"audit": "bytes", "audit_every": 64}}, 1, "cpu")
     runner = SimpleNamespace(kvtxn_settings=wanted, kvtxn_required=False, kvtxn_rank=0)
     watch = SimpleNamespace(groups={}, states={}, ledger=None)
     monkeypatch.setattr(audited_states, "state_refs", lambda runner, states: [])
     if on_cpu:
-        monkeypatch.setattr(runner_watch.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
-        runner_watch._compare_bytes(runner, watch)
+        monkeypatch.setattr(watch_opening.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
+        watch_opening._compare_bytes(runner, watch)
     else:
         with importing_kernels():
-            runner_watch._compare_bytes_on_device(runner, watch, facts)
+            watch_opening._compare_bytes_on_device(runner, watch, facts)
     assert told.pop("every") == 64
     assert not any(told.values())  # nothing is poisoned unless the user asks for it

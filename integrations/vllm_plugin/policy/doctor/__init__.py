@@ -13,10 +13,10 @@ from ...internals import audited, workers
 from ...internals import config as engine_config
 from ...internals.engine_protocols import VllmConfig
 from ...internals.hook_points import HOOK_POINTS, places_of
-from .. import releases, supported
+from .. import release_records, supported
 from ..engine import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix
-from ..releases import Move, Sources
+from ..release_records import Move, Sources
 from ..rule_type import Decision
 from ..rules import decide, on_trial
 from ..settings import PluginSettings, asked_rows, settings
@@ -281,11 +281,11 @@ def compare(version: str, device: str) -> Comparison:
         KVTxnError: vLLM is not installed.
     """
     check = "gpu" if device == "cuda" else "cpu"
-    before = releases.nearest(version, check, releases.load())
+    before = release_records.nearest(version, check, release_records.load())
     names = [name for place in places_of(device) for name in HOOK_POINTS[place]]
     known = [name for name in names if name in before.hooks]
-    now = releases.read_hooks(Sources(workers.source_folder()), known)
-    found = releases.moves(before.hooks, now, known)
+    now = release_records.read_hooks(Sources(workers.source_folder()), known)
+    found = release_records.moves(before.hooks, now, known)
     return Comparison(before.version, len(known), tuple(found))
 
 

@@ -22,8 +22,8 @@ from xml.etree import ElementTree
 
 from ...internals import workers
 from ...internals.hook_points import HOOK_POINTS
-from .. import releases
-from ..releases import CHECKS, Release, Sources
+from .. import release_records
+from ..release_records import CHECKS, Release, Sources
 
 #: The core of the grid, as ``make core`` runs it.
 CORE: Final = (
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--checked gpu-backends: attention backends of which something was not measured; and why, "
         "in place of those that were named before",
     )
-    made.add_argument("--list", type=Path, default=releases.FILE, help="the list to write")
+    made.add_argument("--list", type=Path, default=release_records.FILE, help="the list to write")
     return made
 
 
@@ -133,9 +133,9 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sou
 def main(arguments: Sequence[str] | None = None) -> int:
     """Record a release; returns the exit code: 0 if it is listed as the arguments say."""
     given, sources = _arguments(arguments)
-    known = {release.version: release for release in releases.load(given.list)}
+    known = {release.version: release for release in release_records.load(given.list)}
     names = [name for place in HOOK_POINTS.values() for name in place]
-    hooks = releases.read_hooks(sources, names)
+    hooks = release_records.read_hooks(sources, names)
     old = known.get(sources.version, Release(sources.version, (), {}))
     kept = {name: why for name, why in old.left_out.items() if _check(name) not in given.checked}
     checked = tuple(sorted({*old.checked, *given.checked}))
@@ -145,11 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new = Release(sources.version, checked, hooks, kept | dict(given.without))
     print(f"vLLM {new.version}: {len(hooks)} of {len(names)} hook points found")
     others = [each for each in known.values() if each.version != new.version]
-    if releases.checked_for("cpu", others):
-        before = releases.nearest(new.version, "cpu", others)
-        moved = releases.moves(before.hooks, hooks, names)
+    if release_records.checked_for("cpu", others):
+        before = release_records.nearest(new.version, "cpu", others)
+        moved = release_records.moves(before.hooks, hooks, names)
         print(f"since {before.version}, {len(moved)} moved", *moved, sep="\n  ")
-    releases.save((known | {new.version: new}).values(), given.list)
+    release_records.save((known | {new.version: new}).values(), given.list)
     if "cpu" in given.checked:
         # The grid asks the list which releases it may run with, so the new one is there already.
         code, why = 1, "the core of the grid was interrupted"
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code, why = _run_core()
         finally:
             if code:
-                releases.save(known.values(), given.list)
+                release_records.save(known.values(), given.list)
                 print(f"{why}: {given.list.name} is as before", flush=True)
         if code:
             return code

@@ -1,4 +1,4 @@
-"""Failures, counts and hooks of windows over a captured forward are as in any window."""
+"""Windows over a captured forward end as any window: failures, counts, hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from ..states import WindowState
+from ..window_states import WindowState
 from .batches import Batch, random_counts
 from .captured_forward import COUNTS, SHAPE, CapturedForward
 from .faults import Faults, InjectedFault

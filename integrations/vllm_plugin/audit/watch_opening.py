@@ -1,15 +1,15 @@
-"""The watch of a hooked runner: its memory, its opening over caches, and the ends of its steps."""
+"""Opens the watch of a hooked runner: its memory, its caches, and all that it is to hear of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
 from torch import Tensor
 
-from ....audit import Key, Ledger, RowGroup, Scrub, Window
+from ....audit import Key, Ledger, RowGroup, Scrub, WeightWatch, Window
 from ....audit.books import Sizes
 from ....layers import LayerRef
 from ....log import get_logger
@@ -25,6 +25,7 @@ from ..internals import (
     workers,
 )
 from ..internals import layers as attention_layers
+from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
 from ..internals.kv_cache import CachePlan
 from ..internals.runner_protocols import Runner
@@ -35,7 +36,6 @@ from ..seam.hooked_runner import HookedRunner, stay_out
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .violations import AuditError
 from .watch import Watch
-from .weights import follow_weights
 
 log = get_logger()
 
@@ -450,3 +450,35 @@ def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None
     watch.ledger.leave(lines, last.leaves)
     if last.ends:
         watch.ledger.leave(lines, last.ends, last.end_at)
+
+
+# -- weights that change ----------------------------------------------------------------------
+
+
+def follow_weights(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch hear of weights that change; if that fails, the audit ends.
+
+    Without it, rows of earlier weights would count as those of the present ones.
+    """
+    try:
+        every = runner.kvtxn_settings.weights_every
+        watch.weights = WeightWatch(watch.ledger, engine_weights.parameters(runner), every)
+        runner.kvtxn_undo.callback(engine_weights.follow_loads(runner, watch.weights.changed))
+    except Exception as error:
+        watch.stop(error)
+
+
+def weights_changed(wrapper: WorkerWrapper, weights: str) -> None:
+    """Tell a worker's audit that weights have changed, awake or asleep."""
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    if watch is not None and watch.weights is not None:
+        watch.weights.changed(weights)
+
+
+def follow_updates(wrapper: WorkerWrapper) -> Callable[[], None]:
+    """Let a worker's audit hear of weights that vLLM changes.
+
+    Returns:
+        A function that undoes it.
+    """
+    return engine_weights.follow_updates(wrapper, partial(weights_changed, wrapper))

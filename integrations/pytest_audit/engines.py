@@ -21,6 +21,11 @@ VIOLATION: Final = "kvtxn.audit_violation"
 UNWATCHED: Final = ("kvtxn.audit_inactive", "kvtxn.inactive", "kvtxn.audit_partial")
 
 
+def is_wanted() -> bool:
+    """Tell whether a test process wants the engines of this process to be audited."""
+    return VARIABLE in os.environ
+
+
 def with_audit(additional_config: object) -> object:
     """Return an engine's ``additional_config`` with the audit that the test process wants.
 
@@ -28,7 +33,7 @@ def with_audit(additional_config: object) -> object:
         additional_config: vLLM's. It is returned as it is if it has an audit already, or is no
             mapping and has no place for one, or if no test process wants an audit.
     """
-    if VARIABLE not in os.environ or not isinstance(additional_config or {}, Mapping):
+    if not is_wanted() or not isinstance(additional_config or {}, Mapping):
         return additional_config
     config: Mapping[str, Any] = additional_config or {}  # type: ignore[assignment]
     given = config.get("kvtxn") or {}
@@ -41,7 +46,7 @@ def with_audit(additional_config: object) -> object:
 
 def write_events() -> None:
     """Append what this process's audits say to the test process's file, one JSON object a line."""
-    if VARIABLE not in os.environ:
+    if not is_wanted():
         return
     from ...log import listen
 

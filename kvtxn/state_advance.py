@@ -1,4 +1,4 @@
-"""The commit of replayed layers: its reference, and the repair after a failure.
+"""Advances recurrent states by the rows that a commit keeps: the reference, and the repair.
 
 At commit each state takes in the rows of its request that the commit keeps, settled ones first, in
 float32, and is written once. A row can be repaired by writing it a second time; a state cannot,

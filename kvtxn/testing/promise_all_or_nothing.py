@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ..errors import AcceptanceError, IncompleteWindowError, UnresolvedWindowError, WindowStateError
-from ..states import WindowState
 from ..window import Window
+from ..window_states import WindowState
 from .batches import SHAPES, Batch
 from .caches import LayerSpec
 from .kit import TRANSACTIONAL, Kit, KitBase

@@ -2,7 +2,7 @@
 
 Each line of the file is a hook point as its release has it, see ``internals.hook_points``. The
 program ``policy.doctor.record_release`` writes the file; it reads hook points from a release's
-source files, without importing them.
+source files, without importing them. What a release may have is decided by ``rules``.
 """
 
 from __future__ import annotations
