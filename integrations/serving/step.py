@@ -13,6 +13,8 @@ import attrs
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import KVTxnError
+
 #: A numpy array; its dtype and shape are where it is made.
 Array: TypeAlias = NDArray[Any]
 
@@ -44,6 +46,23 @@ class PlannedStep(Protocol):
 
     def outputs(self) -> Tensor:
         """Return the rows whose outputs are sampled, int ``[num_outputs]``."""
+
+
+def known(outcome: Tensor | None) -> Tensor:
+    """Return an outcome that a part needs.
+
+    Raises:
+        KVTxnError: the engine did not say it. What waits for it would be lost in silence.
+    """
+    if outcome is None:
+        raise KVTxnError(
+            "sampled",
+            "the engine does not say what was sampled",
+            expected="sampled ids, or counts of them",
+            got="none",
+            hint="start the engine without a policy, and report this",
+        )
+    return outcome
 
 
 def drafts_and_ends(rows: BatchRows) -> tuple[Sequence[int], Sequence[int]]:

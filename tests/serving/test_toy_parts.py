@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.eager_steps import EagerSteps
 from kvtxn.integrations.serving.parts import Parts
-from kvtxn.integrations.serving.step import Arrival, Changes, PlannedStep, Room, Rows
+from kvtxn.integrations.serving.step import Arrival, Changes, PlannedStep, Room, Rows, known
 from kvtxn.integrations.vllm_plugin.audit.ledger_v1 import LedgerV1
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.cpu.windows import Windows
@@ -21,7 +21,7 @@ from torch import Tensor
 from toy_engine import BLOCK, BLOCKS, RUNNING, Part, ToyEngine, ids_of
 from toy_model import DIM, LONGEST, VOCABULARY, ToyModel
 
-from kvtxn import attention
+from kvtxn import KVTxnError, attention
 from kvtxn.audit import RowGroup
 from kvtxn.executor import AttentionArgs
 
@@ -225,3 +225,11 @@ def test_a_fault_of_the_engine_is_found_through_the_parts():
     assert engine.planted
     assert {each["kind"] for each in found} >= {"rejected"}
     assert {each["kind"] for each in found} <= {"rejected", "published"}
+
+
+def test_an_outcome_that_an_engine_does_not_say_is_refused():
+    """A window or a state that waited for it would lose its rows in silence."""
+    counts = torch.tensor([2])
+    assert known(counts) is counts
+    with pytest.raises(KVTxnError, match="does not say what was sampled"):
+        known(None)

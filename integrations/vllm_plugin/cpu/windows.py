@@ -16,7 +16,7 @@ from ....config import TxnConfig
 from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
-from ...serving.step import PlannedStep, drafts_and_ends
+from ...serving.step import PlannedStep, drafts_and_ends, known
 from ..internals import batches
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
@@ -125,8 +125,8 @@ class Windows(Part):
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None and ids is not None:
-            self._runner.kvtxn.commit(lambda: ids)
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.commit(lambda: known(ids))
 
     def raised(self, error: Exception) -> None:
         """Let an error of a window's be heard, whichever rank meets it."""

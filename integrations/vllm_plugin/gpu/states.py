@@ -29,7 +29,7 @@ from ...serving.beside import lies_as_captured
 from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
-from ...serving.step import PlannedStep
+from ...serving.step import PlannedStep, known
 from ..internals import aligned_states, batches, connectors, state_commits, state_layers
 from ..internals import held_states as held_states
 from ..internals.config import runner_facts
@@ -253,8 +253,8 @@ class StatesV1(Part):
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the states that the sampled ids accept."""
-        if self._runner.kvtxn_states is not None and ids is not None:
-            self._runner.kvtxn_states.commit(batches.kept_counts(ids))
+        if self._runner.kvtxn_states is not None:
+            self._runner.kvtxn_states.commit(batches.kept_counts(known(ids)))
 
     def _tell_none(self) -> None:
         """Stop telling the states of steps."""

@@ -22,7 +22,7 @@ from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
-from ...serving.step import PlannedStep
+from ...serving.step import PlannedStep, known
 from ..internals import (
     Foreign,
     backends,
@@ -261,8 +261,8 @@ class WindowsV1(Part):
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None and ids is not None:
-            self._runner.kvtxn.commit_ids(ids)
+        if self._runner.kvtxn is not None:
+            self._runner.kvtxn.commit_ids(known(ids))
 
 
 class WindowsV2(Part):
@@ -352,8 +352,8 @@ class WindowsV2(Part):
         In any release the scheduler may hand a request's blocks on once it has the sampled tokens;
         so what a connector loads into them must not come before this step's last write.
         """
-        if self._runner.kvtxn is not None and self.connected and counts is not None:
-            self._runner.kvtxn.commit(counts)
+        if self._runner.kvtxn is not None and self.connected:
+            self._runner.kvtxn.commit(known(counts))
 
     def outcome_known(self, counts: Tensor) -> None:
         """Commit before the drafter runs."""
