@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 #: The environment variable; its value is JSON: ``{"audit": "ledger", "events": PATH}``.
@@ -44,10 +45,14 @@ def with_audit(additional_config: object) -> object:
     return {**config, "kvtxn": {**given, "audit": audit, "log_tokens": True}}
 
 
-def write_events() -> None:
-    """Append what this process's audits say to the test process's file, one JSON object a line."""
+def write_events() -> Callable[[], None] | None:
+    """Append what this process's audits say to the test process's file, one JSON object a line.
+
+    Returns:
+        A function that ends it; None if no test process wants to know.
+    """
     if not is_wanted():
-        return
+        return None
     from ...log import listen
 
     path, wanted = json.loads(os.environ[VARIABLE])["events"], {ACTIVE, VIOLATION, *UNWATCHED}
@@ -56,11 +61,13 @@ def write_events() -> None:
         if event["event"] not in wanted:
             return
         line = json.dumps({k: v for k, v in event.items() if k != "exc_info"}, default=str)
-        # One write appends a whole line, whichever processes write beside this one.
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(file, f"{line}\n".encode())
-        finally:
-            os.close(file)
+        # One write appends a whole line, whichever processes write beside this one. An engine may
+        # outlive the tests and their file; whoever logs must not hear of that.
+        with suppress(OSError):
+            file = os.open(path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(file, f"{line}\n".encode())
+            finally:
+                os.close(file)
 
-    listen(write)
+    return listen(write)

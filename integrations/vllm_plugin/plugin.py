@@ -45,7 +45,8 @@ def register() -> None:
         _undo.append(workers.hook_workers(_on_worker, answers))
         _undo.append(frontend.hook_engines(_before_engine, _after_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))
-        pytest_audit.write_events()
+        if (end := pytest_audit.write_events()) is not None:
+            _undo.append(end)
     except Exception as error:
         what = ("workers", "engines", "schedulers", "events")[len(_undo)]
         why = f"vLLM's {what} cannot be hooked: {shown(error)}"

@@ -12,7 +12,7 @@ from ..errors import ConfigError, WindowStateError
 from ..hooks import EndedWindow
 from ..manager import TransactionManager
 from . import books as book
-from .digest import REJECTED, UNWRITTEN
+from .digest import REJECTED, UNWRITTEN, as_word
 from .groups import Place
 from .ledger_state import LedgerState
 from .rows import first_of, word_at
@@ -144,9 +144,10 @@ class Following:
         self._sampled = None
         self._ledger.resolve(counts)
         self._set_kept(self._without(later, step), counts - 1)  # the engine may repeat the step
-        self._put_evicted_back(step, counts)
-        if window.layout.has_settled:
-            self._unwrite_settled(step, ~window.settled.any())
+        unsettled = ~window.settled.any() if window.layout.has_settled else None
+        self._put_evicted_back(step, counts, unsettled)
+        if unsettled is not None:
+            self._unwrite_settled(step, unsettled)
         if not self._takes_back:
             for place in self._states:
                 blocks = _of_requests(step, window, _blocks(window, place), fill=-1)
@@ -183,13 +184,33 @@ class Following:
         kept, line = self._state.books.facts[book.KEPT], lines.clamp(min=0)
         kept.index_add_(0, line, torch.where(lines >= 0, counts - kept[line], 0))
 
-    def _put_evicted_back(self, step: Step, counts: Tensor) -> None:
-        """Note that rings hold again what rejected drafts had overwritten, or never did."""
+    def _put_evicted_back(
+        self, step: Step, counts: Tensor, unsettled: Tensor | None = None
+    ) -> None:
+        """Note that rings hold again what rejected drafts had overwritten, or never did.
+
+        In a step with more rows of a request than its ring has, that may be a row of the step.
+        """
         for ring, words in self._evicted.items():
             rows = _Rows(step, ring)
-            rejected = rows.is_draft & (rows.number >= counts[rows.request])
+            beyond = rows.number - counts[rows.request]
+            rejected = rows.is_draft & (beyond >= 0)
+            size = ring.group.ring or 1
+            under = rows.within - (beyond // size + 1) * size  # the last kept row of the same slot
+            kept = self._words_of(step, ring, rows.request, under.clamp(min=0))
+            if unsettled is not None:
+                kept = torch.where(unsettled, UNWRITTEN, kept)
+            words = torch.where(under >= 0, kept, words)
             self._put(ring, step.slots[ring.group.name], rejected, words)
         self._evicted.clear()
+
+    def _words_of(self, step: Step, place: Place, request: Tensor, within: Tensor) -> Tensor:
+        """Return the words of rows of a step's requests, given by their numbers in the step."""
+        books = self._state.books
+        line = step.lines.long()[request].clamp(min=0)
+        position = first_of(books, step).long()[request] + within
+        position = position.clamp(0, books.sizes.max_length - 1)
+        return as_word(books.own[line, position + 1] + books.salts[place.written])
 
     def _unwrite_settled(self, step: Step, unsettled: Tensor) -> None:
         """Mark settled rows as unwritten if some layer may lack them."""
@@ -243,6 +264,7 @@ class _Rows:
 
     Attributes:
         request: int64 ``[num_rows]``, the request of each row; any for a row behind the last.
+        within: int64 ``[num_rows]``, the number of each row among its request's rows.
         number: int64 ``[num_rows]``, the number of each row among its request's drafts.
         is_draft: bool ``[num_rows]``.
         is_settled: bool ``[num_rows]``.
@@ -256,7 +278,7 @@ class _Rows:
         settled = counts = starts.diff()
         if step.drafts is not None:
             settled = counts - step.drafts[:requests].long()
-        within = row - starts[self.request]
+        self.within = within = row - starts[self.request]
         self.number = within - settled[self.request]
         real = (row < starts[-1]) & (step.lines.long()[self.request] >= 0)
         if place.group.ring is not None:

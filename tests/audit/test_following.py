@@ -152,6 +152,23 @@ def test_a_rejected_row_evicts_none_from_its_ring(policy):
     assert engine.found() == wrong
 
 
+@pytest.mark.parametrize("accepted", [0, 2, RING, None])
+def test_rows_of_a_step_that_are_a_whole_ring_apart(accepted):
+    """The last kept one is in their slot; after an abort it is the settled one."""
+    engine = Engine()
+    for _ in range(RING):
+        engine.step([0, 0, 0], [0, 0, 0])
+    if accepted is None:
+        window = engine.manager.window([RING, 0, 1], engine.write([RING, 0, 1]))
+        engine.stage(window)
+        window.abort()
+    engine.step([RING, 0, 1], [accepted or 0, 0, 1])
+    engine.step([0, 0, 0], [0, 0, 0])
+    engine.step([RING, 1, 0], [1, 0, 0])
+    engine.step([0, 0, 0], [0, 0, 0])
+    assert engine.ledger.violations() == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("kept", "name"), [([1, 2, 0], "too few"), ([1, 0, 0], "too many")])
 @pytest.mark.parametrize("tells", [True, False])

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 TARGET: Final = "target"
 DRAFTER: Final = "drafter"
 
-#: Methods of a worker that change weights; not every release has all of them.
-_UPDATES: Final = ("reload_weights", "update_weights", "finish_weight_update", "reset_weights")
+#: Methods of a worker that change the target's weights; not every release has all of them.
+_CHANGES: Final = ("reload_weights", "reset_weights")
+#: Methods that change the weights whose update has begun.
+_UPDATES: Final = ("update_weights", "finish_weight_update")
 #: Methods that begin an update, and whose weights it is of.
 _BEGIN: Final = {"start_weight_update": TARGET, "start_draft_weight_update": DRAFTER}
 #: From this level on sleep loses the weights.
@@ -54,15 +56,24 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
 
         undo.callback(shadow(worker, name, call))
 
+    def change(*args: Any, **kwargs: Any) -> None:
+        changed(TARGET)
+
     def update(*args: Any, **kwargs: Any) -> None:
         changed(updated)
 
-    def begin(weights: str) -> Callable[..., None]:
-        def then(*args: Any, **kwargs: Any) -> None:
-            nonlocal updated
-            updated = weights
+    def begin(name: str, weights: str) -> None:
+        own = getattr(worker, name, None)
+        if own is None:
+            return
 
-        return then
+        def call(*args: Any, **kwargs: Any) -> object:
+            nonlocal updated
+            result = own(*args, **kwargs)  # where it refuses, the update under way goes on
+            updated = weights
+            return result
+
+        undo.callback(shadow(worker, name, call))
 
     def sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
         nonlocal slept
@@ -75,10 +86,12 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
             changed(TARGET)
             changed(DRAFTER)
 
+    for name in _CHANGES:
+        hook(name, change)
     for name in _UPDATES:
         hook(name, update)
     for name, weights in _BEGIN.items():
-        hook(name, begin(weights))
+        begin(name, weights)
     hook("sleep", sleep)
     hook("wake_up", wake_up)
     return undo.close

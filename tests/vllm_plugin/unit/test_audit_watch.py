@@ -17,7 +17,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 
-from kvtxn import ConfigError
+from kvtxn import ConfigError, log
 from kvtxn.audit import RowGroup, Violation
 from kvtxn.audit.byte_books import EVERY
 from kvtxn.audit.weights import EVERY as WEIGHTS_EVERY
@@ -398,3 +398,15 @@ def test_a_storm_is_logged_in_part(lines):
         w.forward(rows(f"r{number}", 1, [2], [5], [1]), unknown)
     assert len(w.report()) == w.counters()["kvtxn_audit_violations_total"] == 40
     assert len(lines) == 20
+
+
+def test_tests_hear_of_a_whole_storm(lines, monkeypatch):
+    """An engine serves many tests; the last one has to hear of its wrong row, too."""
+    monkeypatch.setenv("KVTXN_PYTEST_AUDIT", "{}")
+    heard = []
+    end = log.listen(lambda event: heard.append(event["event"]))
+    try:
+        test_a_storm_is_logged_in_part(lines)
+    finally:
+        end()
+    assert heard.count("kvtxn.audit_violation") == 40

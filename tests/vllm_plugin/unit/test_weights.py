@@ -27,7 +27,8 @@ class Worker:
         """A target's."""
 
     def start_draft_weight_update(self):
-        """A drafter's."""
+        if hasattr(self, "refuses"):
+            raise RuntimeError("an update is active")
 
     def finish_weight_update(self):
         """All of them are there."""
@@ -66,6 +67,20 @@ def test_a_drafter_s_update_is_the_drafter_s(worker):
     worker.start_weight_update()
     worker.finish_weight_update()
     assert worker.heard == ["drafter", "drafter", "target"]
+
+
+def test_a_drafter_s_update_that_is_over_or_refused(worker):
+    """Reloads are the target's whatever was updated before; a second update is refused."""
+    worker.start_draft_weight_update()
+    worker.finish_weight_update()
+    worker.reload_weights()
+    worker.start_weight_update()
+    worker.refuses = True
+    with pytest.raises(RuntimeError, match="active"):
+        worker.start_draft_weight_update()
+    del worker.refuses
+    worker.finish_weight_update()
+    assert worker.heard == ["drafter", "target", "target"]
 
 
 @pytest.mark.parametrize(
