@@ -52,6 +52,8 @@ class Own:
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, kv_cache_memory_bytes=None)
         self.model_config = SimpleNamespace(is_encoder_decoder=False, runner_type="generate")
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
+        self.model = torch.nn.Module()  # without parameters
         self.adaptive_verification = None
         self.is_last_pp_rank = True
         self.device = torch.device("cpu")
@@ -61,6 +63,9 @@ class Own:
             query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32),
         )
         self.output = self.forward = None
+
+    def get_model(self):
+        return self.model
 
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         return self.forward()
