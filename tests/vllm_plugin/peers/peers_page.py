@@ -38,7 +38,7 @@ vLLM's source distribution ran in stock and with
 `additional_config={{"kvtxn": {{"policy": "undo", "on_error": "raise"}}}}` in every engine that a
 test builds; files with engines ran under `deferred`, too. The number of windows that such engines
 had is in the table. Most of these tests build no engine, and see kvtxn's hooks alone. On a CPU
-files with engines also ran with `pytest --kvtxn-audit`, which audits every engine,
+files with engines also ran with `{{"audit": "ledger", "on_violation": "raise"}}` in every engine,
 under which a test fails if a row that is read is not the right one; the table has the number of
 rows that were read so, where the engine could be asked at its end.
 

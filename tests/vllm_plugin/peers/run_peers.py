@@ -207,8 +207,6 @@ class Runner:
 
     def options(self, policy: str) -> list[str]:
         """Options of pytest, beside those for the report."""
-        if policy == "audit":
-            return ["-p", "peers_plugin", "--kvtxn-audit=ledger"]
         return ["-p", "peers_plugin", "--kvtxn-policy", policy]
 
     def _wait(self, process: subprocess.Popen[bytes], report: Path) -> str | None:
