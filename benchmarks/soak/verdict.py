@@ -19,6 +19,8 @@ _WARMING: Final = 0.25
 #: Most MiB per hour by which the host's memory may surely grow. A step that keeps 200 bytes is
 #: beyond it at 100 steps per second.
 HOST_LIMIT: Final = 64.0
+#: Seconds from which on a soak's slopes are judged; those of a shorter one are its warm-up.
+SHORTEST: Final = 10.0
 #: Most percent per hour by which throughput may surely fall.
 FALL_LIMIT: Final = 5.0
 
@@ -198,7 +200,7 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
         wrong=[
             *_ended(pieces),
             *_counted(sums, pieces, windows),
-            *_grown(**found),
+            *(_grown(**found) if sum(end["at"] for end in ends) >= SHORTEST else ()),
         ],
     )
 
