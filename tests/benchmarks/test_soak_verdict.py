@@ -83,6 +83,15 @@ def test_each_fault_is_said(changes, said):
     assert said in wrong
 
 
+def test_a_short_soak_is_not_judged_by_its_slopes():
+    """Memory that grows in its first seconds fills caches."""
+    grows = {"host": lambda number: (700 << 20) + MIB * number}
+    short = piece(**grows, at=lambda number: 0.5 * number, busy=lambda number: 0.4 * number)
+    assert verdict.judge([short], windows=True).wrong == []
+    long = piece(**grows, at=lambda number: 1.0 * number, busy=lambda number: 0.9 * number)
+    assert any("memory grows" in said for said in verdict.judge([long], windows=True).wrong)
+
+
 def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     """Near-ties are not."""
     bad = piece()
