@@ -1,4 +1,4 @@
-"""What engines do for ``pytest --kvtxn-audit``: they ask for an audit, and write what it says.
+"""Engines under ``pytest --kvtxn-audit``: they ask for an audit, and write what it says.
 
 The test process sets an environment variable, which every process below it inherits: engine cores,
 workers, and servers that a test starts by a command. What their audits say goes as lines of JSON

@@ -280,7 +280,7 @@ class StateSteps(EagerSteps):
         """Keep the draft rows of a layer with a state, and stage them in the step's window.
 
         Raises:
-            KVTxnError: these are other rows than those that the step's plan has as drafts. A draft
+            KVTxnError: the rows are not the drafts of the step's plan. A draft
                 among the other rows is in its request's state already.
         """
         plan = self._plan

@@ -173,7 +173,7 @@ class Following:
         return step
 
     def _without(self, later: list[int], step: Step) -> Tensor:
-        """Return the step's lines, int64, -1 for those that a later request has by now."""
+        """Return the step's lines, int64; -1 for a line that a later request has taken over."""
         lines = step.lines.long()
         if not later:
             return lines

@@ -30,8 +30,14 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
 from ...serving.step import PlannedStep, known
-from ..internals import aligned_states, batches, connectors, state_commits, state_layers
-from ..internals import held_states as held_states
+from ..internals import (
+    aligned_states,
+    batches,
+    connectors,
+    held_states,
+    state_commits,
+    state_layers,
+)
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.hooks import check_methods, mix_in

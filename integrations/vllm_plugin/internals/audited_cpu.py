@@ -297,8 +297,8 @@ def given_metadata(
 ) -> list[BatchMetadata]:
     """Return the metadata of layers that say plainly what the requests of the batch read.
 
-    Some backends' metadata have no tables and lengths of requests, and some are of other requests:
-    of parts of them, or of those that sample. These are not among them.
+    Left out are metadata without tables and lengths of requests, and metadata of other requests:
+    of parts of requests, or of the sampling requests alone.
 
     Args:
         context: of the forward.

@@ -285,7 +285,7 @@ def start_async(config: VllmConfig, counts: StepCounts | None = None) -> AsyncEn
 
     Args:
         config: its ``VllmConfig``.
-        counts: is told of every step; None: the engine makes no statistics.
+        counts: hears of every step; with None the engine makes no statistics.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 

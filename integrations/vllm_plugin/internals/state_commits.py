@@ -1,6 +1,6 @@
 """A verify step of recurrent layers and its commit: the step's requests, and the tables it goes by.
 
-Kernels read the states that a table names and write those that another one names. ``CommitGraphs``
+One table names the states that are read, another the states that are written. ``CommitGraphs``
 makes the commits of all layers one launch: a CUDA graph whose branches run side by side. One
 layer's commit at a few requests does not fill a GPU, and launching it takes the host longer than
 running it. In the graph stand the very launches that commit layer by layer, vLLM's own, so the
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class StateTables:
     """Tables for the kernels, at fixed addresses, which captured graphs read.
 
-    A line's last column is the one that the kernels read from; columns before it, one for each row
-    of the request, are those that they write to. 0 is no block.
+    Kernels read the state that the last column of a line names. They write the states that the
+    columns before it name, one for each row of the request. 0 is no block.
 
     A commit has two lines for each request, one for its kept rows and one for the rest. The second
     names no block: kernels that end at once there compute the kept rows alone.
