@@ -129,9 +129,12 @@ async def chat(client: Client) -> None:
             if leaves is not None:
                 return
 
+    async def shortest() -> None:
+        for _ in range(3):  # the first comes in the step of the others, the next ones among them
+            await client.ask(client.phrase(1), client.chance.randint(2, 12))
+
     while client.made < client.budget:
-        shortest = client.ask(client.phrase(1), client.chance.randint(2, 12))
-        await asyncio.gather(*(converse() for _ in range(4)), shortest)
+        await asyncio.gather(*(converse() for _ in range(4)), shortest())
         await client.reset()
 
 
