@@ -33,7 +33,8 @@ class StepPlan:
         num_requests: requests of the window.
         launches: the executor's prepared launches; None if it has none.
         marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
-        stage_operations: number of rows x number of layers whose drafts wait for commit.
+        stage_operations: number of rows x number of layers whose drafts wait for commit, those
+            with states of a supplier included.
         together: launches of ``LayoutLaunches.capture_with``, by what the caller knows them by.
     """
 
@@ -83,6 +84,8 @@ class SharedPlaces:
         stored: function of a number of rows; returns that many rows of each layer, by layer name,
             as ``StagedLayer``.
         pattern: for ``Txn.pattern``: the rows of all these windows have the same strides.
+        supplier: commits the states of the engine's own kernels; None without any.
+        num_supplied: number of layers whose states these are.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class SharedPlaces:
         self.context = context
         self.turn = turn
         self.metrics = context.metrics
+        self.supplier = context.supplier
+        self.num_supplied = 0 if self.supplier is None else len(self.supplier.names)
         self.outcomes = context.metrics.windows
         self.first_state = OPEN if context.policy == "deferred" else STAGED
         self.quiet = False

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ....config import TxnConfig
 from ....cuda_graphs import MOST_BYTES
+from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
+from ....state_supplier import StateSupplier
 from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
@@ -58,7 +60,7 @@ log = get_logger()
 
 
 class StatesBeside(Protocol):
-    """The recurrent states of a model, which commits write beside the rows of windows."""
+    """The recurrent states of a model, which the windows hold beside the rows of attention."""
 
     def num_bytes(self) -> int:
         """Return the bytes that the states need beside their caches."""
@@ -66,18 +68,22 @@ class StatesBeside(Protocol):
     def facts(self, facts: EngineFacts) -> EngineFacts:
         """Add the facts about the states."""
 
-    def hold(self, manager: TransactionManager) -> dict[str, object]:
-        """Let commits write the states; returns fields for the log."""
+    def hold(self, manager: TransactionManager) -> tuple[StateSupplier, dict[str, object]]:
+        """Return what commits the states, for the windows of a manager, and fields for the log."""
 
-    def join(self, steps: GraphSteps | PipelineSteps) -> None:
-        """Let the commits of steps include that of the states, if they can."""
+    def join(self, steps: GraphSteps) -> None:
+        """Take the steps that were made with the states."""
 
 
 class StepMaker(Protocol):
     """Makes the steps of one of vLLM's runners."""
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
         """Make steps that read the slots where the runner keeps them.
 
@@ -85,6 +91,7 @@ class StepMaker(Protocol):
             manager: over the target's layers.
             rows: where drafts wait; None under other policies than deferred.
             layers: the target's layers.
+            states: commits the recurrent states; None without any.
         """
 
 
@@ -176,7 +183,11 @@ class WindowCaches(Part):
                 ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
                 for ref in layer_refs(layers, kv_dtype)
             }
-        steps = self._maker.make(manager, rows, layers)
+        states: StateSupplier | None = None
+        more: dict[str, object] = {}
+        if self._states is not None:
+            states, more = self._states.hold(manager)
+        steps = self._maker.make(manager, rows, layers, states)
         if settings.policy == "deferred":
             assert isinstance(steps, GraphSteps)  # stages before the last one never defer
             names = {layer.name for layer in layers}
@@ -184,11 +195,10 @@ class WindowCaches(Part):
             self._runner.kvtxn_undo.callback(unhook_attention, layers, builders)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
-        more: dict[str, object] = {"buffer_bytes": steps.nbytes}
         if self._states is not None:
-            more |= self._states.hold(manager)
+            assert isinstance(steps, GraphSteps)
             self._states.join(steps)
-        return steps, more
+        return steps, {"buffer_bytes": steps.nbytes, **more}
 
     def _with_spare_blocks(self, config: Foreign) -> Foreign:
         """Return a configuration with spare blocks for drafts, or the given one if none can wait.
@@ -229,13 +239,17 @@ class WindowsV1(Part):
         self.keeps_order = False
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> PackedGraphSteps:
         """Make steps over slots of their own, since this runner keeps them by group."""
         self.keeps_order = attention_layers.keep_order(layers)
         runner = self._runner
         return PackedGraphSteps(
-            manager, batches.query_len(runner), batches.vocab_size(runner), rows
+            *(manager, batches.query_len(runner), batches.vocab_size(runner), rows), states=states
         )
 
     def step_begins(self) -> None:
@@ -295,15 +309,25 @@ class WindowsV2(Part):
         self._mode: object = None  # of the step that is under way
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where this runner keeps them."""
+        """Make steps that read the slots where this runner keeps them.
+
+        Raises:
+            KVTxnError: there are states on a pipeline stage that learns outcomes later.
+        """
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
         later = batches.steps_until_known(runner)
         if later is not None:
+            if states is not None:
+                raise KVTxnError("vllm", "states cannot wait on an earlier pipeline stage")
             return PipelineSteps(manager, slots, batches.query_len(runner), later)
-        steps = GraphSteps(manager, slots, batches.query_len(runner), rows)
+        steps = GraphSteps(manager, slots, batches.query_len(runner), rows, states=states)
         if manager.policy == "undo":
             self.let_graphs_save(steps)
         return steps

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
-import torch
 from torch import Tensor
 
 from ....errors import LayerError
@@ -94,14 +93,6 @@ def sampled_ids(output: SamplerOutput) -> Tensor | None:
     None for an output without ids.
     """
     return getattr(output, "sampled_token_ids", None)
-
-
-def kept_counts(ids: Tensor) -> Tensor:
-    """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
-
-    By this count vLLM finds the past of a convolution in the next step.
-    """
-    return (ids != -1).sum(1, dtype=torch.int32)
 
 
 # -- on a CPU -------------------------------------------------------------------------
