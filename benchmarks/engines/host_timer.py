@@ -120,7 +120,7 @@ class _Clock(abc.ABC):
 class _OfWindows(_Clock):
     """Times steps that have a window; a step ends with its commit.
 
-    Recurrent states on a GPU are told of a step by a call of their own, and are committed with it.
+    Recurrent states on a GPU hear of a step by a call of their own; its commit includes theirs.
     """
 
     def __init__(self, steps: Any, states: Any = None) -> None:

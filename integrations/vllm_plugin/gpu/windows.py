@@ -325,7 +325,11 @@ class WindowsV2(Part):
         later = batches.steps_until_known(runner)
         if later is not None:
             if states is not None:
-                raise KVTxnError("vllm", "states cannot wait on an earlier pipeline stage")
+                raise KVTxnError(
+                    "vllm",
+                    "states cannot wait on an earlier pipeline stage",
+                    hint="start the engine without the setting 'recurrent'",
+                )
             return PipelineSteps(manager, slots, batches.query_len(runner), later)
         steps = GraphSteps(manager, slots, batches.query_len(runner), rows, states=states)
         if manager.policy == "undo":
