@@ -38,9 +38,9 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 
 #: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.window_backends.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.window_backends.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.window_backends.WindowTritonLatentBackend",
+    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 
@@ -50,13 +50,13 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import violations
+    from .audit import containing_scheduler
     from .internals.media_contents import unfollow_media
 
     unhook_runners()
     unhook_clients()
     unfollow_media()
-    violations.unhook_schedulers()
+    containing_scheduler.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
@@ -85,7 +85,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import violations
+    from .audit import containing_scheduler
     from .internals import audited
 
     evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -93,7 +93,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
+        containing_scheduler.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
@@ -190,7 +190,7 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.violations import say_logged_alone
+    from .audit.containing_scheduler import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
