@@ -9,6 +9,7 @@ from typing import Any
 
 import contained_engines
 import failing_engines
+import media_engines
 import planted_bytes
 import planted_engines
 import ranks_apart
@@ -17,9 +18,9 @@ import sleeping_engines
 import stale_engines
 from engine_jobs import two_cores
 from engine_options import connector, options
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from model_files import VOCAB, write
 from planting import Rig
 
@@ -234,6 +235,14 @@ ENGINES |= {
                 "ways": (stale_engines.in_the_middle,),
             },
         }.items()
+    },
+    # The core in a process of its own, to which the front end sends what it knows of a picture.
+    "pictures": {
+        "model": "blip2",
+        "faults": (),
+        "work": media_engines.find,
+        "options": {"skip_tokenizer_init": False, "num_gpu_blocks_override": 60},
+        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     },
     "sleeps": {
         "model": "llama",

@@ -246,6 +246,7 @@ WATCHED = {
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
     "planted-single-states": 5,
     **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
+    "pictures": 10,
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 
@@ -273,6 +274,8 @@ AUDITS = {
     **{"fault-mamba2": 20, "fault-sessions": 13, "fault-offloading": 13},
     **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
     **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
+    **{"preempted-in-its-step": 30, "failed-load": 6, "replaced-adapter": 6},
+    **{"stale-rows": 6, "ended-by-session": 5},
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.
