@@ -21,7 +21,7 @@ from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
 from ....state_supplier import Capture
-from ...serving.graph_steps import GraphSteps
+from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.step import PlannedStep, known
 from ..internals import (
@@ -72,7 +72,7 @@ class StateCaches(Part):
     def __init__(self, runner: HookedRunner, teller: StepTeller) -> None:
         self._runner = runner
         self._teller = teller
-        self.steps: Any = None
+        self.steps: GraphSteps | None = None
         self._decided = False  # whether commits will write the states
 
     @property
@@ -162,7 +162,7 @@ class StateCaches(Part):
         """Take the steps that were made with the states."""
         self.steps = steps
 
-    def stray_steps(self) -> Any:
+    def stray_steps(self) -> GraphSteps | None:
         """Return the steps, if the runner has states but no windows now; else None."""
         return self.steps if self._runner.kvtxn is None else None
 
@@ -242,7 +242,7 @@ class StatesV1(Part):
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Commit the states that the sampled ids accept, where windows do not."""
         steps = self.caches.stray_steps()
-        if steps is not None:
+        if isinstance(steps, PackedGraphSteps):
             steps.commit_ids(known(ids))
 
     def _tell_none(self) -> None:
