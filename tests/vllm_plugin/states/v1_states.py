@@ -41,7 +41,7 @@ class NoRows(PackedGraphSteps):
 
 def hold_alone(caches: Any, *_: object) -> Any:
     """Make steps without windows of attention."""
-    ref = LayerRef("rows", *torch.zeros(2, 4, 4, 1, 8))
+    ref = LayerRef("rows", *torch.zeros(2, 4, 4, 1, 8), group="group.0")
     manager = TransactionManager([ref], TxnConfig(policy="undo", backend="torch", max_rows=8))
     held, more = caches._states.hold(manager)
     steps = NoRows(manager, 5, 1 << 20, states=held)
