@@ -5,7 +5,7 @@ bytes: wherever these bytes turn up again, they are the rows that they were. A b
 with other bytes than were stored in its place is wrong, if only this engine can store there. Any
 other block is from elsewhere; its rows are taken for those of the request that loads it, and so is
 each state that comes. Where a connector says that it could not load a block, nobody has written it,
-and vLLM drops what the step computed of it.
+and the engine drops what the step computed of it.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class TransferWatch:
         """Note the requests that come, and the blocks that get new owners."""
         self._arrivals = arrivals
         for each in arrivals:
-            if each.name in self._received:  # now, before vLLM copies states to the step's blocks
+            if each.name in self._received:  # now, before states are copied to the step's blocks
                 for place in self._state_places(each):
                     self._believe(each, place)
         for place in handed_out:

@@ -478,7 +478,7 @@ class Watch:
         wrong = self._end_step()
         if not (stale := self.found.take_stale()):
             return wrong
-        # All ranks have the same rows of the same age, and vLLM hears one of them.
+        # All ranks have the same rows of the same age, and an engine hears one of them.
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sized
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from torch import Tensor
 
@@ -100,9 +100,6 @@ def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
         runner.kvtxn_unhook.callback(undo)
-
-
-Watched = TypeVar("Watched", bound=Watch)
 
 
 def open_watch(runner: HookedRunner) -> Watch | None:
@@ -323,10 +320,10 @@ def shared_key() -> Key | None:
 def on_all_ranks(
     runner: HookedRunner,
     key: Key | None,
-    watch: Watched | None,
+    watch: Watch | None,
     why: str | None,
     error: Exception | None,
-) -> Watched | None:
+) -> Watch | None:
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
@@ -350,7 +347,7 @@ def on_all_ranks(
     return watch
 
 
-def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
+def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
     """Let the ranks of all pipeline stages stop together; every rank must call this.
 
     vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.

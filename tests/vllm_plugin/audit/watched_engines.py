@@ -21,12 +21,12 @@ from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
-from kvtxn.integrations.vllm_plugin.audit import steps_v1
+from kvtxn.integrations.vllm_plugin.audit import runner_steps
 from model_files import VOCAB, write
 from planting import Rig
 
 
-class GpuWaySteps(steps_v1.DeviceSteps):
+class GpuWaySteps(runner_steps.DeviceSteps):
     """The steps of GPUs, of a CPU's runner."""
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
@@ -39,7 +39,7 @@ class GpuWaySteps(steps_v1.DeviceSteps):
 
 def watch_as_on_a_gpu() -> None:
     """Watch engines of this process from now on as on a GPU, but for kernels and waiting."""
-    steps_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
+    runner_steps.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
 
 
 TWO_RANKS = {
