@@ -58,7 +58,7 @@ class AdapterV1:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Tell of new caches; those of a profiling run get no windows and no ledger."""
+        """Tell the parts of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()
         if not is_profiling:
@@ -122,7 +122,7 @@ class AdapterV1:
         return made
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> object:
-        """Tell of the forward before it runs, and how it ended."""
+        """Tell the parts of the forward before it runs, and how it ended."""
         step, self.kvtxn_planned = self.kvtxn_planned, None
         try:
             self.kvtxn_parts.forward_begins(step, kwargs)
