@@ -150,7 +150,7 @@ class Pass:
             self._attend(*_sides(ref), self.table)
 
     def slots(self) -> None:
-        """Run the plug-in's way once: vLLM's own writes and attention, drafts in spare slots, a commit."""
+        """Write and attend by vLLM's kernels with drafts in spare slots, then commit, as the plug-in."""
         from ...backends.graphs.slot_block_table import slot_tables
 
         table, written = slot_tables(

@@ -138,7 +138,7 @@ class AllOrNothing(KitBase):
         rig.check("aborted afterwards")
 
     def test_a_staged_view_of_the_cache(self, kit: Kit) -> None:
-        """The caller stages a view of the cache, and its first row, a settled one, is written there.
+        """The caller stages a view of the cache, and the settled row is written into that view.
 
         That write changes a staged draft, so the window refuses to commit. It notices the write by
         torch's version counter alone: an executor that writes without torch has to call

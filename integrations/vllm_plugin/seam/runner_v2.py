@@ -87,7 +87,7 @@ class AdapterV2:
     def update_requests(
         self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
     ) -> None:
-        """Tell that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins, and which requests and blocks it changes."""
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
@@ -95,7 +95,7 @@ class AdapterV2:
         self.kvtxn_parts.requests_changed(changes)
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
-        """Tell when an earlier pipeline stage learns the outcome of a step.
+        """Tell the parts when an earlier pipeline stage learns the outcome of a step.
 
         vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
         """
@@ -150,7 +150,7 @@ class AdapterV2:
         *others: Any,
         **named: Any,
     ) -> None:
-        """Tell the parts how many tokens each request got; these are on their way to the host by then.
+        """Tell the parts how many tokens each request got, which go to the host meanwhile.
 
         The drafter runs after this. What vLLM adds (the rows' first places, and from 0.33 on the
         drafts that another stage sent) goes through.
