@@ -16,7 +16,7 @@ import attrs
 from ...errors import KVTxnError
 from ...log import get_logger
 from . import self_test
-from .internals.engine_protocols import Scheduler, VllmConfig, WorkerWrapper
+from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
 from .metrics import unhook_clients
 from .policy import STOPS_THE_START, supported, wants
 from .policy.doctor import hook_gone
@@ -38,9 +38,9 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 
 #: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.window_backends.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.window_backends.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.window_backends.WindowTritonLatentBackend",
+    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 
@@ -50,13 +50,28 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import violations
+    from .audit import containing_scheduler
+    from .internals.media_contents import unfollow_media
 
     unhook_runners()
     unhook_clients()
-    violations.unhook_schedulers()
+    unfollow_media()
+    containing_scheduler.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
+
+
+def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
+    """Let the front end of an engine tell its workers' audits the content of images and audio.
+
+    Args:
+        engine: the engine, which is up.
+        asked: the user's ``additional_config``, with settings of kvtxn.
+    """
+    from .internals.media_contents import follow_media
+
+    if is_audited(asked):
+        follow_media(engine)
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
@@ -70,7 +85,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import violations
+    from .audit import containing_scheduler
     from .internals import audited
 
     evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -78,7 +93,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
+        containing_scheduler.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
@@ -175,7 +190,7 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.violations import say_logged_alone
+    from .audit.containing_scheduler import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
@@ -287,8 +302,9 @@ def _begin(runner: HookedRunner, version: str) -> None:
         self_test.decide_by_test(runner, version)
     elif getattr(runner, "kvtxn", None) is not None:
         runner.kvtxn.manager.metrics.restart()
-    if getattr(runner, "kvtxn_audit", None) is not None:
-        runner.kvtxn_audit.begin()
+    watch = getattr(runner, "kvtxn_audit", None)
+    if watch is not None:
+        watch.begin()
 
 
 def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
-from ...serving.step import Rows
+from ...serving.step import Rows, States
 from . import aligned_states, audited
 from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
@@ -25,34 +24,6 @@ from .state_layers import kind_of, state_slots
 _NULL_BLOCK: Final = 0
 #: In place of a number of drafts about which groups disagree: more than a step has.
 _DISAGREED: Final = 1 << 30
-
-
-@attrs.frozen(eq=False)
-class States:
-    """The states of a forward, requests in the order of the batch.
-
-    Attributes:
-        slots: int64 ``[num_rows]`` by group, the block that gets the state after each row; -1 for a
-            state that is not kept.
-        sources: int64 ``[num_requests]`` by group, the block whose state each request continues;
-            -1 for a request that begins without a state.
-        leaves: int64 ``[num_requests]`` by group, the block that gets the state after the last kept
-            row of each request once that is known; -1 for a request whose kernels write all states.
-        ends: int64 ``[num_requests]`` by group, likewise, the block that gets the state after
-            ``end_at`` tokens, for the prefix cache, if these are kept.
-        end_at: int64 ``[num_requests]``; None without ``ends``.
-        told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
-            the step before; -1 where they do not use it. None without any group of states.
-        buffers: as for ``Rows``.
-    """
-
-    slots: dict[str, Tensor]
-    sources: dict[str, Tensor]
-    told: Tensor | None
-    buffers: object | None = None
-    leaves: dict[str, Tensor] = attrs.field(factory=dict)
-    ends: dict[str, Tensor] = attrs.field(factory=dict)
-    end_at: Tensor | None = None
 
 
 def state_groups(runner: Runner) -> dict[str, StateGroup]:
@@ -163,15 +134,14 @@ def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States
     count = len(rows.names)
     assert rows.first is not None  # on a CPU the host knows it
     starts, first = rows.starts[: count + 1].long(), rows.first[:count]
-    speculates = torch.zeros(count, dtype=torch.bool)
-    if rows.drafts is not None:
-        speculates = rows.drafts[:count] > 0
+    speculates = None if rows.drafts is None else rows.drafts[:count] > 0
     found = States({}, {}, None)
     for name, block in state_slots(runner, groups).items():
         found.sources[name] = torch.where(first > 0, block, -1)
-        found.leaves[name] = torch.where(speculates, block, -1)
         slots = torch.full((int(starts[-1]),), -1)
-        slots[starts[1:] - 1] = torch.where(speculates, -1, block)
+        slots[starts[1:] - 1] = block if speculates is None else torch.where(speculates, -1, block)
+        if speculates is not None:
+            found.leaves[name] = torch.where(speculates, block, -1)
         found.slots[name] = slots
     return found
 
@@ -210,7 +180,6 @@ class DeviceStateReader:
             self._told: Final = zeros(requests)
         self._sizes: Final = block_sizes(runner, self._groups) if holds_states(runner) else {}
         self._known: dict[tuple[object, ...], States] = {}
-        self._last: States | None = None
 
     def read(self, metadata: object, rows: Rows, total: int) -> States:
         """Read the states of a forward.
@@ -244,8 +213,7 @@ class DeviceStateReader:
                 ends={name: self._ends[name][:count] for name in ends},
                 end_at=self._end_at[:count] if ends else None,
             )
-        self._last = self._known[key]
-        return self._last
+        return self._known[key]
 
     def _put_ends(self, leaves: Mapping[str, Tensor], first: Tensor) -> list[str]:
         """Name the blocks that get states at the ends of blocks; returns the groups with some."""
@@ -262,11 +230,6 @@ class DeviceStateReader:
             own = leaves[name]
             self._ends[name][:count].copy_(torch.where((own >= 0) & (block != own), block, -1))
         return names
-
-    def take_last(self) -> States | None:
-        """Return the states of the last step that was read; None if they were taken."""
-        last, self._last = self._last, None
-        return last
 
 
 def _read(

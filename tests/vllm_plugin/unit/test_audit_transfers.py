@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival
-from kvtxn.integrations.vllm_plugin.audit import transfers
-from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
+from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
@@ -28,8 +29,18 @@ def state_of(blocks, tokens, **more):
     return state
 
 
+def follow(ledger, runner, cache, stop, sizes=None):
+    """Follow the transfers of a runner whose blocks have these bytes."""
+    read = partial(connectors.transfers, runner)
+
+    def hashes(group, blocks):
+        return [cache[block] for block in blocks]
+
+    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
+
+
 @pytest.fixture
-def rig(monkeypatch):
+def rig():
     """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
     ledger = Ledger([GROUP], max_requests=4, max_length=32)
     spec = SimpleNamespace(block_size=4)
@@ -42,9 +53,8 @@ def rig(monkeypatch):
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
     runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
     cache = {block: b"%d" % block for block in range(12)}
-    monkeypatch.setattr(connectors, "block_hashes", lambda *at: [cache[block] for block in at[-1]])
     stopped = []
-    watch = TransferWatch(runner, ledger, {"group.0": GROUP}, stopped.append)
+    watch = follow(ledger, runner, cache, stopped.append)
     ledger.admit("a", TOKENS[:9])
     ledger.hand_out("group.0", [1, 2, 3])
     write(ledger, "a", [1, 2, 3])
@@ -141,7 +151,7 @@ def test_rows_stored_under_other_tokens(rig):
 def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     """What its rows depend on beside tokens counts for the tokens of the store, too."""
     feature = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=6, length=4), identifier="a picture"
+        mm_position=SimpleNamespace(offset=6, length=4, is_embed=None), identifier="a picture"
     )
     rig.runner.lora_manager = Loaded()
     lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
@@ -196,6 +206,14 @@ def test_an_adapter_is_known_by_its_name_and_path(extras):
     others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
     assert extras("poet", 1, "/poet") not in others
     assert len({tuple(each) for each in others}) == 3
+
+
+def test_a_salt_is_no_adapter_of_that_name(rig, extras):
+    """vllm-project/vllm#44701: a client chooses its salt, and older releases mixed the two up."""
+    state = state_of([7, 8], TOKENS[:10], cache_salt="poet")
+    salted = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+    assert salted == []  # its rows are those of the model alone
+    assert extras("poet", 1, "/poet") != salted
 
 
 @pytest.fixture
@@ -282,14 +300,15 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     vectors[3] += 1
     vectors = torch.cat([vectors.bfloat16()] * 2, 1)[:, :3]
     feature = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=2000, length=50_000), identifier="a picture"
+        mm_position=SimpleNamespace(offset=2000, length=50_000, is_embed=None),
+        identifier="a picture",
     )
     is_token = [False, True] + [False] * 1998
     given = {"prompt_embeds": vectors, "prompt_is_token_ids": is_token}
     calls, found = [], {}
     sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
     try:
-        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given))
+        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given), Media())
     finally:
         sys.setprofile(None)
     assert len(calls) < 5 * len(vectors)
@@ -298,7 +317,7 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     assert found[2] == lora_adapters.hash_of(raw) != found[3]
     assert found[2000] == found[51_999] == lora_adapters.hash_of(b"a picture")
     given["prompt_embeds"] = vectors[:0]
-    assert audited._embedded(SimpleNamespace(mm_features=None, **given)) == {}
+    assert audited._embedded(SimpleNamespace(mm_features=None, **given), Media()) == {}
 
 
 @pytest.mark.parametrize(
@@ -406,14 +425,13 @@ def test_metadata_that_nobody_knows(rig):
 
 
 @pytest.fixture(params=["none", "align"])
-def hybrid(rig, monkeypatch, request):
+def hybrid(rig, request):
     """A watch of a hybrid, whose request "a" left its states in blocks 9 and 10."""
     ledger = Ledger(
         [GROUP, StateGroup("group.1", 12, pool="blocks")], max_requests=4, max_length=32
     )
     sizes = {"group.1": 4} if request.param == "align" else {}
-    monkeypatch.setattr(transfers, "block_sizes", lambda runner, groups: sizes)
-    rig.ledger, rig.watch = ledger, TransferWatch(rig.runner, ledger, {"group.0": GROUP}, print)
+    rig.ledger, rig.watch = ledger, follow(ledger, rig.runner, rig.cache, print, sizes)
     ledger.admit("a", TOKENS[:10])
     rig.row = lambda name, first, source, **more: go_on(ledger, name, first, source, **more)
     rig.row("a", 0, -1, block=9)

@@ -1,4 +1,4 @@
-"""``Watch``: tells a ledger, step by step, what vLLM's runner does.
+"""``Watch``: tells a ledger, step by step, what an engine's runner does.
 
 A GPU runs behind the host: it knows how many drafts were accepted, and so where each request
 stands, before the host does. There positions and counts stay on the device, no call in a step waits
@@ -28,11 +28,10 @@ from ....audit import (
 from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
-from ...serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
-from ..internals.audited_states import States
-from ..internals.scheduling import Wrong
-from .rank_agreement import RankAgreement, RankReport
-from .steps import (
+from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
+from .late_counters import COPY_SOON, LateCounters
+from .rank_agreement import RankAgreement, RankReport, Ranks, Wrong
+from .step_forms import (
     FilledBlocks,
     LineBuffer,
     PublishedBlocks,
@@ -43,7 +42,7 @@ from .steps import (
     leave_out,
 )
 from .transfers import TransferWatch
-from .violations import COPY_SOON, AuditError, FoundViolations, LateCounters
+from .violation_log import AuditError, FoundViolations
 
 log = get_logger()
 
@@ -57,7 +56,7 @@ class Watch:
     """A worker's ledger, told by the runner's hooks.
 
     Args:
-        groups: the watched KV-cache groups with a row per token, by name, in vLLM's order.
+        groups: the watched KV-cache groups with a row per token, by name, in the engine's order.
         room: the runner's sizes, by which the ledger is sized.
         rank: the worker's rank, for the log.
         on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
@@ -66,6 +65,7 @@ class Watch:
             them wait for the device.
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
+        ranks: how the ranks reach each other; None where a rank is alone.
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
@@ -85,7 +85,6 @@ class Watch:
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
-        rows: the rows of the last forward.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
@@ -107,6 +106,7 @@ class Watch:
         states: Mapping[str, StateGroup] | None = None,
         record: bool = False,
         key: Key | None = None,
+        ranks: Ranks | None = None,
         device: torch.device | str = "cpu",
         drafts: int | None = None,
         lines: int | None = None,
@@ -137,11 +137,13 @@ class Watch:
         self.begun = drafts is None
         self._counters: Final = None if drafts is None else LateCounters(self.ledger)
         self._meets: Final[Mapping[str, int]] = _MEET if drafts is None else _MEET_LATE
-        self.peers = None if key is None else RankAgreement(self.ledger, self._meets, compares=True)
+        self._ranks: Final = ranks
+        self.peers: RankAgreement | None = None
+        if key is not None:
+            self._agree(compares=True)
         self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
-        self.rows: Rows | None = None
         self.stopped, self.steps = False, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
@@ -150,6 +152,7 @@ class Watch:
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
         self._awaits = False  # a step was told whose samples are not known yet
+        self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
         number = self.ledger.books.sizes.max_requests
         self._buffer: Final = LineBuffer(self.ledger, number, device)
@@ -163,8 +166,13 @@ class Watch:
 
     def join_stages(self) -> None:
         """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
+        self._agree(compares=self.peers is not None, stages=True)
+
+    def _agree(self, *, compares: bool, stages: bool = False) -> None:
+        """Act together with other ranks from now on, see ``RankAgreement``."""
+        assert self._ranks is not None  # whoever is compared, or joins stages, can reach them
         self.peers = RankAgreement(
-            self.ledger, self._meets, compares=self.peers is not None, stages=True
+            self.ledger, self._ranks, self._meets, compares=compares, stages=stages
         )
 
     # -- the beginning -----------------------------------------------------------------------
@@ -198,7 +206,7 @@ class Watch:
     def warm_up(self) -> None:
         """Compile a GPU's kernels: launch every pass once, over a step of padding, and forget that.
 
-        Call it before vLLM says that the engine has warmed up; a first request must not wait.
+        Call it before the engine says that it has warmed up; a first request must not wait.
         """
         with torch.inference_mode():
             launch_all(self.ledger, self.groups, self.states, self.scrub, self._published)
@@ -259,7 +267,7 @@ class Watch:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
-        """Forget rows that could not be loaded, and the requests whose step vLLM drops for it."""
+        """Forget rows that could not be loaded, and the requests whose step is dropped for it."""
         if self.transfers is None or not self.transfers.unsettled:
             return
         names, blocks = self.transfers.take_failed()
@@ -307,29 +315,15 @@ class Watch:
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def forward(
-        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None = None
-    ) -> None:
-        """Note what a forward writes, and compare what it reads.
-
-        Args:
-            rows: the batch's rows.
-            returning: describes a request, given its name, that the ledger has forgotten.
-            states: the batch's states; None if the model has none.
-        """
-        self.steps += 1
-        self._forward(rows, returning, states)
-        self._look()
-
     def step(
         self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
     ) -> None:
-        """Read a forward, and do what ``forward`` says; an error ends the audit alone.
+        """Note what a forward writes, and compare what it reads; an error ends the audit alone.
 
         Args:
             read: returns the batch's rows, and its states if any are watched. It is called here, so
                 that all ranks count this step even if it raises on one of them.
-            returning: as for ``forward``.
+            returning: describes a request, given its name, that the ledger has forgotten.
         """
         self.steps += 1
         if not self.stopped:
@@ -343,7 +337,6 @@ class Watch:
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        self.rows = rows
         lines, whole = self._lines(rows.names, returning), True
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
@@ -355,7 +348,7 @@ class Watch:
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.under_way, self._awaits = step, True
+        self.under_way, self._awaits, self._leaving = step, True, states
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes and whole:  # a later step checks all that was filled until then
@@ -396,6 +389,17 @@ class Watch:
         if not behind and self.transfers is not None and self.transfers.unsettled:
             self._settle_loads()
             self._say()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tell the ledger which states windows commit, now that the drafts are decided."""
+        states, self._leaving = self._leaving, None
+        if states is None or not states.leaves or self.under_way is None:
+            return
+        lines = self.under_way.lines
+        self.ledger.leave(lines, states.leaves)
+        if states.ends:
+            self.ledger.leave(lines, states.ends, states.end_at)
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
@@ -426,6 +430,15 @@ class Watch:
         if step is not None and not self.stopped:
             self._unsealed = None
             self.ledger.take_back(step)
+
+    def sampling_failed(self) -> None:
+        """Hear that what follows the forward has failed; the forward's rows are there.
+
+        But a drafter that has rows of its own may not have written them, and states may not have
+        been moved to where the next step looks for them.
+        """
+        if self.drafts_late or self.states:
+            self.take_back()
 
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""
