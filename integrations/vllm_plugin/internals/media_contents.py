@@ -11,7 +11,7 @@ an image that the client has not named, so that nothing has to be done for those
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -49,7 +49,13 @@ class Named(str):
 
 
 class ContentHashes(BeforeInputs):
-    """Hashes items that have names, too; a mixin before the class of a prompt's inputs."""
+    """Hashes items that have names, too; a mixin before the class of a prompt's inputs.
+
+    Attributes:
+        mm_uuid_items: the names by modality; None for an item without one.
+    """
+
+    mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
     def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         """Return vLLM's name of each item by modality, with its content if a client named it."""
