@@ -12,6 +12,7 @@ from .books import Books
 from .counter_copy import CounterCopy
 from .epochs import BY_AGE
 from .groups import Group
+from .repeated_work import REPEATED
 from .request_table import RequestTable
 from .violation import KINDS, Violation, decode
 
@@ -50,6 +51,7 @@ AUDIT_FAMILIES: Final = (
         "Rows and states taken for right although nobody can vouch for where they are from.",
         per_rank=True,
     ),
+    *REPEATED,
     *BY_AGE,
 )
 

@@ -26,6 +26,7 @@ from ....audit import (
     WeightWatch,
 )
 from ....audit.lengths import report_lengths
+from ....audit.repeated_work import RepeatedWork
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
@@ -87,6 +88,7 @@ class Watch:
             that a step leaves are known when it ends.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
+        repeated: counts requests that were put back, and the rows that they compute again.
         on_violation: the argument; it may be changed between steps.
         begun: False until ``begin``, as while the engine warms up: no step is watched.
         steps: how many steps with a forward the ledger was told of since then.
@@ -162,6 +164,7 @@ class Watch:
             else PublishedBlocks(self.ledger, groups.values(), drafts)
         )
         self.found: Final = FoundViolations(self.ledger, rank)
+        self.repeated: Final = RepeatedWork()
         self.found.evicts_stale = stale == "contain"
 
     def join_stages(self) -> None:
@@ -256,6 +259,11 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
+        for each in changes.arrivals:
+            if each.had is not None:
+                prompt = len(each.tokens) if each.prompt is None else each.prompt
+                length = len(each.tokens)
+                self.repeated.begin_again(each.name, length, each.had, each.computed, prompt)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
@@ -573,6 +581,7 @@ class Watch:
             self._try(self._say)  # of a failed load nothing counts
         found: dict[str, float] = {}
         self._try(lambda: found.update(self.ledger.counters()))
+        found |= self.repeated.counters()
         return {
             **found,
             "kvtxn_audit_active": float(self.begun and not self.stopped),

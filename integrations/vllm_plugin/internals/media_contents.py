@@ -52,7 +52,7 @@ class ContentHashes(BeforeInputs):
     """Hashes items that have names, too; a mixin before the class of a prompt's inputs.
 
     Attributes:
-        mm_uuid_items: the names that the client gave, by modality.
+        mm_uuid_items: the names by modality; None for an item without one.
     """
 
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
