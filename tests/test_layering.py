@@ -115,6 +115,17 @@ def test_one_package_imports_vllms_modules(path):
     assert inner <= public | {"vllm.sampling_params.RequestOutputKind"}
 
 
+SERVING = sorted((ROOT / "integrations" / "serving").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SERVING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_parts_of_any_engine_know_none(path):
+    """Of the integrations they import each other alone."""
+    ours = {name for name in imports(path) if name.startswith("kvtxn.integrations.")}
+    assert {name for name in ours if not name.startswith("kvtxn.integrations.serving.")} == set()
+    assert not {name for name in imports(path) if name.split(".")[0] in ("vllm", "sglang")}
+
+
 @pytest.mark.parametrize("folder", ["kvtxn", "backends"])
 def test_no_environment_is_read(folder):
     """Settings come in through arguments."""

@@ -152,6 +152,34 @@ class Rows:
     lengths: dict[str, Tensor] | None = None
 
 
+@attrs.frozen(eq=False)
+class States:
+    """The states of a forward, requests in the order of the batch.
+
+    Attributes:
+        slots: int64 ``[num_rows]`` by group, the block that gets the state after each row; -1 for a
+            state that is not kept.
+        sources: int64 ``[num_requests]`` by group, the block whose state each request continues;
+            -1 for a request that begins without a state.
+        leaves: int64 ``[num_requests]`` by group, the block that gets the state after the last kept
+            row of each request once that is known; -1 for a request whose kernels write all states.
+        ends: int64 ``[num_requests]`` by group, likewise, the block that gets the state after
+            ``end_at`` tokens, for the prefix cache, if these are kept.
+        end_at: int64 ``[num_requests]``; None without ``ends``.
+        told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
+            the step before; -1 where they do not use it. None without any group of states.
+        buffers: as for ``Rows``.
+    """
+
+    slots: dict[str, Tensor]
+    sources: dict[str, Tensor]
+    told: Tensor | None
+    buffers: object | None = None
+    leaves: dict[str, Tensor] = attrs.field(factory=dict)
+    ends: dict[str, Tensor] = attrs.field(factory=dict)
+    end_at: Tensor | None = None
+
+
 @attrs.frozen
 class Room:
     """The sizes that a ledger needs: requests, tokens, and the sharing of blocks."""

@@ -6,14 +6,14 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.violations import audit_report, new_weights
+    from .audit.engine_calls import audit_report, new_weights
     from .metrics import last_snapshots, snapshots
 else:
     __getattr__ = first_use(
         __name__,
         {
-            "audit_report": ".audit.violations",
-            "new_weights": ".audit.violations",
+            "audit_report": ".audit.engine_calls",
+            "new_weights": ".audit.engine_calls",
             "last_snapshots": ".metrics",
             "snapshots": ".metrics",
         },

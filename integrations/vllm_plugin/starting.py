@@ -50,11 +50,11 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import violations
+    from .audit import containing_scheduler
 
     unhook_runners()
     unhook_clients()
-    violations.unhook_schedulers()
+    containing_scheduler.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
@@ -70,7 +70,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import violations
+    from .audit import containing_scheduler
     from .internals import audited
 
     evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -78,7 +78,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        violations.contain_in(scheduler, config, required=wants(asked, "required", True))
+        containing_scheduler.contain_in(scheduler, config, required=wants(asked, "required", True))
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
@@ -175,7 +175,7 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.violations import say_logged_alone
+    from .audit.containing_scheduler import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)

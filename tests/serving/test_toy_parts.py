@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 from kvtxn.integrations.serving.eager_steps import EagerSteps
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.parts import Parts
 from kvtxn.integrations.serving.step import Arrival, Changes, PlannedStep, Room, Rows, known
 from kvtxn.integrations.vllm_plugin.audit.ledger_v1 import LedgerV1
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.cpu.windows import Windows
 from test_toy_engine import check_caches, check_texts, serve
 from torch import Tensor

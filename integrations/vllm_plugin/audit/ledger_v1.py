@@ -14,13 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...serving.ledger.watch import Watch
 from ...serving.parts import Part
-from ...serving.step import Changes, Outputs, PlannedStep, Rows
+from ...serving.step import Changes, Outputs, PlannedStep, Rows, States
 from ..internals import aligned_states, audited, audited_cpu, audited_states, audited_steps
-from ..internals.audited_states import States
 from ..internals.batches import PlannedV1
 from ..seam.hooked_runner import HookedRunnerV1
-from .watch import Watch
 from .watch_opening import (
     end_step,
     fail_step,

@@ -13,16 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ...serving.ledger.transfers import TransferWatch
+from ...serving.ledger.watch import Watch
 from ...serving.parts import Part
-from ...serving.step import Arrival, Changes, Outputs, PlannedStep, Rows
+from ...serving.step import Arrival, Changes, Outputs, PlannedStep, Rows, States
 from ..internals import Foreign, audited, audited_states, audited_steps, connectors, held_states
-from ..internals.audited_states import States
 from ..internals.batches import PlannedV2
 from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunnerV2
-from .transfers import TransferWatch, WatchedConnectorV2
-from .watch import Watch
 from .watch_opening import (
     end_step,
     fail_step,
@@ -31,6 +30,7 @@ from .watch_opening import (
     new_state_reader,
     open_device_watch,
 )
+from .watched_connectors import WatchedConnectorV2
 
 
 class LedgerV2(Part):

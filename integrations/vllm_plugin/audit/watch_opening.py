@@ -13,6 +13,9 @@ from ....audit import Key, Ledger, RowGroup, Scrub, WeightWatch, Window
 from ....audit.books import Sizes
 from ....layers import LayerRef
 from ....log import get_logger
+from ...pytest_audit import engines as pytest_audit
+from ...serving.ledger.violation_log import AuditError
+from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
 from ..internals import (
     aligned_states,
@@ -33,9 +36,7 @@ from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
-from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
-from .violations import AuditError
-from .watch import Watch
+from .watched_connectors import WatchedConnector, WatchedConnectorV1, watch_transfers
 
 log = get_logger()
 
@@ -218,12 +219,14 @@ def _watch_of_all_ranks(
                 states=states,
                 record=wanted.record,
                 key=key,
+                ranks=ranks,
                 device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
                 lines=lines,
                 stale=wanted.stale,
             )
             watch.found.log_tokens = wanted.log_tokens
+            watch.found.logs_all = pytest_audit.is_wanted()
     except Exception as failed:
         why, error = f"the ledger cannot be made: {failed}", failed
     return on_all_ranks(runner, key, watch, why, error)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
-from ...serving.step import Rows
+from ...serving.step import Rows, States
 from . import aligned_states, audited
 from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
@@ -25,34 +24,6 @@ from .state_layers import kind_of, state_slots
 _NULL_BLOCK: Final = 0
 #: In place of a number of drafts about which groups disagree: more than a step has.
 _DISAGREED: Final = 1 << 30
-
-
-@attrs.frozen(eq=False)
-class States:
-    """The states of a forward, requests in the order of the batch.
-
-    Attributes:
-        slots: int64 ``[num_rows]`` by group, the block that gets the state after each row; -1 for a
-            state that is not kept.
-        sources: int64 ``[num_requests]`` by group, the block whose state each request continues;
-            -1 for a request that begins without a state.
-        leaves: int64 ``[num_requests]`` by group, the block that gets the state after the last kept
-            row of each request once that is known; -1 for a request whose kernels write all states.
-        ends: int64 ``[num_requests]`` by group, likewise, the block that gets the state after
-            ``end_at`` tokens, for the prefix cache, if these are kept.
-        end_at: int64 ``[num_requests]``; None without ``ends``.
-        told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
-            the step before; -1 where they do not use it. None without any group of states.
-        buffers: as for ``Rows``.
-    """
-
-    slots: dict[str, Tensor]
-    sources: dict[str, Tensor]
-    told: Tensor | None
-    buffers: object | None = None
-    leaves: dict[str, Tensor] = attrs.field(factory=dict)
-    ends: dict[str, Tensor] = attrs.field(factory=dict)
-    end_at: Tensor | None = None
 
 
 def state_groups(runner: Runner) -> dict[str, StateGroup]:

@@ -6,7 +6,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeGuard
 
 import attrs
@@ -16,7 +16,7 @@ from torch import Tensor
 from ....audit import Key
 from ....audit.checksum import checksum
 from ....host_values import to_device
-from ...serving.step import Arrival
+from ...serving.ledger.transfers import Handed, Transfers
 from .audited import arrival_of, known_tokens
 from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
 from .runner_protocols import (
@@ -40,46 +40,6 @@ _HOLDERS: Final = (
 
 #: Blocks whose bytes are gathered at a time, to take little of the device's memory.
 _AT_ONCE: Final = 16
-
-
-@attrs.frozen(eq=False)
-class Handed:
-    """Neighbouring blocks of one request that a connector stores or loads.
-
-    Attributes:
-        group: the name of the KV-cache group.
-        blocks: the blocks.
-        begin: the number of blocks of the request before them.
-        request: vLLM's id of the request.
-        other: the request as the store has it, if the rows are stored under or found by tokens that
-            are not those that the runner has; None if they are.
-        keys: the place of each block in the connector's store; None if the metadata do not say, or
-            if other engines may store there, whose rows of the same tokens have other bytes.
-    """
-
-    group: str
-    blocks: list[int]
-    begin: int
-    request: str
-    other: Arrival | None = None
-    keys: Sequence[Hashable] | None = None
-
-
-@attrs.frozen(eq=False)
-class Transfers:
-    """The transfers of one step, as a connector's metadata name them.
-
-    Attributes:
-        stores: blocks that are read when the step's forward is over.
-        at_once: blocks that are read before the step begins.
-        loads: blocks that are filled, now or later.
-        opaque: the metadata are of an unknown kind: any block may be filled.
-    """
-
-    stores: list[Handed]
-    at_once: list[Handed]
-    loads: list[Handed]
-    opaque: bool
 
 
 def connector() -> object | None:

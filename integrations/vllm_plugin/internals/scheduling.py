@@ -14,6 +14,7 @@ from ....errors import KVTxnError
 from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
+    from ...serving.ledger.rank_agreement import Wrong
     from .engine_protocols import Request, Scheduler, SchedulerOutput, VllmConfig
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
@@ -75,32 +76,6 @@ def hook_schedulers(
         return undo
 
     return when_imported("vllm.v1.core.sched.scheduler", hook)
-
-
-@attrs.frozen
-class Wrong:
-    """Wrong reads of one step.
-
-    Attributes:
-        requests: vLLM's ids of the requests that read.
-        blocks: the blocks that are known to be wrong.
-        changed: those of them whose bytes changed at an unknown time, so that steps before may have
-            read them as well.
-        stale: blocks with rows of earlier weights; no request that reads them is spoilt.
-    """
-
-    requests: frozenset[str] = frozenset()
-    blocks: frozenset[int] = frozenset()
-    changed: frozenset[int] = frozenset()
-    stale: frozenset[int] = frozenset()
-
-    def __or__(self, other: Wrong) -> Wrong:
-        return Wrong(
-            self.requests | other.requests,
-            self.blocks | other.blocks,
-            self.changed | other.changed,
-            self.stale | other.stale,
-        )
 
 
 def mark(output: object, wrong: Wrong) -> None:

@@ -17,9 +17,9 @@ import sleeping_engines
 import stale_engines
 from engine_jobs import two_cores
 from engine_options import connector, options
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from model_files import VOCAB, write
 from planting import Rig
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.violation_log import AuditError
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 from kvtxn.audit import RowGroup
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Room
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 
 from kvtxn import LayerRef
 from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.step_forms import FilledBlocks, PublishedBlocks, not_left
 from kvtxn.integrations.serving.step import Arrival
-from kvtxn.integrations.vllm_plugin.audit.steps import FilledBlocks, PublishedBlocks, not_left
 
 from kvtxn.audit import Ledger, RowGroup, Step
 

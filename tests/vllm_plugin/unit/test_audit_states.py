@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.step_forms import fresh_blocks
 from kvtxn.integrations.serving.step import Arrival, Changes, Rows
-from kvtxn.integrations.vllm_plugin.audit.steps import fresh_blocks
 from kvtxn.integrations.vllm_plugin.internals import audited_states
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival
-from kvtxn.integrations.vllm_plugin.audit import transfers
-from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
@@ -28,8 +28,18 @@ def state_of(blocks, tokens, **more):
     return state
 
 
+def follow(ledger, runner, cache, stop, sizes=None):
+    """Follow the transfers of a runner whose blocks have these bytes."""
+    read = partial(connectors.transfers, runner)
+
+    def hashes(group, blocks):
+        return [cache[block] for block in blocks]
+
+    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
+
+
 @pytest.fixture
-def rig(monkeypatch):
+def rig():
     """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
     ledger = Ledger([GROUP], max_requests=4, max_length=32)
     spec = SimpleNamespace(block_size=4)
@@ -42,9 +52,8 @@ def rig(monkeypatch):
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
     runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
     cache = {block: b"%d" % block for block in range(12)}
-    monkeypatch.setattr(connectors, "block_hashes", lambda *at: [cache[block] for block in at[-1]])
     stopped = []
-    watch = TransferWatch(runner, ledger, {"group.0": GROUP}, stopped.append)
+    watch = follow(ledger, runner, cache, stopped.append)
     ledger.admit("a", TOKENS[:9])
     ledger.hand_out("group.0", [1, 2, 3])
     write(ledger, "a", [1, 2, 3])
@@ -406,14 +415,13 @@ def test_metadata_that_nobody_knows(rig):
 
 
 @pytest.fixture(params=["none", "align"])
-def hybrid(rig, monkeypatch, request):
+def hybrid(rig, request):
     """A watch of a hybrid, whose request "a" left its states in blocks 9 and 10."""
     ledger = Ledger(
         [GROUP, StateGroup("group.1", 12, pool="blocks")], max_requests=4, max_length=32
     )
     sizes = {"group.1": 4} if request.param == "align" else {}
-    monkeypatch.setattr(transfers, "block_sizes", lambda runner, groups: sizes)
-    rig.ledger, rig.watch = ledger, TransferWatch(rig.runner, ledger, {"group.0": GROUP}, print)
+    rig.ledger, rig.watch = ledger, follow(ledger, rig.runner, rig.cache, print, sizes)
     ledger.admit("a", TOKENS[:10])
     rig.row = lambda name, first, source, **more: go_on(ledger, name, first, source, **more)
     rig.row("a", 0, -1, block=9)

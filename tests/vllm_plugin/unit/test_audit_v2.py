@@ -17,7 +17,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import parts
     from kvtxn.integrations.vllm_plugin.audit import watch_opening
 
-from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
+from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
     connectors,
     kv_cache,

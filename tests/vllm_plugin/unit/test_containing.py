@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.audit.violations import ContainingScheduler
+from kvtxn.integrations.serving.ledger.rank_agreement import Wrong
+from kvtxn.integrations.vllm_plugin.audit.containing_scheduler import ContainingScheduler
 from kvtxn.integrations.vllm_plugin.internals import scheduling
 from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
-from kvtxn.integrations.vllm_plugin.internals.scheduling import Wrong
 
 #: Each request's blocks of four rows, and its computed tokens; all have four in this step.
 TABLES = {"a": [1, 2, 3], "b": [1, 4, 5], "c": [6, 7, 8]}

@@ -15,7 +15,7 @@ from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
 from v2_rig import Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.audit.watch import Watch
+    from kvtxn.integrations.serving.ledger.watch import Watch
 
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.audit import ledger_v1

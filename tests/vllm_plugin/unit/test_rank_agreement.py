@@ -10,9 +10,9 @@ from threading import Barrier, local
 
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.violation_log import AuditError
+from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.audit.violations import AuditError
-from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import ranks
 
 from kvtxn.audit import Key, RowGroup
@@ -61,7 +61,7 @@ class Rank:
 
     def __init__(self, key, on_violation="log"):
         room = Room(2, 4096, caches_prefixes=False)
-        self.watch = Watch({"group.0": GROUP}, room, 0, on_violation, key=key)
+        self.watch = Watch({"group.0": GROUP}, room, 0, on_violation, key=key, ranks=ranks)
         self.first = 0
 
     def step(self, *, fails=False, loses=False):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import metrics as vllm_front
-from kvtxn.integrations.vllm_plugin.audit.violations import audit_report
+from kvtxn.integrations.vllm_plugin.audit.engine_calls import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
 from kvtxn.integrations.vllm_plugin.policy.settings import asks_for_windows

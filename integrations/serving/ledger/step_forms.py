@@ -14,8 +14,7 @@ from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
 from ....audit.books import REFUSED
 from ....audit.rows import first_of
 from ....host_values import to_device
-from ...serving.step import Arrival, Changes, Rows
-from ..internals.audited_states import States
+from ..step import Arrival, Changes, Rows, States
 
 
 def fresh_blocks(

@@ -12,21 +12,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import repeat
-from typing import Any, Final
+from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
-from ...serving.step import Arrival
-from ..internals import connectors
-from ..internals.audited_states import block_sizes
-from ..internals.connectors import Handed
-from ..internals.hooks import mix_in
-from ..internals.runner_protocols import ConnectorOutput, Runner
-from ..seam.hooked_runner import HookedRunner
+from ..step import Arrival
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.
 _REMEMBERED: Final = 1 << 16
@@ -42,30 +36,74 @@ _ORIGIN: Final = 6
 Place = tuple[str, int]
 
 
+@attrs.frozen(eq=False)
+class Handed:
+    """Neighbouring blocks of one request that a connector stores or loads.
+
+    Attributes:
+        group: the name of the KV-cache group.
+        blocks: the blocks.
+        begin: the number of blocks of the request before them.
+        request: the engine's name of the request.
+        other: the request as the store has it, if the rows are stored under or found by tokens that
+            are not those that the runner has; None if they are.
+        keys: the place of each block in the connector's store; None if the metadata do not say, or
+            if other engines may store there, whose rows of the same tokens have other bytes.
+    """
+
+    group: str
+    blocks: list[int]
+    begin: int
+    request: str
+    other: Arrival | None = None
+    keys: Sequence[Hashable] | None = None
+
+
+@attrs.frozen(eq=False)
+class Transfers:
+    """The transfers of one step, as a connector's metadata name them.
+
+    Attributes:
+        stores: blocks that are read when the step's forward is over.
+        at_once: blocks that are read before the step begins.
+        loads: blocks that are filled, now or later.
+        opaque: the metadata are of an unknown kind: any block may be filled.
+    """
+
+    stores: list[Handed]
+    at_once: list[Handed]
+    loads: list[Handed]
+    opaque: bool
+
+
 class TransferWatch:
     """Follows the rows that a worker's connector stores and loads.
 
     Args:
-        runner: the worker's model runner.
         ledger: the worker's ledger.
         groups: the groups of rows, by name.
+        state_sizes: the tokens of a block in groups whose states the prefix cache keeps, by name.
+        read: returns the transfers that a connector's metadata of a step name.
+        hashes: returns a hash of the bytes of each block, given a group's name and the blocks; it
+            waits for the device.
         stop: called with an error of the audit's own; ends the audit.
     """
 
     def __init__(
         self,
-        runner: Runner,
         ledger: Ledger,
         groups: Mapping[str, RowGroup],
+        state_sizes: Mapping[str, int],
+        read: Callable[[object], Transfers],
+        hashes: Callable[[str, Sequence[int]], Sequence[bytes]],
         stop: Callable[[Exception], None],
     ) -> None:
-        self._read: Final = partial(connectors.transfers, runner)
-        self._bytes: Final = partial(connectors.block_hashes, runner, ledger.books.key)
+        self._read: Final = read
+        self._bytes: Final = hashes
         self._ledger: Final = ledger
         self._groups: Final = groups
         states = [group.name for group in ledger.groups if group.is_state]
-        sizes = block_sizes(runner, states)
-        self._states: Final = {name: sizes.get(name) for name in states}
+        self._states: Final = {name: state_sizes.get(name) for name in states}
         self._stop: Final = stop
         # By group and bytes of a block: the origin of its rows, and their digests, in one tensor.
         self._left: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
@@ -267,87 +305,3 @@ class TransferWatch:
                 if index < len(blocks) and blocks[index]:  # block 0 belongs to nobody
                     first = index * size
                     yield (name, blocks[index]), blocks, first, min(first + size, arrival.computed)
-
-
-class WatchedConnector:
-    """A mixin of a connector's worker half: each method tells the audit, then does its own work.
-
-    Attributes:
-        kvtxn_transfers: follows the connector's rows.
-    """
-
-    kvtxn_transfers: TransferWatch
-
-    def bind_connector_metadata(self, connector_metadata: object) -> None:
-        """Note the step's stores and loads."""
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.begin, connector_metadata))
-        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
-
-    def wait_for_save(self) -> Any:
-        """Note the blocks that are stored."""
-        self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
-        return super().wait_for_save()  # type: ignore[misc]
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Note the requests whose rows have come."""
-        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.received, received))
-        return sent, received
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Note the blocks that could not be loaded."""
-        failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
-        self.kvtxn_transfers.tell(partial(self.kvtxn_transfers.failed, failed))
-        return failed
-
-
-class WatchedConnectorV1(WatchedConnector):
-    """A mixin for the V1 runner, which hands blocks over before it changes anything."""
-
-    def handle_preemptions(self, kv_connector_metadata: object) -> Any:
-        """Note the blocks that are stored before others get them."""
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.flush, kv_connector_metadata))
-        return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]
-
-
-class WatchedConnectorV2(WatchedConnector):
-    """A mixin for the V2 runner, whose ``update_requests`` tells of blocks that others get."""
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> ConnectorOutput:
-        """Note the requests whose rows have come."""
-        results: ConnectorOutput = super().get_transfer_results(  # type: ignore[misc]
-            finished_req_ids
-        )
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.received, connectors.came(results)))
-        return results
-
-
-def watch_transfers(
-    runner: HookedRunner,
-    ledger: Ledger,
-    groups: Mapping[str, RowGroup],
-    stop: Callable[[Exception], None],
-    mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> TransferWatch | None:
-    """Follow the rows of an engine's KV connector until ``kvtxn_undo`` of its runner is closed.
-
-    Args:
-        runner: the worker's model runner.
-        ledger: as for ``TransferWatch``.
-        groups: as for ``TransferWatch``.
-        stop: as for ``TransferWatch``.
-        mixin: for the connector's class.
-
-    Returns:
-        What follows them; None without a connector.
-    """
-    connector = connectors.connector()
-    if connector is None:
-        return None
-    watch = TransferWatch(runner, ledger, groups, stop)
-    runner.kvtxn_undo.callback(mix_in(connector, mixin, kvtxn_transfers=watch))
-    return watch

@@ -10,20 +10,44 @@ has failed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import attrs
 
 from ....audit import Ledger
 from ....audit.counter_copy import CounterCopy
 from ....audit.ranks import Fingerprints
-from ..internals import ranks
-from ..internals.scheduling import Wrong
 
 #: Steps between two comparisons of what the ranks wrote, and from a copy of the fingerprints until
 #: it is compared. The ledger keeps the fingerprints of more steps than that.
 _COMPARED_EVERY: Final = 200
 _COMPARED_LATER: Final = 8
+
+
+@attrs.frozen
+class Wrong:
+    """Wrong reads of one step.
+
+    Attributes:
+        requests: names of the requests that read.
+        blocks: the blocks that are known to be wrong.
+        changed: those of them whose bytes changed at an unknown time, so that steps before may have
+            read them as well.
+        stale: blocks with rows of earlier weights; no request that reads them is spoilt.
+    """
+
+    requests: frozenset[str] = frozenset()
+    blocks: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    stale: frozenset[int] = frozenset()
+
+    def __or__(self, other: Wrong) -> Wrong:
+        return Wrong(
+            self.requests | other.requests,
+            self.blocks | other.blocks,
+            self.changed | other.changed,
+            self.stale | other.stale,
+        )
 
 
 @attrs.frozen
@@ -61,12 +85,33 @@ _ELSEWHERE: Final = {
     3: RankReport(violation="another pipeline stage found a violation; its rank's log has it"),
 }
 
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Collectives of an engine's ranks on the host; every rank has to make the same calls."""
+
+    def of_all(self, value: T) -> list[T]:
+        """Return the ``value`` of each tensor-parallel rank."""
+
+    def highest(self, level: int, *, stages: bool) -> int:
+        """Return the largest ``level`` of the tensor-parallel ranks.
+
+        Args:
+            level: this rank's.
+            stages: of the ranks of all pipeline stages.
+        """
+
+    def own_number(self) -> int:
+        """Return this rank's number among the tensor-parallel ranks."""
+
 
 class RankAgreement:
     """The other ranks of an engine. Each of them has to make the same calls after the same steps.
 
     Args:
         ledger: this rank's ledger.
+        ranks: how the ranks reach each other.
         every: steps between two meetings, by ``on_violation``; without an entry the ranks meet to
             compare what they wrote, and not else.
         compares: the tensor-parallel ranks have one key, so that they can compare what they wrote.
@@ -76,12 +121,14 @@ class RankAgreement:
     def __init__(
         self,
         ledger: Ledger,
+        ranks: Ranks,
         every: Mapping[str, int],
         *,
         compares: bool,
         stages: bool = False,
     ) -> None:
         self._ledger: Final = ledger
+        self._ranks: Final = ranks
         self._every: Final = every
         self._compares: Final = compares
         self._stages: Final = stages
@@ -119,11 +166,11 @@ class RankAgreement:
         every = self._every.get(on_violation, 0)
         if not every or number % every:
             return None
-        level = ranks.highest(own.level, stages=self._stages)
+        level = self._ranks.highest(own.level, stages=self._stages)
         if not level:
             return own
         heard = own
-        for theirs in ranks.of_all(own):
+        for theirs in self._ranks.of_all(own):
             heard |= theirs
         return heard if heard.level else _ELSEWHERE[level]
 
@@ -148,9 +195,9 @@ class RankAgreement:
         except Exception as error:
             own |= RankReport(failure=repr(error))
         self._theirs, self._compared = [], copy
-        for number, (report, theirs) in enumerate(ranks.of_all((own, prints))):
+        for number, (report, theirs) in enumerate(self._ranks.of_all((own, prints))):
             own |= report
-            if number != ranks.own_number():
+            if number != self._ranks.own_number():
                 self._theirs.append(theirs)
         return own
 

@@ -1,4 +1,4 @@
-"""``Watch``: tells a ledger, step by step, what vLLM's runner does.
+"""``Watch``: tells a ledger, step by step, what an engine's runner does.
 
 A GPU runs behind the host: it knows how many drafts were accepted, and so where each request
 stands, before the host does. There positions and counts stay on the device, no call in a step waits
@@ -28,11 +28,10 @@ from ....audit import (
 from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
-from ...serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
-from ..internals.audited_states import States
-from ..internals.scheduling import Wrong
-from .rank_agreement import RankAgreement, RankReport
-from .steps import (
+from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
+from .late_counters import COPY_SOON, LateCounters
+from .rank_agreement import RankAgreement, RankReport, Ranks, Wrong
+from .step_forms import (
     FilledBlocks,
     LineBuffer,
     PublishedBlocks,
@@ -43,7 +42,7 @@ from .steps import (
     leave_out,
 )
 from .transfers import TransferWatch
-from .violations import COPY_SOON, AuditError, FoundViolations, LateCounters
+from .violation_log import AuditError, FoundViolations
 
 log = get_logger()
 
@@ -57,7 +56,7 @@ class Watch:
     """A worker's ledger, told by the runner's hooks.
 
     Args:
-        groups: the watched KV-cache groups with a row per token, by name, in vLLM's order.
+        groups: the watched KV-cache groups with a row per token, by name, in the engine's order.
         room: the runner's sizes, by which the ledger is sized.
         rank: the worker's rank, for the log.
         on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
@@ -66,6 +65,7 @@ class Watch:
             them wait for the device.
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
+        ranks: how the ranks reach each other; None where a rank is alone.
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
@@ -107,6 +107,7 @@ class Watch:
         states: Mapping[str, StateGroup] | None = None,
         record: bool = False,
         key: Key | None = None,
+        ranks: Ranks | None = None,
         device: torch.device | str = "cpu",
         drafts: int | None = None,
         lines: int | None = None,
@@ -137,7 +138,10 @@ class Watch:
         self.begun = drafts is None
         self._counters: Final = None if drafts is None else LateCounters(self.ledger)
         self._meets: Final[Mapping[str, int]] = _MEET if drafts is None else _MEET_LATE
-        self.peers = None if key is None else RankAgreement(self.ledger, self._meets, compares=True)
+        self._ranks: Final = ranks
+        self.peers: RankAgreement | None = None
+        if key is not None:
+            self._agree(compares=True)
         self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
@@ -163,8 +167,13 @@ class Watch:
 
     def join_stages(self) -> None:
         """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
+        self._agree(compares=self.peers is not None, stages=True)
+
+    def _agree(self, *, compares: bool, stages: bool = False) -> None:
+        """Act together with other ranks from now on, see ``RankAgreement``."""
+        assert self._ranks is not None  # whoever is compared, or joins stages, can reach them
         self.peers = RankAgreement(
-            self.ledger, self._meets, compares=self.peers is not None, stages=True
+            self.ledger, self._ranks, self._meets, compares=compares, stages=stages
         )
 
     # -- the beginning -----------------------------------------------------------------------
@@ -198,7 +207,7 @@ class Watch:
     def warm_up(self) -> None:
         """Compile a GPU's kernels: launch every pass once, over a step of padding, and forget that.
 
-        Call it before vLLM says that the engine has warmed up; a first request must not wait.
+        Call it before the engine says that it has warmed up; a first request must not wait.
         """
         with torch.inference_mode():
             launch_all(self.ledger, self.groups, self.states, self.scrub, self._published)
@@ -259,7 +268,7 @@ class Watch:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
-        """Forget rows that could not be loaded, and the requests whose step vLLM drops for it."""
+        """Forget rows that could not be loaded, and the requests whose step is dropped for it."""
         if self.transfers is None or not self.transfers.unsettled:
             return
         names, blocks = self.transfers.take_failed()

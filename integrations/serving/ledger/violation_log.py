@@ -1,0 +1,147 @@
+"""The violations that a worker's ledger finds: logged, remembered, and reported to all ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from ....audit import Ledger, Violation
+from ....audit.violation import TOKEN_FIELDS
+from ....errors import KVTxnError
+from ....log import get_logger
+from .rank_agreement import RankReport, Wrong
+
+log = get_logger()
+
+#: Violations that are remembered for ``audit_report``; older ones are forgotten.
+REMEMBERED: Final = 10_000
+#: Lines that are logged one by one; of later ones, one in so many.
+_LOGGED: Final = 20
+_ONE_IN: Final = 1000
+#: Steps with failed loads that are remembered; the host hears of a violation some steps later.
+_DROPPED: Final = 256
+#: Kinds of violations after which nothing is computed again: the rows have left, or are on one
+#: rank only.
+_PAST_CONTAINING: Final = ("exported", "ranks")
+
+
+class AuditError(KVTxnError, RuntimeError):
+    """A wrong row was read, and the user set ``on_violation`` to "raise": every rank raises it."""
+
+    default_hint = "`audit_report` has the details; on_violation='log' goes on"
+
+
+class FoundViolations:
+    """The violations that a worker's ledger has found.
+
+    Args:
+        ledger: the ledger.
+        rank: the worker's rank, for the log.
+
+    Attributes:
+        log_tokens: the user wants tokens in the log; without them a line has positions and names of
+            requests, and none of the text. ``report`` has the tokens in any case.
+        logs_all: log every violation, as each test of an engine has to hear of its own.
+        evicts_stale: blocks with rows of earlier weights leave the prefix cache, whatever becomes
+            of other violations.
+    """
+
+    def __init__(self, ledger: Ledger, rank: int) -> None:
+        self._ledger: Final = ledger
+        self._rank: Final = rank
+        self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
+        self.log_tokens = self.logs_all = self.evicts_stale = False
+        self._stale: set[int] = set()
+        self._number = self._lines = 0
+        self._report_of_step = RankReport()
+        self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
+
+    def drop(self, step: int, blocks: Iterable[int]) -> None:
+        """Take back what a step found in blocks: vLLM drops what it computed of them.
+
+        Args:
+            step: the number of the ledger's step.
+            blocks: blocks that a connector could not load.
+        """
+        self._dropped[step] = self._dropped.get(step, frozenset()) | frozenset(blocks)
+        while len(self._dropped) > _DROPPED:
+            self._dropped.popitem(last=False)
+
+    def _withdraw(self, violation: Violation) -> bool:
+        """Take a violation out of the counts if its step's result was dropped; tell whether."""
+        # What a connector brings for a step comes before the step is counted.
+        step = violation.step + (violation.kind == "imported")
+        if violation.block not in self._dropped.get(step, ()):
+            return False
+        self._ledger.findings.withdraw(violation)
+        return True
+
+    def take(self, on_violation: str) -> Sequence[Violation]:
+        """Log the violations that were found since the last call, and return them."""
+        new: Sequence[Violation] = self._ledger.violations()
+        if self._dropped:
+            new = [violation for violation in new if not self._withdraw(violation)]
+        for violation in new:
+            if violation.kind == "stale" and self.evicts_stale:
+                self._stale.update(() if violation.block is None else (violation.block,))
+            elif on_violation == "contain":
+                self._report_of_step |= RankReport(wrong=_wrong(violation))
+            elif on_violation == "raise":
+                self._report_of_step |= RankReport(violation=str(violation))
+            self._report.append(violation.as_dict())
+        for _, run in groupby(new, _run_of):
+            self._log([*run])
+        return new
+
+    def take_report(self) -> RankReport:
+        """Return what the violations that were taken since the last call ask of all ranks."""
+        found, self._report_of_step = self._report_of_step, RankReport()
+        return found
+
+    def take_stale(self) -> frozenset[int]:
+        """Return the blocks that are to leave the prefix cache, found since the last call."""
+        found, self._stale = frozenset(self._stale), set()
+        return found
+
+    def _log(self, run: Sequence[Violation]) -> None:
+        """Log violations that are one run; a line names the first, and the last one's position."""
+        number, self._number, self._lines = (
+            self._number + 1,
+            self._number + len(run),
+            self._lines + 1,
+        )
+        hides = self._lines > _LOGGED and self._lines % _ONE_IN > 0
+        if hides and not self.logs_all:
+            return
+        facts = {k: v for k, v in run[0].as_dict().items() if v is not None}
+        if not self.log_tokens:
+            facts = {k: v for k, v in facts.items() if k not in TOKEN_FIELDS}
+        if len(run) > 1:
+            facts |= {"rows": len(run), "last_position": run[-1].position}
+        say = log.debug if hides else log.warning
+        say("kvtxn.audit_violation", rank=self._rank, number=number, **facts)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the violations that are remembered, oldest first."""
+        return list(self._report)
+
+
+def _run_of(violation: Violation) -> Hashable:
+    """Return a key that rows of one block share whose bytes one step found changed.
+
+    Of all other kinds a run of rows is one violation already.
+    """
+    if violation.found != "bytes":
+        return object()
+    return violation.step, violation.request, violation.group, violation.block
+
+
+def _wrong(violation: Violation) -> Wrong:
+    """Return what has to be contained of a violation."""
+    if violation.request is None or violation.kind in _PAST_CONTAINING:
+        return Wrong()
+    block = frozenset(() if violation.block is None else (violation.block,))
+    unnoticed = violation.kind == "changed" and violation.found == "bytes"
+    return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())
