@@ -20,44 +20,47 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .arguments import described
-from .digest import MAX_POSITION, RESERVED
+from .digest import RESERVED, Key, signed
 
 #: Blocks that a table remembers by default.
 CAPACITY: Final = 1 << 20
 #: Places in which an entry may lie.
 WAYS: Final = 8
-#: The int64 numbers of an entry: two of the bytes, ``Ledger.identities``' with step and position in
-#: one.
+#: The int64 numbers of an entry: two of the bytes, the step with the serial number, and the rest of
+#: what ``Ledger.identities`` returns.
 _ENTRY: Final = 8
 #: The column of the last row's word; 0 in an entry that is empty.
 _WORD: Final = 7
-#: A position is below this.
-_POSITIONS: Final = MAX_POSITION
+#: Steps and serial numbers have 32 bits each.
+_SERIALS: Final = 1 << 32
 
 
 @attrs.frozen
 class Identity:
-    """What the last row of a block is: so the block's rows are those of one prefix of tokens.
+    """Whose rows the bytes of a block are: the first and the last row tell it of all.
+
+    Words are at the age that they had in the first epoch.
 
     Attributes:
         step: the ledger's step in which the block was remembered.
-        serial: the serial number of the request that wrote it.
-        position: the position of the block's last row.
-        before: the digest up to the row before.
-        terms: the terms of the two tokens before ``position``, the last one first.
-        word: the word of the last row, at the age of the first epoch.
+        serial: the serial number of the request that wrote or stored it.
+        first: the word of the block's first row.
+        terms: the terms of the token of the first row and of the two before.
+        last: the word of the block's last row.
     """
 
     step: int
     serial: int
-    position: int
-    before: int
-    terms: tuple[int, int]
-    word: int
+    first: int
+    terms: tuple[int, int, int]
+    last: int
 
-    def origin(self) -> Tensor:
-        """Return the ``origin`` of the last row for ``Ledger.import_rows``, int64 ``[6]``."""
-        return torch.tensor([self.step, self.serial, self.position, self.before, *self.terms])
+    def origin(self, key: Key) -> Tensor:
+        """Return the ``origin`` of the first row for ``Ledger.import_rows``, int64 ``[6]``."""
+        own, *before = self.terms
+        _, position = key.token_of(own)
+        digest = signed(self.first - own)
+        return torch.tensor([self.step, self.serial, position, digest, *before])
 
 
 class IdentityTable:
@@ -109,17 +112,17 @@ class IdentityTable:
         Args:
             contents: int64 ``[n, 2]`` on the host, keyed checksums of the blocks' bytes.
             identities: int64 ``[n, 7]`` on the host, as ``Ledger.identities`` returns them. Blocks
-                whose last row nobody has written, or which is of a rejected draft, are left out.
+                whose first or last row nobody has written, or is of a rejected draft, are left out.
 
         Raises:
             ConfigError: a tensor does not fit.
         """
         _require(contents, 2)
         _require(identities, 7, len(contents))
-        step, serial, position, *rest = identities.unbind(1)
-        known = (rest[-1] < 0) | (rest[-1] >= RESERVED)
-        packed = [*contents.unbind(1), serial, *rest[:3], step * _POSITIONS + position, rest[3]]
-        entries = torch.stack(packed, 1)[known]
+        step, serial, *rest = identities.unbind(1)
+        is_written = (identities[:, (2, -1)] < 0) | (identities[:, (2, -1)] >= RESERVED)
+        packed = [*contents.unbind(1), step * _SERIALS + serial, *rest]
+        entries = torch.stack(packed, 1)[is_written.all(1)]
         homes = entries[:, 0].remainder(len(self._entries))
         while len(entries):
             now = _first_of_each(homes)
@@ -157,9 +160,9 @@ class IdentityTable:
 
 def _unpacked(entries: Tensor) -> Iterator[Identity]:
     """Yield the identities of entries, int64 ``[n, 8]``."""
-    for *_, serial, before, last, older, packed, word in entries.tolist():
-        step, position = divmod(packed, _POSITIONS)
-        yield Identity(step, serial, position, before, (last, older), word)
+    for _, _, packed, first, own, before, older, last in entries.tolist():
+        step, serial = divmod(packed, _SERIALS)
+        yield Identity(step, serial, first, (own, before, older), last)
 
 
 def _first_of_each(values: Tensor) -> Tensor:

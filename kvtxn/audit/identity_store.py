@@ -181,7 +181,7 @@ class SqliteStore:
         return StoreError("audit_store", f"{self._path} cannot be {what}", got=repr(error))
 
 
-def store_path(url: str) -> Path:
+def store_path(url: object) -> Path:
     """Return the file that a store's URL names.
 
     Args:
@@ -193,7 +193,7 @@ def store_path(url: str) -> Path:
     path = url.removeprefix(_SQLITE) if isinstance(url, str) else ""
     if not isinstance(url, str) or not url.startswith(_SQLITE) or not path:
         raise ConfigError(
-            "audit_store", "the URL is not valid",
+            "audit_store", "audit_store is not valid",
             expected="sqlite:///PATH, such as sqlite:////data/kvtxn.db", got=repr(url),
             hint="name a file on a disk of this machine",
         )  # fmt: skip

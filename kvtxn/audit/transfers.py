@@ -130,6 +130,36 @@ class RowTransfers:
         last = before[0] + books.salts[place.written] - self._state.epoch
         return torch.stack([step, serial, first, last, *terms], 1)
 
+    def identities(
+        self, request: str, group: str, table: Ints, firsts: Ints, *, stored_by: str | None = None
+    ) -> Tensor:
+        """Do what ``Ledger.identities`` says."""
+        place = checks.place_of("identities", self._books, group, states=False)
+        origins = self.origins(request, group, firsts, stored_by=stored_by)
+        line = self._state.requests.line(request, operation="identities")
+        first, most = origins[:, 2], self._books.sizes.max_length
+        own = self._books.own[line]
+        term = own[(first + 1).clamp(max=most)] - own[first]
+        blocks = self._state.upload(table)[None]
+        if not blocks.shape[1]:
+            blocks = torch.full_like(blocks.new_empty(1, 1), -1)
+        words = []
+        for position in (first, first + place.group.block_size - 1):
+            where = through(place, blocks, torch.zeros_like(position), position)
+            word = torch.where(where >= 0, self._books.words[where.clamp(min=0)], UNWRITTEN)
+            words.append(older(word, -self._state.epoch))
+        before = [origins[:, 4], origins[:, 5]]
+        return torch.stack([*origins[:, :2].unbind(1), words[0], term, *before, words[1]], 1)
+
+    def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
+        """Do what ``Ledger.expected`` says."""
+        place = checks.place_of("expected", self._books, group, states=False)
+        line = self._state.requests.line(request, operation="expected")
+        self._span("expected", first, end)
+        salt = self._books.salts[place.written]
+        words = as_word(self._books.own[line, first + 1 : end + 1] + salt)
+        return older(words, -self._state.epoch)
+
     def import_state(
         self,
         inspect: Inspect,

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from kvtxn import ConfigError
+from kvtxn.audit import Ledger, RowGroup
 from kvtxn.audit.identities import CAPACITY, WAYS, Identity, IdentityTable
 
 words = st.integers(2, 5)
@@ -15,13 +16,13 @@ words = st.integers(2, 5)
 contents = st.tuples(st.integers(-6, 6), st.integers(0, 1))
 
 
-def identity(word, *, serial=3, step=7, position=15):
-    return Identity(step, serial, position, word // 2, (11, -12), word)
+def identity(word, *, serial=3, step=7):
+    return Identity(step, serial, word // 2 + 9, (10, 11, -12), word)
 
 
 def remember(table, *pairs):
     """Put contents with their identities."""
-    rows = [[i.step, i.serial, i.position, i.before, *i.terms, i.word] for _, i in pairs]
+    rows = [[i.step, i.serial, i.first, *i.terms, i.last] for _, i in pairs]
     table.remember(torch.tensor([content for content, _ in pairs]), torch.tensor(rows))
 
 
@@ -31,13 +32,30 @@ def lookup(table, *contents):
 
 def test_bytes_lead_to_whose_they_are():
     table = IdentityTable(64)
-    first, second = identity(-(1 << 63)), identity((1 << 63) - 1, step=1 << 31, position=8388607)
+    first, second = identity(-(1 << 63)), identity((1 << 63) - 1, step=1 << 30, serial=1 << 31)
     remember(table, ((1, 2), first), ((-3, 1 << 62), second))
     assert lookup(table, (1, 2), (1, 3), (-3, 1 << 62)) == [[first], [], [second]]
     assert len(table) == 2
-    assert first.origin().tolist() == [7, 3, 15, -(1 << 62), 11, -12]
     table.clear()
     assert lookup(table, (1, 2)) == [[]]
+
+
+def test_the_origin_of_a_first_row():
+    """What ``Ledger.origins`` says of it, from less."""
+    ledger = Ledger([RowGroup("full", 4, 10)], max_requests=2, max_length=32, backend="torch")
+    ledger.admit("a", range(20, 32))
+    ledger.hand_out("full", [1, 2])
+    ledger.import_rows("a", "full", [1, 2], 0, 8)
+    origins = ledger.origins("a", "full", [0, 4])
+    identities = ledger.identities("a", "full", [1, 2], [0, 4])
+    table = IdentityTable(8)
+    table.remember(torch.tensor([[5, 6], [7, 8]]), identities)
+    for found, origin in zip(lookup(table, (5, 6), (7, 8)), origins, strict=True):
+        (known,) = found
+        assert known.origin(ledger.books.key).tolist()[:5] == origin.tolist()[:5]
+    assert known.origin(ledger.books.key).tolist() == origin.tolist()
+    words = ledger.expected("a", "full", 0, 8).tolist()
+    assert identities[:, (2, -1)].tolist() == [[words[0], words[3]], [words[4], words[7]]]
 
 
 def test_the_same_bytes_may_be_of_several_prefixes():
@@ -45,7 +63,7 @@ def test_the_same_bytes_may_be_of_several_prefixes():
     remember(table, ((1, 2), identity(8)), ((1, 2), identity(9)))
     remember(table, ((1, 2), identity(8, serial=5)))  # written again: the last writer counts
     (found,) = lookup(table, (1, 2))
-    assert sorted(found, key=lambda each: each.word) == [identity(8, serial=5), identity(9)]
+    assert sorted(found, key=lambda each: each.last) == [identity(8, serial=5), identity(9)]
 
 
 def test_what_nobody_has_written_is_left_out():
@@ -80,10 +98,10 @@ def test_against_a_model_that_forgets_nothing(batches):
             model.setdefault(content, set()).add(word)
         known = 0
         for content, found in zip(model, lookup(table, *model), strict=True):
-            have = [each.word for each in found]
+            have = [each.last for each in found]
             assert len(set(have)) == len(have)
             assert set(have) <= model[content]
-            assert all(each == identity(each.word) for each in found)
+            assert all(each == identity(each.last) for each in found)
             known += len(have)
         assert len(table) == known
         assert known <= 2 * WAYS

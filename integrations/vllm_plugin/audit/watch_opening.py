@@ -36,6 +36,7 @@ from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
+from .shared_store import open_shared, store_key
 from .watched_connectors import WatchedConnector, WatchedConnectorV1, watch_transfers
 
 log = get_logger()
@@ -209,6 +210,7 @@ def _watch_of_all_ranks(
         RequiredError: a rank has none, and the user requires the audit.
     """
     key, wanted = shared_key(), runner.kvtxn_settings
+    shared = store_key(wanted)
     why, error, watch = lacking, None, None
     try:
         groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
@@ -219,6 +221,7 @@ def _watch_of_all_ranks(
                 states=states,
                 record=wanted.record,
                 key=key,
+                shared_key=shared,
                 ranks=ranks,
                 device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
@@ -371,7 +374,10 @@ def follow_transfers(
     Without it, rows that the connector brings would be taken for wrong ones.
     """
     try:
-        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+        shared = open_shared(runner, watch)
+        watch.transfers = watch_transfers(
+            runner, watch.ledger, watch.groups, watch.stop, mixin, shared
+        )
     except Exception as error:
         watch.stop(error)
 
