@@ -1,4 +1,4 @@
-"""Commands of kvtxn as a user makes them, each a process of its own."""
+"""Commands of kvtxn and Python programs as a user starts them, each a process of its own."""
 
 from __future__ import annotations
 
@@ -38,11 +38,20 @@ class Ended:
 
 def run(folder: Path, *words: object) -> Ended:
     """Run a command of kvtxn in a folder."""
+    return _run(folder, KVTXN, *words)
+
+
+def run_program(folder: Path, program: Path, *words: object) -> Ended:
+    """Run a Python program in a folder."""
+    return _run(folder, sys.executable, program, *words)
+
+
+def _run(folder: Path, *words: object) -> Ended:
     environment = os.environ | VARIABLES | {"PYTHONPATH": python_path()}
     for name in OF_THE_POOL:
         environment.pop(name, None)
     done = subprocess.run(
-        [KVTXN, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,
+        [*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=1500, check=False,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""Commands of kvtxn in forks of a process that has imported vLLM, and so do their engines.
+"""Commands of kvtxn and Python programs in forks of a process that has imported vLLM.
 
 A command that a user starts imports vLLM anew in each of its engines, which takes longer than most
 of them run. Here an engine's process is forked where the command would start an interpreter; all
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -83,14 +84,38 @@ def run(folder: Path, *words: object) -> Ended:
     """Run a command of kvtxn in a folder, in a fork of this process."""
 
     def begin() -> int:
-        os.chdir(folder)
         _inherited.update(_open_files())
-        os.environ.update(VARIABLES | {"PYTHONPATH": python_path()})
-        for name in OF_THE_POOL:
-            os.environ.pop(name, None)
         engine_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Fork})
         sys.argv = ["kvtxn", *map(str, words)]
         return main(sys.argv[1:])
+
+    return _run(folder, begin)
+
+
+def run_program(folder: Path, program: Path, *words: object) -> Ended:
+    """Run a Python program in a folder, in a fork of this process; vLLM forks its workers."""
+
+    def begin() -> None:
+        from engine_child import fork_workers
+
+        fork_workers()
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs to the standard output
+        sys.path.insert(0, str(program.parent))
+        sys.argv = [str(program), *map(str, words)]
+        runpy.run_path(str(program), run_name="__main__")
+
+    return _run(folder, begin)
+
+
+def _run(folder: Path, work: Callable[[], int | None]) -> Ended:
+    """Call a function in a folder and in a fork, with the variables that a command has."""
+
+    def begin() -> int | None:
+        os.chdir(folder)
+        os.environ.update(VARIABLES | {"PYTHONPATH": python_path()})
+        for name in OF_THE_POOL:
+            os.environ.pop(name, None)
+        return work()
 
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         _, status = os.waitpid(_fork(begin, out, err, session=False), 0)

@@ -21,6 +21,7 @@ AVERAGES = {
     "README.md": 15,
     "benchmarks/README.md": 15,
     "integrations/FAULTS.md": 14,
+    "integrations/KV_CANARY.md": 13,
     "integrations/README.md": 13,
     "kvtxn/README.md": 14,
 }

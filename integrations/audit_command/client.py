@@ -7,6 +7,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
 from .jobs import Job
 from .prompts import Prompt
 from .workloads import Tokens
@@ -37,7 +39,7 @@ class EngineClient:
     def __init__(
         self, engine: AsyncEngine, sizes: EngineSizes, job: Job, tell: Callable[[int], None]
     ) -> None:
-        self.chance = random.Random(job.seed)
+        self.chance, self._seed = random.Random(job.seed), job.seed
         self.max_length = sizes.max_length
         self.block_size = sizes.block_size
         self.budget = job.requests
@@ -142,22 +144,43 @@ class EngineClient:
             self.failed.append(f"reset: {sentence(error)}")
 
     async def answer(self, prompts: Sequence[Prompt]) -> None:
-        """Make the requests of the user's file, eight at a time."""
-        gate = asyncio.Semaphore(8)
+        """Make the requests of the user's file, each at its time; if none has one, eight at once.
+
+        In a file with times, a request without one is made at the beginning.
+        """
+        times = [prompt.at for prompt in prompts if prompt.at is not None]
+        gate, begin = asyncio.Semaphore(len(prompts) if times else 8), min(times, default=0.0)
 
         async def one(prompt: Prompt) -> None:
+            await asyncio.sleep((prompt.at or begin) - begin)
             async with gate:
-                name = f"line {prompt.line}"
-                self._number()
-                unknown = max(prompt.tokens or [0])
-                if unknown >= self._vocabulary:  # not every vLLM refuses it: engines end
-                    what = f"token id {unknown} of a vocabulary of {self._vocabulary}"
-                    self.failed.append(f"{name}: {what}")
-                    self._end()
-                    return
-                await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), None)
+                await self._answer(self._sized(prompt))
 
         await asyncio.gather(*map(one, prompts))
+
+    async def _answer(self, prompt: Prompt) -> None:
+        """Make one request of the user's file, or note why the engine cannot take it."""
+        name = f"line {prompt.line}"
+        self._number()
+        unknown = max(prompt.tokens or [0])
+        if unknown >= self._vocabulary:  # not every vLLM refuses it: engines end
+            what = f"token id {unknown} of a vocabulary of {self._vocabulary}"
+            self.failed.append(f"{name}: {what}")
+            self._end()
+            return
+        await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), prompt.leave_after)
+
+    def _sized(self, prompt: Prompt) -> Prompt:
+        """Give a line of a trace tokens that fit the engine; returns other prompts as they are."""
+        sized = prompt.sized(self.block_size, self._named_block)
+        if sized is prompt:
+            return prompt
+        tokens, most = self.fitted(sized.tokens or (), sized.max_tokens)
+        return attrs.evolve(sized, tokens=tokens, max_tokens=most)
+
+    def _named_block(self, name: int) -> Tokens:
+        """Return the tokens of a block of a trace, which has its name alone."""
+        return random.Random(f"{self._seed} {name}").choices(self._ids, k=self.block_size)
 
     async def settle(self) -> None:
         """Make one last short request, so that the engine processes the ends of all others.

@@ -221,6 +221,97 @@ async def offload(client: Client) -> None:
             await client.ask(prompt + output + client.phrase(2), 6)
 
 
+@attrs.frozen
+class TimedRequest:
+    """One request of a timed trace.
+
+    Attributes:
+        at: when it begins, as a share of ``_SPREAD`` after the trace's beginning.
+        prompt: token ids.
+        most: output tokens.
+        abort: as for ``Client.ask``.
+    """
+
+    at: float
+    prompt: Tokens
+    most: int
+    abort: int | None = None
+
+
+Trace = list[TimedRequest]
+
+#: Traces that are remembered, to be changed.
+_KEPT: Final = 8
+#: Most requests of a trace.
+_MOST_TIMED: Final = 12
+#: Seconds over which the requests of a trace begin: some steps of a tiny model.
+_SPREAD: Final = 0.05
+
+
+async def bursts(client: Client) -> None:
+    """Play timed traces of requests that overlap, each an earlier trace with small changes.
+
+    Timed traces of several requests as the input that is mutated: GRIEF, arXiv 2605.11202. There
+    texts and their log-probabilities say whether a request was harmed; here the ledger does.
+    """
+    kept: list[Trace] = []
+    while client.made < client.budget:
+        if kept and client.chance.random() < 0.7:
+            trace = client.chance.choice(kept)
+            for _ in range(client.chance.randint(1, 3)):
+                trace = _changed(client, trace, client.chance.choice(kept))
+        else:
+            trace = _fresh_trace(client)
+        await asyncio.gather(*(_begin_in_time(client, each) for each in trace))
+        kept = [*kept, trace][-_KEPT:]
+        if client.chance.random() < 0.2:
+            await client.reset()
+
+
+async def _begin_in_time(client: Client, request: TimedRequest) -> None:
+    """Make a request at its time."""
+    await asyncio.sleep(request.at * _SPREAD)
+    repeats = request.prompt[-8:] if len(request.prompt) % 2 else None
+    await client.ask(request.prompt, request.most, abort=request.abort, among=repeats)
+
+
+def _fresh_trace(client: Client) -> Trace:
+    """Make up a trace: some requests with one beginning, some of their own."""
+    root, found = client.phrase(share(client, 0.2)), []
+    for _ in range(client.chance.randint(2, 6)):
+        begin = root[: client.chance.randint(0, len(root))]
+        prompt = begin + repeating(client, share(client, 0.1))
+        most = client.chance.randint(1, share(client, 0.1))
+        found.append(TimedRequest(client.chance.random(), prompt, most))
+    return found
+
+
+def _changed(client: Client, trace: Trace, other: Trace) -> Trace:
+    """Change one request of a trace, add one, or leave one out.
+
+    Args:
+        client: the client.
+        trace: the trace; stays as it is.
+        other: a trace that a request may be taken from.
+    """
+    number = client.chance.randrange(len(trace))
+    one, rest = trace[number], trace[:number] + trace[number + 1 :]
+    block = len(one.prompt) // client.block_size * client.block_size
+    edge = max(1, block + client.chance.randint(-1, 1))  # where a block ends, or beside it
+    text = one.prompt + repeating(client, client.block_size)
+    changes: tuple[Callable[[], Trace], ...] = (
+        lambda: [*rest, attrs.evolve(one, at=client.chance.choice([0.0, client.chance.random()]))],
+        lambda: [*rest, attrs.evolve(one, prompt=text[:edge])],
+        lambda: [*rest, attrs.evolve(one, prompt=text)],
+        lambda: [*rest, attrs.evolve(one, most=1)],
+        lambda: [*rest, attrs.evolve(one, abort=client.chance.randint(1, 4))],
+        lambda: [*trace, one],
+        lambda: [*trace, client.chance.choice(other)],
+        lambda: rest or trace,
+    )
+    return client.chance.choice(changes)()[-_MOST_TIMED:]
+
+
 WORKLOADS: Final[Mapping[str, Workload]] = {
     "chat": Workload("conversations with one system prompt; some users leave", chat),
     "sessions": Workload("streaming sessions that go on after a stop", sessions),
@@ -232,4 +323,5 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         few_blocks=True,
     ),
     "offload": Workload("rows that leave through a connector and return", offload, offloads=True),
+    "bursts": Workload("timed traces of requests that overlap, changed at random", bursts),
 }

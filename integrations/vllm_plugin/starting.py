@@ -38,9 +38,9 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 
 #: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.window_backends.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.window_backends.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.window_backends.WindowTritonLatentBackend",
+    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 

@@ -1,6 +1,6 @@
-"""Runs of ``kvtxn audit`` and ``kvtxn trace`` over real engines, by name, for the pool.
+"""Runs of ``kvtxn audit``, ``kvtxn trace`` and the programs of faults, by name, for the pool.
 
-Three run as a user starts them; the others, of the same command, in forks.
+Three commands and one program run as a user starts them; the others in forks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import commands
 import forked_commands
 import model_files
 from audits import audit
 from commands import Ended
-from commands import run as command
 from folders import TESTS
 from kvtxn.integrations.audit_command.engine import offloading
 
@@ -138,7 +138,7 @@ def pooling(folder: Path) -> Ended:
 def trace(folder: Path) -> Ended:
     """Trace one prompt under ``deferred``."""
     words = ("--count", 1, "--max-tokens", 32, "--html", "t.html", "--svg", "t.svg")
-    return command(folder, "trace", *words)
+    return commands.run(folder, "trace", *words)
 
 
 def write_model(name: str, folder: Path) -> str:
@@ -178,6 +178,23 @@ def known_fault(folder: Path, name: str) -> Ended:
     )  # fmt: skip
 
 
+#: Faults with a program of their own. One is started as a user starts it, which takes three times
+#: as long: each of its engines imports vLLM.
+PROGRAMS = {
+    "preempted-in-its-step": commands.run_program,
+    "failed-load": forked_commands.run_program,
+    "replaced-adapter": forked_commands.run_program,
+    "stale-rows": forked_commands.run_program,
+    "ended-by-session": forked_commands.run_program,
+}
+
+
+def fault_program(folder: Path, name: str) -> Ended:
+    """Run the program of a fault."""
+    program = TESTS / "audit_command" / "fault_programs" / f"{name.replace('-', '_')}.py"
+    return PROGRAMS[name](folder, program, "--json")
+
+
 RUNS: dict[str, Callable[[Path], Ended]] = {
     "chat": chat,
     "own-prompts": own_prompts,
@@ -185,6 +202,7 @@ RUNS: dict[str, Callable[[Path], Ended]] = {
     "pooling": pooling,
     "trace": trace,
     **{f"fault-{name}": lambda folder, name=name: known_fault(folder, name) for name in FAULTS},
+    **{name: lambda folder, name=name: fault_program(folder, name) for name in PROGRAMS},
 }
 
 

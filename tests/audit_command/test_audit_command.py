@@ -12,7 +12,7 @@ import recorded
 pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
-from kvtxn.integrations.audit_command import command, engine, trace
+from kvtxn.integrations.audit_command import command, engine, trace, workloads
 from kvtxn.integrations.audit_command.client import EngineClient, sentence
 from kvtxn.integrations.audit_command.jobs import Job, Refused
 from kvtxn.integrations.audit_command.prompts import Prompt
@@ -75,6 +75,12 @@ def test_engine_arguments_that_are_refused(capsys, arguments, why):
     assert why in refusal(capsys, "--engine-args", arguments)
 
 
+def trace_line(**changes):
+    """A line of a public trace."""
+    given = {"timestamp": 3000, "input_length": 600, "output_length": 64, "hash_ids": [0, 7]}
+    return json.dumps(given | changes)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -93,6 +99,13 @@ def test_engine_arguments_that_are_refused(capsys, arguments, why):
         pytest.param(f'{{"max_tokens": {"9" * 5000}}}', "is not JSON: Exceeds", id="long"),
         ('{"prompt": "a", "max_tokens": 0}', "is not a positive number"),
         ('{"prompt": "a", "max_tokens": true}', "is not a positive number"),
+        ('{"prompt": "a", "at": -1}', "has an 'at' that is not a number of seconds"),
+        ('{"prompt": "a", "at": NaN}', "has an 'at' that is not a number of seconds"),
+        ('{"prompt": "a", "leave_after": 0}', "has a leave_after that is not a positive number"),
+        (trace_line(timestamp="soon"), "has a timestamp that is not a number of milliseconds"),
+        (trace_line(output_length=0), "has a length that is not a positive number"),
+        (trace_line(input_length=1025), "needs a hash id for each 512 tokens of its input"),
+        (trace_line(hash_ids=[0, -1]), "needs a hash id for each 512 tokens of its input"),
     ],
 )
 def test_prompts_that_are_refused(capsys, tmp_path, text, why):
@@ -121,6 +134,14 @@ def test_good_prompts_are_read(tmp_path):
     assert [(p.line, p.text, p.tokens, p.max_tokens) for p in prompts] == [
         (1, "a\u2028\x85c", None, 32), (3, "b", None, 3), (4, None, [1, 2], 32),
     ]  # fmt: skip
+
+
+def test_times_and_leaving_clients_are_read(tmp_path):
+    path = tmp_path / "timed.jsonl"
+    path.write_text('{"prompt": "a", "at": 0.5, "leave_after": 3}\n' + trace_line(session="x"))
+    timed, traced = command.read(path)
+    assert (timed.at, timed.leave_after, timed.blocks) == (0.5, 3, None)
+    assert (traced.at, traced.blocks, traced.length, traced.max_tokens) == (3.0, [0, 7], 600, 64)
 
 
 def test_the_user_s_settings_stay(monkeypatch, capsys):
@@ -154,7 +175,7 @@ def test_windows_over_recurrent_states_are_audited(recurrent):
     [
         ("chat", ("chat",)),
         ("sessions,preempt", ("sessions", "preempt")),
-        ("all", ("chat", "sessions", "prefix", "preempt", "offload")),
+        ("all", ("chat", "sessions", "prefix", "preempt", "offload", "bursts")),
     ],
 )
 def test_several_workloads_are_played_in_turn(words, workloads):
@@ -258,6 +279,73 @@ def test_a_token_id_beyond_the_vocabulary_fails_alone(small):
     assert asked == ["line 1", "line 3"]
     assert small.failed == ["line 2: token id 100 of a vocabulary of 100"]
     assert small.made == 3
+
+
+def test_requests_are_made_at_their_times(small, monkeypatch):
+    """The first one at once; in between as much time passes as in the file."""
+    asked, slept = [], []
+
+    async def listen(name, given, sampling, abort):
+        asked.append((name, abort))
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    small._listen = listen
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    times = [(10.0, None), (12.5, 4), (None, None), (10.25, None)]
+    prompts = [Prompt(line, None, [1], 3, *each) for line, each in enumerate(times)]
+    asyncio.run(small.answer(prompts))
+    assert sorted(slept) == [0.0, 0.0, 0.25, 2.5]
+    assert sorted(asked) == [("line 0", None), ("line 1", 4), ("line 2", None), ("line 3", None)]
+
+
+def test_a_trace_keeps_its_common_blocks(small):
+    """A block of a trace is a block of the engine; what does not fit the engine is cut off."""
+    small.max_length = 512
+    one, two, long = (
+        small._sized(Prompt(1, None, None, most, 0.0, None, blocks, length))
+        for blocks, length, most in (
+            ([4, 5, 6], 1400, 64),
+            ([4, 5, 9], 1536, 8),
+            ([1] * 99, 9999, 9),
+        )
+    )
+    assert len(one.tokens) == 1400 * 32 // 512
+    assert one.tokens[:64] == two.tokens[:64]
+    assert one.tokens[64:] != two.tokens[64 : len(one.tokens)]
+    assert one.tokens[:32] != one.tokens[32:64]
+    assert (one.max_tokens, two.max_tokens) == (4, 1)
+    assert len(long.tokens) + long.max_tokens < 512
+    plain = Prompt(1, "text", None, 3)
+    assert small._sized(plain) is plain
+
+
+def test_bursts_are_made_of_earlier_ones(small, monkeypatch):
+    """Requests overlap, some leave, some come twice, and all end or begin within the engine."""
+    asked = []
+
+    async def ask(prompt, most, *, abort=None, among=None):
+        small.made += 1
+        asked.append((tuple(prompt), most, abort))
+        return []
+
+    async def reset(*, running=False):
+        asked.append("reset")
+
+    monkeypatch.setattr(small, "ask", ask)
+    monkeypatch.setattr(small, "reset", reset)
+    monkeypatch.setattr(workloads, "_SPREAD", 0.0)
+    small.max_length, small.budget = 512, 400
+    asyncio.run(WORKLOADS["bursts"].play(small))
+    requests = [each for each in asked if each != "reset"]
+    assert 400 <= len(requests) < 412
+    assert "reset" in asked
+    assert len({*requests}) < len(requests)  # some came twice
+    assert any(abort for *_, abort in requests)
+    assert any(most == 1 for _, most, _ in requests)
+    assert any(len(prompt) % 32 == 0 for prompt, *_ in requests)
+    assert all(prompt and most >= 1 for prompt, most, _ in requests)
 
 
 def test_an_engine_with_too_few_blocks_by_its_workload_gets_more(monkeypatch):

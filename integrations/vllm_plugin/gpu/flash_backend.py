@@ -1,9 +1,7 @@
-"""vLLM's attention by Triton and FlashAttention over windows whose drafts wait in spare slots.
+"""vLLM's FlashAttention over windows whose drafts wait in spare slots.
 
-See ``slot_reading``. The kernels of TRITON_ATTN and TRITON_MLA take tiles of a size that does not
-depend on the blocks', so their sums are stock's. For FlashAttention the host has to keep up with
-all layers outside of graphs, so arguments that its calls share are made once.
-FLASH_ATTN_MLA is in ``flash_latent_backend``: on a CPU its module of vLLM's cannot be imported.
+See ``slot_reading``. The host has to keep up with all layers outside of graphs, so arguments that
+all calls share are made once. FLASH_ATTN_MLA is in ``flash_latent_backend``.
 """
 
 from __future__ import annotations
@@ -12,17 +10,9 @@ import attrs
 from torch import Tensor
 
 from ..internals import Foreign, backends, batches
-from ..internals.backends import BatchTables, FlashTables, TritonLatentTables
+from ..internals.backends import FlashTables
 from ..internals.runner_protocols import AttentionLayer
-from .slot_reading import (
-    Reading,
-    SlotBuilder,
-    SlotHook,
-    WindowLatentImpl,
-    attend,
-    reading_of,
-    write,
-)
+from .slot_reading import Reading, SlotBuilder, SlotHook, reading_of
 
 _FlashBuilder, _FlashImpl, _FlashBackend = backends.flash_attention()
 
@@ -167,104 +157,3 @@ class WindowFlashBackend(_FlashBackend):  # type: ignore[misc, valid-type]
     def get_builder_cls() -> type[WindowFlashBuilder]:
         """Return the class of the metadata builders."""
         return WindowFlashBuilder
-
-
-_TritonBuilder, _TritonImpl, _TritonBackend = backends.triton_attention()
-
-
-class WindowTritonBuilder(SlotBuilder, _TritonBuilder):  # type: ignore[misc, valid-type]
-    """vLLM's builder of metadata, which also marks forwards that have a window."""
-
-    kvtxn_tables = BatchTables()
-
-
-class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
-    """vLLM's Triton attention of a layer, which reads the step's window if the step has one."""
-
-    kvtxn: SlotHook | None = None
-
-    def do_kv_cache_update(
-        self,
-        layer: AttentionLayer,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
-        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
-        writer = super().do_kv_cache_update
-        write(self.kvtxn, lambda slots: writer(layer, key, value, kv_cache, slots), slot_mapping)
-
-    def forward(
-        self,
-        layer: object,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: object,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attend over cache and window; without a window run vLLM's own attention."""
-        own, given = super().forward, (layer, query, key, value)
-        scales = output_scale, output_block_scale
-        found: Tensor = attend(
-            self.kvtxn,
-            lambda cache, metadata: own(*given, cache, metadata, output, *scales),
-            *(kv_cache, attn_metadata),
-        )
-        return found
-
-
-class WindowTritonBackend(_TritonBackend):  # type: ignore[misc, valid-type]
-    """kvtxn's attention backend, which vLLM finds under the name TRITON_ATTN."""
-
-    supports_kv_cache_update_bypass = False
-
-    @staticmethod
-    def get_impl_cls() -> type[WindowTritonImpl]:
-        """Return the class of the layers' attention."""
-        return WindowTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[WindowTritonBuilder]:
-        """Return the class of the metadata builders."""
-        return WindowTritonBuilder
-
-
-_LatentBuilder, _LatentImpl, _LatentBackend = backends.triton_latent()
-
-
-class WindowTritonLatentBuilder(SlotBuilder, _LatentBuilder):  # type: ignore[misc, valid-type]
-    """vLLM's builder of TRITON_MLA's metadata, which also marks forwards that have a window."""
-
-    kvtxn_tables = TritonLatentTables()
-
-
-class WindowTritonLatentImpl(WindowLatentImpl, _LatentImpl):  # type: ignore[misc, valid-type]
-    """vLLM's attention of a layer with TRITON_MLA; its kernel takes tiles of one size.
-
-    Attributes:
-        kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
-        kvtxn_keeps_order: the order of a batch decides which kernel a request gets: it decodes if
-            it has as many rows as the first one, and counts among prompts otherwise.
-    """
-
-    kvtxn_line_per_row = True
-    kvtxn_keeps_order = True
-
-
-class WindowTritonLatentBackend(_LatentBackend):  # type: ignore[misc, valid-type]
-    """kvtxn's attention backend, which vLLM finds under the name TRITON_MLA."""
-
-    @staticmethod
-    def get_impl_cls() -> type[WindowTritonLatentImpl]:
-        """Return the class of the layers' attention."""
-        return WindowTritonLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[WindowTritonLatentBuilder]:
-        """Return the class of the metadata builders."""
-        return WindowTritonLatentBuilder
