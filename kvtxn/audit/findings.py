@@ -50,6 +50,11 @@ AUDIT_FAMILIES: Final = (
         "Rows and states taken for right although nobody can vouch for where they are from.",
         per_rank=True,
     ),
+    Family(
+        "kvtxn_audit_store_dropped_total",
+        "Blocks that were neither written to a store of identities nor asked for there.",
+        per_rank=True,
+    ),
     *BY_AGE,
 )
 

@@ -622,28 +622,25 @@ class Ledger:
         """
         return self._transfers.origins(request, group, firsts, stored_by=stored_by)
 
-    def identities(
-        self, request: str, group: str, table: Ints, firsts: Ints, *, stored_by: str | None = None
-    ) -> Tensor:
+    def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
         """Return whose rows full blocks have, for ``IdentityTable.remember``.
 
         Args:
-            request: the request whose block table it is.
+            request: the request that has them in its block table.
             group: the group of the blocks.
             table: int ``[blocks]`` on the host, the request's block table.
             firsts: int ``[n]`` on the host, the position of the first row of each block.
-            stored_by: the request that is named as the writer; None: the same one.
 
         Returns:
-            int64 ``[n, 7]`` on the ledger's device: the step, the writer's serial number, the word
+            int64 ``[n, 7]`` on the ledger's device: the step, the request's serial number, the word
             of the first row, the terms of its token and of the two before, and the word of the last
-            row. Words are at the age that they had in the first epoch; 0 of a row that is not
-            there.
+            row. Words are at the age that they had in the first epoch. They are 0 of a block
+            whose rows are not all there, or not all of one prefix that ends with these tokens.
 
         Raises:
             ConfigError: as in ``publish``.
         """
-        return self._transfers.identities(request, group, table, firsts, stored_by=stored_by)
+        return self._transfers.identities(request, group, table, firsts)
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
         """Return the words of a request's own rows, as ``export`` returns those that are there.

@@ -234,6 +234,37 @@ def test_stale_rows_are_not_written(process, first):
     assert other.settled() == (8, [])
 
 
+@pytest.mark.parametrize("position", [0, 5, 7])
+def test_a_block_with_a_row_that_is_not_there_is_not_remembered(process, first, position):
+    """Nobody may take it for a whole one later, in this process or in another."""
+    made = process()
+    made.bytes |= {1: 500, 2: 600, 4: 500, 5: 600}
+    made.admit("a", TOKENS)
+    made.ledger.hand_out("group.0", [1, 2, 4, 5])
+    words = made.ledger.expected("a", "group.0", 0, 8)
+    words[position] = 1  # of a draft that was taken back
+    made.ledger.import_rows("a", "group.0", [1, 2], 0, 8, words)
+    made.ledger.violations()
+    made.watch._remember("a", "group.0", [1, 2], 0)
+    assert made.thread.wait(LONG)
+    made.come("b", [4, 5], TOKENS)
+    assert made.settled() == (4, [])
+
+
+def test_a_step_that_failed_fills_no_block(first):
+    first.watch.restart()
+    first.admit("e", TOKENS)
+    rows = Rows(["e"], torch.tensor([0, 10]), torch.tensor([0]), torch.zeros(10), None, {},
+                {"group.0": torch.tensor([[1, 2, 3]])})  # fmt: skip
+    first.watch.forward(rows)
+    first.watch.take_back()
+    first.watch.end_step()
+    assert len(first.watch._table) == 0
+    first.watch.forward(rows)
+    first.watch.end_step()
+    assert len(first.watch._table) == 2
+
+
 def test_a_block_that_could_not_be_loaded_is_no_finding(second):
     second.come("b", [4, 5], [99, *TOKENS[1:]])
     second.watch.failed([4])

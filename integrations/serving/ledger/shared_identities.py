@@ -6,18 +6,30 @@ stay right, or a violation is found, or they count as rows that nobody can vouch
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Ledger, RowGroup, Violation
+from ....audit import Key, Ledger, RowGroup, Violation
 from ....audit.digest import signed
-from ....audit.identity_store import StoredBlock
+from ....audit.identity_store import SqliteStore, StoredBlock, store_path
+from ....audit.key_file import key_from_file
 from ....audit.store_thread import Question, StoreThread
+from ....errors import ConfigError
+from ....log import get_logger
 
+log = get_logger()
+
+#: The version of what a scope is made of.
+_SCOPES: Final = 1
+#: The bits of a word.
+_WORD: Final = (1 << 64) - 1
 #: Seconds for which a call for counters or a report waits for answers; no step waits.
 _PATIENCE: Final = 1.0
 
@@ -78,6 +90,15 @@ class SharedIdentities:
         }
         self._weights: tuple[int, int | None] | None = None  # by epoch
         self._asked: list[_Asked] = []
+
+    def close(self) -> None:
+        """Write what waits, for a moment, and let go of the store."""
+        self._thread.close()
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that were neither written nor asked for."""
+        return self._thread.dropped
 
     def restart(self) -> None:
         """Forget what was asked, and the hash of the weights."""
@@ -192,6 +213,53 @@ class SharedIdentities:
                 differs=_difference(asked, other, same_tokens=bool(own)),
             )
         )
+
+
+def read_key(path: str | None) -> Key | None:
+    """Return the key of the processes that share a store; None without a file.
+
+    A file that has no key is said in the log, and then nothing is shared.
+    """
+    try:
+        return None if path is None else key_from_file(path)
+    except ConfigError as error:
+        effect = "rows that others bring count as unverified"
+        log.warning("kvtxn.audit_store_failed", why=str(error), effect=effect)
+        return None
+
+
+def share(
+    ledger: Ledger,
+    url: str,
+    layouts: Mapping[str, object],
+    weights: Callable[[], int | None],
+    place: str,
+    *,
+    names: bool,
+) -> SharedIdentities:
+    """Share the identities of a ledger's blocks with other processes, until it is closed.
+
+    Args:
+        ledger: the ledger, which has the key of these processes.
+        url: of the store.
+        layouts: by name of a group, what the bytes of a block depend on besides its rows, as JSON
+            can hold it; blocks of other layouts are never compared.
+        weights: as for ``SharedIdentities``.
+        place: says which process this is, in a report of another one.
+        names: the store may have the names of requests; else a keyed hash stands for each.
+    """
+    scopes = {
+        name: hashlib.blake2b(json.dumps([_SCOPES, layout]).encode(), digest_size=16).digest()
+        for name, layout in layouts.items()
+    }
+    key = ledger.books.key
+
+    def written_by(request: str) -> str:
+        name = request if names else f"#{key.salt(request) & _WORD:016x}"
+        return f"{place}, request {name}"
+
+    thread = StoreThread(partial(SqliteStore, store_path(url)))
+    return SharedIdentities(ledger, thread, scopes, weights, written_by)
 
 
 def _difference(asked: _Asked, other: StoredBlock, *, same_tokens: bool) -> str:

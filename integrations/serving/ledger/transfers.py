@@ -191,7 +191,7 @@ class TransferWatch:
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
-            self._remember(name, each.group, table, each.begin, stored_by=each.request)
+            self._remember(each.request, each.group, table, each.begin)
             if other is not None:
                 self._ledger.release(name)
             self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
@@ -220,22 +220,19 @@ class TransferWatch:
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
 
-    def _remember(
-        self, name: str, group: str, table: list[int], begin: int, stored_by: str | None = None
-    ) -> None:
+    def _remember(self, name: str, group: str, table: list[int], begin: int) -> None:
         """Remember the blocks of a request's table from a column on, by their bytes."""
         size = self._groups[group].block_size
         firsts = range(begin * size, len(table) * size, size)
         if not firsts:
             return
-        identities = self._ledger.identities(name, group, table, firsts, stored_by=stored_by).cpu()
+        identities = self._ledger.identities(name, group, table, firsts).cpu()
         contents = self._contents(group, table[begin:])
         self._table.remember(contents, identities)
         if self._shared is not None:
             expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
             lasts = expected.view(-1, size)[:, -1].cpu()
-            writer = name if stored_by is None else stored_by
-            self._shared.remember(writer, group, contents, identities[:, -1], lasts, firsts.start)
+            self._shared.remember(name, group, contents, identities[:, -1], lasts, firsts.start)
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -304,6 +301,10 @@ class TransferWatch:
             self._shared.drop(failed)
         return [*names], sorted(failed)
 
+    def take_back(self) -> None:
+        """Remember nothing of a step that failed."""
+        self._rows = None
+
     def end_step(self) -> None:
         """Remember the blocks that the step has filled; a drafter's rows are there now, too."""
         rows, self._rows = self._rows, None
@@ -314,6 +315,11 @@ class TransferWatch:
         """Judge what came from other processes, as far as their store answers soon."""
         if self._shared is not None:
             self._shared.settle()
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the store of other processes was too slow for, or not there."""
+        return 0 if self._shared is None else self._shared.dropped
 
     def _contents(self, group: str, blocks: Sequence[int]) -> Tensor:
         """Return checksums of the bytes of blocks, int64 ``[n, 2]``; of no other group's."""

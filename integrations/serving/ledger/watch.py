@@ -439,6 +439,8 @@ class Watch:
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
+            if self.transfers is not None:
+                self.transfers.take_back()
             self.ledger.take_back(step)
 
     def ended(self) -> None:
@@ -579,8 +581,10 @@ class Watch:
             self._try(self._say)  # of a failed load nothing counts
         found: dict[str, float] = {}
         self._try(lambda: found.update(self.ledger.counters()))
+        dropped = 0 if self.transfers is None else self.transfers.dropped
         return {
             **found,
+            "kvtxn_audit_store_dropped_total": float(dropped),
             "kvtxn_audit_active": float(self.begun and not self.stopped),
             "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }

@@ -17,6 +17,8 @@ TOKENS = list(range(20, 31))
 class Loads:
     """The transfers of a connector that loads blocks for request "a", of which it says later."""
 
+    dropped = 0
+
     def __init__(self, ledger):
         self.ledger, self.failed, self.names = ledger, [], []
         self.loads, self.unsettled = False, False
