@@ -34,15 +34,13 @@ def behave(job, folder):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    """A batch of which one engine dies, one cannot start, and one hangs."""
+    """A batch of which one engine dies, and one cannot start."""
     folder = tmp_path_factory.mktemp("engines")
-    jobs = {name: name for name in ("first", "dies", "raises", "hangs", "last")}
+    jobs = {name: name for name in ("first", "dies", "raises", "last")}
     work = {"work": "test_engine_pool:behave", "method": "spawn"}
-    # The clock of an engine runs while its interpreter starts, which takes long on a busy machine.
     pool = EnginePool(
-        jobs=jobs, folder=folder, count=2, seconds=20, environment={"TOLD": "yes"}, **work
+        jobs=jobs, folder=folder, count=2, seconds=600, environment={"TOLD": "yes"}, **work
     )
-    pool.folder = folder
     yield pool
     pool.stop()
 
@@ -59,7 +57,6 @@ def test_the_others_report(pool, name):
     ("name", "says"),
     [
         ("dies", ["engine dies: its process ended with exit code 9", "starting dies"]),
-        ("hangs", ["engine hangs: no report within 20 s", "starting hangs"]),
         (
             "raises",
             [
@@ -84,18 +81,20 @@ def test_one_that_fails_says_its_own_last_error(pool, name, says):
 
 def test_all_come_to_an_end(pool):
     """Each one once, whatever became of it."""
-    assert sorted(pool.as_they_end()) == ["dies", "first", "hangs", "last", "raises"]
+    assert sorted(pool.as_they_end()) == ["dies", "first", "last", "raises"]
 
 
-def test_nothing_of_a_hung_engine_is_left(pool):
-    """The processes that it started end with it."""
-    with pytest.raises(EngineFailed):
-        pool.report("hangs")
-    child = int((pool.folder / "hangs" / "child").read_text())
-    until = time.monotonic() + 60
-    while time.monotonic() < until and _lives(child):
-        time.sleep(0.05)
-    assert not _lives(child)
+def test_one_that_hangs_is_ended_and_the_next_one_starts(tmp_path):
+    """However far it came: a busy machine may not even have started its interpreter."""
+    jobs = {"one": "hangs", "two": "hangs"}
+    pool = EnginePool(
+        "test_engine_pool:behave", jobs, tmp_path, count=1, seconds=0.5, method="spawn"
+    )
+    for name in jobs:
+        with pytest.raises(EngineFailed, match=rf"^engine {name}: no report within 0\.5 s"):
+            pool.report(name)
+        assert not pool.finished(name)
+    pool.stop()
 
 
 def _lives(process):
@@ -137,16 +136,21 @@ def test_an_engine_gives_way_to_tests_that_compute():
 
 
 def test_a_pool_that_is_stopped_leaves_nothing(tmp_path):
-    """Engines that run are ended, those that wait never start."""
+    """Engines that run are ended with all that they started, those that wait never start."""
     jobs = {"one": "hangs", "two": "hangs"}
     pool = EnginePool(
         "test_engine_pool:behave", jobs, tmp_path, count=1, seconds=600, method="spawn"
     )
     until = time.monotonic() + 120
-    while not (tmp_path / "one" / "child").exists():
+    while not ((path := tmp_path / "one" / "child").exists() and path.read_text()):
         assert time.monotonic() < until
         time.sleep(0.05)
+    child = int(path.read_text())
+    assert _lives(child)
     pool.stop()
+    while _lives(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
     assert not (tmp_path / "two").exists()
     assert not pool.finished("one")
 

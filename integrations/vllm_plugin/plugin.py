@@ -96,13 +96,17 @@ def _before_engine(config: Foreign) -> None:
 
 
 def _after_engine(engine: VllmEngine) -> None:
-    """Publish or keep the counters of an engine that asks for kvtxn."""
+    """Publish or keep the counters of an engine that asks for kvtxn; hash its images."""
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
-    if _asked(lambda: frontend.config_of(engine), event) is not None:
+    if (asked := _asked(lambda: frontend.config_of(engine), event)) is not None:
         with _or_stock(event, effect):
             from . import metrics
 
             metrics.on_engine(engine)
+        with _or_stock("kvtxn.media_by_name", "images count by the names that clients give"):
+            from . import starting
+
+            starting.on_engine(engine, asked)
 
 
 def _on_worker(wrapper: WorkerWrapper) -> None:

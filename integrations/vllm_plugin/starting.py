@@ -16,7 +16,7 @@ import attrs
 from ...errors import KVTxnError
 from ...log import get_logger
 from . import self_test
-from .internals.engine_protocols import Scheduler, VllmConfig, WorkerWrapper
+from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
 from .metrics import unhook_clients
 from .policy import STOPS_THE_START, supported, wants
 from .policy.doctor import hook_gone
@@ -51,12 +51,27 @@ _undo_engines: list[Callable[[], None]] = []
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
     from .audit import containing_scheduler
+    from .internals.media_contents import unfollow_media
 
     unhook_runners()
     unhook_clients()
+    unfollow_media()
     containing_scheduler.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
+
+
+def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
+    """Let the front end of an engine tell its workers' audits the content of images and audio.
+
+    Args:
+        engine: the engine, which is up.
+        asked: the user's ``additional_config``, with settings of kvtxn.
+    """
+    from .internals.media_contents import follow_media
+
+    if is_audited(asked):
+        follow_media(engine)
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:

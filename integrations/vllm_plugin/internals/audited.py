@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Final
 
 import attrs
@@ -14,9 +14,18 @@ from ....audit import RowGroup
 from ...serving.step import NO_CHANGES, Arrival, Changes, Room
 from ..policy.supported import cannot_watch
 from . import batches
-from .engine_protocols import BlockCopy, NewRequest, RequestContent, SchedulerOutput, VllmConfig
+from .engine_protocols import (
+    BlockCopy,
+    KVCacheGroup,
+    KVCacheSpec,
+    NewRequest,
+    RequestContent,
+    SchedulerOutput,
+    VllmConfig,
+)
 from .layers import draft_layers
 from .lora_adapters import Adapters, hash_of
+from .media_contents import Media
 from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
@@ -70,9 +79,22 @@ def foreign_scheduler(config: VllmConfig) -> str | None:
 
 
 def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
-    """Name the KV-cache groups that are not among those that are watched."""
-    numbers = range(len(runner.kv_cache_config.kv_cache_groups))
-    return [f"group.{number}" for number in numbers if f"group.{number}" not in {*groups}]
+    """Name the KV-cache groups that are not among those that are watched, and vLLM's kind of each.
+
+    The guide says of each kind why its rows are not compared.
+    """
+    kinds = [type(_spec_of(group)).__name__ for group in runner.kv_cache_config.kv_cache_groups]
+    return [
+        f"group.{number} ({kind})"
+        for number, kind in enumerate(kinds)
+        if f"group.{number}" not in {*groups}
+    ]
+
+
+def _spec_of(group: KVCacheGroup) -> KVCacheSpec:
+    """Return the kind of a group; that of its first layer, where layers differ in their sizes."""
+    spec = group.kv_cache_spec
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def most_drafts(runner: Runner) -> int:
@@ -96,8 +118,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
     others += tuple(getattr(kinds, name) for name in unknown if hasattr(kinds, name))
     found = {}
     for number, group in enumerate(config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        spec = _spec_of(group)
         if not isinstance(spec, kinds.AttentionSpec) or isinstance(spec, others):
             continue
         if getattr(spec, "tokens_per_state", 1) != 1:
@@ -233,7 +254,7 @@ def arrival_of(
     """
     lora = getattr(state, "lora_request", None)
     extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
-    embedded = _embedded(state)
+    embedded = _embedded(state, _media(runner))
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
         embedded = {}
@@ -246,8 +267,18 @@ def _adapters(runner: Runner) -> Adapters:
     return known
 
 
-def _embedded(state: RequestContent) -> dict[int, int]:
-    """Hash the vectors that replace tokens in a request, by position."""
+def _media(runner: Runner) -> Media:
+    """Return what is known of the images and audio that requests of a runner have named."""
+    known: Media = vars(runner).setdefault("kvtxn_media", Media())
+    return known
+
+
+def _embedded(state: RequestContent, media: Media) -> dict[int, int]:
+    """Hash the vectors that replace tokens in a request, by position.
+
+    All positions of an image have one hash. Which of them is meant follows from the positions, as a
+    digest is that of all positions before, too.
+    """
     found: dict[int, int] = {}
     if state.prompt_embeds is not None and len(state.prompt_embeds):
         vectors = state.prompt_embeds.contiguous().view(torch.uint8).numpy()
@@ -256,9 +287,12 @@ def _embedded(state: RequestContent) -> dict[int, int]:
         for position in range(len(vectors)):
             if is_token is None or not is_token[position]:
                 found[position] = hash_of(raw[position * size : (position + 1) * size])
-    for feature in state.mm_features or ():
-        place, content = feature.mm_position, hash_of(str(feature.identifier).encode())
-        found |= dict.fromkeys(range(place.offset, place.offset + place.length), content)
+    for feature, content in media.hashes(state):
+        place = feature.mm_position
+        taken: Iterable[int] = range(place.offset, place.offset + place.length)
+        if place.is_embed is not None:  # others keep their tokens, such as the ends of lines
+            taken = compress(taken, place.is_embed.tolist())
+        found |= dict.fromkeys(taken, content)
     return found
 
 

@@ -240,13 +240,52 @@ class Placeholder(Protocol):
 
     offset: int
     length: int
+    is_embed: Tensor | None
 
 
 class Feature(Protocol):
     """``vllm.multimodal.inputs.MultiModalFeatureSpec``."""
 
     identifier: str
+    mm_hash: str | None
     mm_position: Placeholder
+
+
+class MediaItems(Protocol):
+    """``vllm.multimodal.parse.ModalityDataItems``: the items of one modality in a prompt."""
+
+    def get_all_items_for_hash(self) -> list[object]:
+        """Return each item; None for one of which the client sent the name alone."""
+
+
+class ProcessorInputs(Protocol):
+    """``vllm.multimodal.processing.inputs.ProcessorInputs``: a prompt, its items, their names."""
+
+    mm_data_items: Mapping[str, MediaItems]
+    mm_uuid_items: Mapping[str, Sequence[str | None]] | None
+
+    def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
+        """Return the name or the hash of each item, by modality."""
+        raise NotImplementedError
+
+
+if TYPE_CHECKING:  # likewise
+    BeforeInputs = ProcessorInputs
+else:
+    BeforeInputs = object
+
+
+class SamplingParams(Protocol):
+    """``vllm.sampling_params.SamplingParams``."""
+
+    extra_args: dict[str, Any] | None
+
+
+class EngineCoreRequest(Protocol):
+    """``vllm.v1.engine.EngineCoreRequest``: a request, as the front end sends it."""
+
+    mm_features: list[Feature] | None
+    sampling_params: SamplingParams | None
 
 
 class RequestContent(Protocol):
@@ -465,6 +504,7 @@ class VllmEngine(Protocol):
     """``vllm.v1.engine.llm_engine.LLMEngine``: what it shares with ``AsyncLLM``."""
 
     engine_core: Any  # a ``Client``; of an engine in this process it has the core itself
+    input_processor: object
     log_stats: bool
     vllm_config: VllmConfig
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import contained_engines
 import failing_engines
+import media_engines
 import planted_bytes
 import planted_engines
 import ranks_apart
@@ -245,6 +246,14 @@ ENGINES |= {
         "faults": (),
         "work": shared_engines.find,
         "options": WHOLE_PROMPTS,
+    },
+    # The core in a process of its own, to which the front end sends what it knows of a picture.
+    "pictures": {
+        "model": "blip2",
+        "faults": (),
+        "work": media_engines.find,
+        "options": {"skip_tokenizer_init": False, "num_gpu_blocks_override": 60},
+        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     },
     "sleeps": {
         "model": "llama",

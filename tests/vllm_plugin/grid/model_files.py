@@ -48,6 +48,8 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
     import torch
     import transformers as hf
 
+    if name == "blip2":
+        return write_blip2(folder / name)
     torch.manual_seed(seed)
     layers = {"num_hidden_layers": 3}
     if name in ("llama", "draft"):
@@ -171,6 +173,49 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
     path = folder / name
     model.save_pretrained(path)
     return str(path)
+
+
+#: Tokens of a picture of ``blip2``, which come before the text.
+PICTURE = 16
+
+
+def write_blip2(folder: Path) -> str:
+    """Write a model of pictures and text, with the files of its processor, into ``folder``."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    small = {"num_attention_heads": 1, "hidden_size": 32, "intermediate_size": 64}
+    text = hf.OPTConfig(
+        vocab_size=VOCAB + 8,  # room for the processor's token of a picture
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        word_embed_proj_dim=64,
+        init_std=0.08,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    vision = {"num_hidden_layers": 1, "image_size": 16, "patch_size": 4, "initializer_range": 0.3}
+    former = {"num_hidden_layers": 2, "encoder_hidden_size": 32, "vocab_size": 8}
+    config = hf.Blip2Config(
+        text_config=text.to_dict(),
+        vision_config={**small, **vision},
+        qformer_config={**small, **former, "initializer_range": 0.3},
+        num_query_tokens=PICTURE,
+        image_token_index=VOCAB,
+        initializer_range=0.3,
+    )
+    model = hf.Blip2ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.query_tokens)
+    model.save_pretrained(folder)
+    write_tokenizer(str(folder))
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    images = hf.BlipImageProcessor(size={"height": 16, "width": 16})
+    hf.Blip2Processor(images, tokenizer, num_query_tokens=PICTURE).save_pretrained(folder)
+    return str(folder)
 
 
 def write_tokenizer(folder: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
+from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
@@ -153,7 +154,7 @@ def test_rows_stored_under_other_tokens(rig):
 def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     """What its rows depend on beside tokens counts for the tokens of the store, too."""
     feature = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=6, length=4), identifier="a picture"
+        mm_position=SimpleNamespace(offset=6, length=4, is_embed=None), identifier="a picture"
     )
     rig.runner.lora_manager = Loaded()
     lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
@@ -208,6 +209,14 @@ def test_an_adapter_is_known_by_its_name_and_path(extras):
     others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
     assert extras("poet", 1, "/poet") not in others
     assert len({tuple(each) for each in others}) == 3
+
+
+def test_a_salt_is_no_adapter_of_that_name(rig, extras):
+    """vllm-project/vllm#44701: a client chooses its salt, and older releases mixed the two up."""
+    state = state_of([7, 8], TOKENS[:10], cache_salt="poet")
+    salted = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+    assert salted == []  # its rows are those of the model alone
+    assert extras("poet", 1, "/poet") != salted
 
 
 @pytest.fixture
@@ -294,14 +303,15 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     vectors[3] += 1
     vectors = torch.cat([vectors.bfloat16()] * 2, 1)[:, :3]
     feature = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=2000, length=50_000), identifier="a picture"
+        mm_position=SimpleNamespace(offset=2000, length=50_000, is_embed=None),
+        identifier="a picture",
     )
     is_token = [False, True] + [False] * 1998
     given = {"prompt_embeds": vectors, "prompt_is_token_ids": is_token}
     calls, found = [], {}
     sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
     try:
-        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given))
+        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given), Media())
     finally:
         sys.setprofile(None)
     assert len(calls) < 5 * len(vectors)
@@ -310,7 +320,7 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     assert found[2] == lora_adapters.hash_of(raw) != found[3]
     assert found[2000] == found[51_999] == lora_adapters.hash_of(b"a picture")
     given["prompt_embeds"] = vectors[:0]
-    assert audited._embedded(SimpleNamespace(mm_features=None, **given)) == {}
+    assert audited._embedded(SimpleNamespace(mm_features=None, **given), Media()) == {}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def imported(tree):
 def attributes(name, root):
     """The names that a class has, by itself and by its bases, as far as these are vLLM's."""
     module, _, last = name.rpartition(".")
-    path = root.joinpath(*module.split(".")).with_suffix(".py")
+    folder = root.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not path.is_file():
         return set()
     tree = ast.parse(path.read_text())

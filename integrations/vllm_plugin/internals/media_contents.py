@@ -1,0 +1,161 @@
+"""Images and audio under names that clients give them, known by their content.
+
+A client may name an image (``multi_modal_uuids``, or ``uuid`` in a chat). vLLM then takes the name
+for the image, in its caches of processed inputs, of encoder outputs and of rows: another image
+under the same name gets what the first one has left there. A worker never sees the other image,
+since the front end drops what its cache has. So the content is hashed in the front end, and the
+hash travels with the request's sampling parameters. vLLM's own hash is used; it is also its name of
+an image that the client has not named, so that nothing has to be done for those.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from .engine_protocols import BeforeInputs
+from .hooks import follow, precede, swap_class
+from .lora_adapters import hash_of
+
+if TYPE_CHECKING:
+    from .engine_protocols import (
+        EngineCoreRequest,
+        Feature,
+        ProcessorInputs,
+        RequestContent,
+        VllmEngine,
+    )
+
+#: The key of the hashes in ``SamplingParams.extra_args``, by vLLM's name of the item.
+CONTENTS: Final = "kvtxn_contents"
+#: Named items whose content a worker remembers; the ones that were used first are forgotten.
+_REMEMBERED: Final = 1 << 16
+
+#: By engine, what undoes the hooks of its front end.
+_undo: WeakKeyDictionary[VllmEngine, Callable[[], None]] = WeakKeyDictionary()
+
+
+class Named(str):
+    """The name that a client gave an item, with the hash of its content.
+
+    Attributes:
+        content: vLLM's hash of the item.
+    """
+
+    content: str
+
+
+class ContentHashes(BeforeInputs):
+    """Hashes items that have names, too; a mixin before the class of a prompt's inputs."""
+
+    def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
+        """Return vLLM's name of each item by modality, with its content if a client named it."""
+        names = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
+        given = self.mm_uuid_items
+        if not any(name is not None for each in (given or {}).values() for name in each):
+            return names
+        assert given is not None  # it has names
+        # A name alone stands for an item that was sent before: there is nothing to hash.
+        self.mm_uuid_items = {
+            modality: [
+                name if item is None else None
+                for name, item in zip(
+                    given[modality], items.get_all_items_for_hash(), strict=True
+                )
+            ]
+            for modality, items in self.mm_data_items.items()
+            if modality in given
+        }  # fmt: skip
+        try:
+            contents = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
+        finally:
+            self.mm_uuid_items = given
+        return {
+            modality: [*map(_named, each, contents[modality])] for modality, each in names.items()
+        }
+
+
+def _named(name: str, content: str) -> str:
+    """Return a name with its content; the name as it is if that is a hash of the content."""
+    if name == content:
+        return name
+    named = Named(name)
+    named.content = content
+    return named
+
+
+def follow_media(engine: VllmEngine) -> None:
+    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it.
+
+    Args:
+        engine: an ``LLMEngine`` or ``AsyncLLM``.
+    """
+    processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
+    if processor is None:  # the model takes text alone
+        return
+
+    def before(inputs: ProcessorInputs, *args: object, **kwargs: object) -> None:
+        swap_class(inputs, ContentHashes)
+
+    with ExitStack() as undo:
+        undo.callback(precede(processor, "apply", before))
+        undo.callback(follow(engine.input_processor, "process_inputs", send_contents))
+        _undo[engine] = undo.pop_all().close
+
+
+def unfollow_media() -> None:
+    """Undo ``follow_media`` for every engine of this process."""
+    for engine in [*_undo]:
+        _undo.pop(engine)()
+
+
+def send_contents(request: EngineCoreRequest) -> None:
+    """Let a request take the hashes of its named items along, in its sampling parameters.
+
+    Args:
+        request: the request, as it is about to be sent to the engine; its names become plain text.
+    """
+    contents: dict[str, str] = {}
+    for feature in request.mm_features or ():
+        if isinstance(name := feature.mm_hash, Named):
+            feature.mm_hash = plain = str(name)
+            if isinstance(feature.identifier, Named):
+                feature.identifier = str(feature.identifier)
+            known = contents.get(plain, name.content)  # one name for two items of a request?
+            contents[plain] = known if known == name.content else f"{known} {name.content}"
+    params = request.sampling_params
+    if contents and params is not None:
+        params.extra_args = {**(params.extra_args or {}), CONTENTS: contents}
+
+
+class Media:
+    """The content of items that clients have named, as a worker knows it.
+
+    A request may use a name without an item; it means the item that was last sent with the name.
+    """
+
+    def __init__(self) -> None:
+        self._known: Final[OrderedDict[str, str]] = OrderedDict()
+
+    def hashes(self, state: RequestContent) -> list[tuple[Feature, int]]:
+        """Return the items of a request, and a hash of the content of each.
+
+        Args:
+            state: what vLLM keeps or is told of the request.
+        """
+        arguments = getattr(getattr(state, "sampling_params", None), "extra_args", None) or {}
+        contents: Mapping[str, str] = arguments.get(CONTENTS, {})
+        found = []
+        for feature in state.mm_features or ():
+            name = str(getattr(feature, "mm_hash", None) or feature.identifier)
+            content = contents.get(name) or self._known.get(name)
+            if content is not None:
+                self._known[name] = content
+                self._known.move_to_end(name)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            found.append((feature, hash_of((content or name).encode())))
+        return found

@@ -1,0 +1,39 @@
+"""KV-cache groups whose rows are not those of single positions are left out, by name and kind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.internals import audited
+
+kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
+
+SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+MORE = {
+    "CircularBufferSpec": {},
+    "HiddenStateCacheSpec": {"num_kv_heads": 1},
+    "RSWASpec": {"rswa_window": 32},
+    "SinkFullAttentionSpec": {"sink_len": 16},
+    "CrossAttentionSpec": {},
+}
+
+
+def runner_of(*specs):
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{number}"])
+        for number, spec in enumerate(specs)
+    ]
+    config = SimpleNamespace(kv_cache_groups=groups, num_blocks=9)
+    return SimpleNamespace(kv_cache_config=config)
+
+
+@pytest.mark.parametrize("kind", [name for name in MORE if hasattr(kinds, name)])
+def test_a_group_of_another_kind_is_named_with_its_kind(kind, monkeypatch):
+    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    other = getattr(kinds, kind)(**SIZES | MORE[kind])
+    runner = runner_of(kinds.FullAttentionSpec(**SIZES), other)
+    watched = audited.row_groups(runner)
+    assert [*watched] == ["group.0"]
+    assert audited.groups_left_out(runner, watched) == [f"group.1 ({kind})"]
