@@ -104,9 +104,10 @@ def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
 
 def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
     """Make the ledger of a runner."""
-    from .audit import ledger_v1, ledger_v2
+    from ..serving.ledger.part import LedgerPart
+    from .audit import steps_v1, steps_v2
 
     if facts.runner == "v2":
-        return ledger_v2.LedgerV2(runner)
-    steps = ledger_v1.CpuSteps if facts.device == "cpu" else ledger_v1.DeviceSteps
-    return ledger_v1.LedgerV1(runner, steps(runner))
+        return LedgerPart(steps_v2.StepsV2(runner))
+    steps = steps_v1.CpuSteps if facts.device == "cpu" else steps_v1.DeviceSteps
+    return LedgerPart(steps(runner))

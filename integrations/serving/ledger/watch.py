@@ -88,7 +88,6 @@ class Watch:
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
-        rows: the rows of the last forward.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
@@ -150,7 +149,6 @@ class Watch:
         self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
-        self.rows: Rows | None = None
         self.stopped, self.steps = False, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
@@ -159,6 +157,7 @@ class Watch:
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
         self._awaits = False  # a step was told whose samples are not known yet
+        self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
         number = self.ledger.books.sizes.max_requests
         self._buffer: Final = LineBuffer(self.ledger, number, device)
@@ -321,29 +320,15 @@ class Watch:
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def forward(
-        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None = None
-    ) -> None:
-        """Note what a forward writes, and compare what it reads.
-
-        Args:
-            rows: the batch's rows.
-            returning: describes a request, given its name, that the ledger has forgotten.
-            states: the batch's states; None if the model has none.
-        """
-        self.steps += 1
-        self._forward(rows, returning, states)
-        self._look()
-
     def step(
         self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
     ) -> None:
-        """Read a forward, and do what ``forward`` says; an error ends the audit alone.
+        """Note what a forward writes, and compare what it reads; an error ends the audit alone.
 
         Args:
             read: returns the batch's rows, and its states if any are watched. It is called here, so
                 that all ranks count this step even if it raises on one of them.
-            returning: as for ``forward``.
+            returning: describes a request, given its name, that the ledger has forgotten.
         """
         self.steps += 1
         if not self.stopped:
@@ -357,7 +342,6 @@ class Watch:
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        self.rows = rows
         lines, whole = self._lines(rows.names, returning), True
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
@@ -369,7 +353,7 @@ class Watch:
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.under_way, self._awaits = step, True
+        self.under_way, self._awaits, self._leaving = step, True, states
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes and whole:  # a later step checks all that was filled until then
@@ -410,6 +394,17 @@ class Watch:
         if not behind and self.transfers is not None and self.transfers.unsettled:
             self._settle_loads()
             self._say()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tell the ledger which states windows commit, now that the drafts are decided."""
+        states, self._leaving = self._leaving, None
+        if states is None or not states.leaves or self.under_way is None:
+            return
+        lines = self.under_way.lines
+        self.ledger.leave(lines, states.leaves)
+        if states.ends:
+            self.ledger.leave(lines, states.ends, states.end_at)
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
@@ -442,6 +437,15 @@ class Watch:
             if self.transfers is not None:
                 self.transfers.take_back()
             self.ledger.take_back(step)
+
+    def sampling_failed(self) -> None:
+        """Hear that what follows the forward has failed; the forward's rows are there.
+
+        But a drafter that has rows of its own may not have written them, and states may not have
+        been moved to where the next step looks for them.
+        """
+        if self.drafts_late or self.states:
+            self.take_back()
 
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""

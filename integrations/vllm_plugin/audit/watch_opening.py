@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sized
-from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -17,7 +16,6 @@ from ....layers import LayerRef
 from ....log import get_logger
 from ...pytest_audit import engines as pytest_audit
 from ...serving.ledger.shared_identities import SharedIdentities, read_key, share
-from ...serving.ledger.violation_log import AuditError
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
 from ..internals import (
@@ -28,7 +26,6 @@ from ..internals import (
     connectors,
     kv_cache,
     ranks,
-    scheduling,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -191,7 +188,9 @@ def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
 
 def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Tell a runner's watch which states are copied."""
-    runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
+    watch = runner.kvtxn_audit
+    if watch is not None:
+        watch.hear(lambda watch: watch.ledger.carry(copies))
 
 
 def _watch_of_all_ranks(
@@ -436,57 +435,6 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
         bytes=watch.ledger.books.num_bytes,
         vllm=workers.version(),
     )
-
-
-def end_step(runner: HookedRunner, output: object) -> None:
-    """End a step; adds to its output the requests that read wrong rows, if they are contained.
-
-    Raises:
-        AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
-    """
-    watch = runner.kvtxn_audit
-    if watch is None:
-        return
-    if watch.scrub is not None:
-        runner.kvtxn_tell(Watch.ended)
-    wrong = watch.end_step()
-    if wrong is not None:
-        scheduling.mark(output, wrong)
-
-
-def fail_step(runner: HookedRunner) -> None:
-    """End a step whose last part raised; that error wins over what the audit finds."""
-    watch = runner.kvtxn_audit
-    if watch is not None:
-        runner.kvtxn_tell(_sampling_failed)
-        with suppress(AuditError):
-            watch.end_step()
-
-
-def _sampling_failed(watch: Watch) -> None:
-    """Tell a watch that what follows the forward has failed; the forward's rows are there.
-
-    But a drafter that has rows of its own may not have written them, and states may not have been
-    moved to where the next step looks for them.
-    """
-    if watch.drafts_late or watch.states:
-        watch.take_back()
-
-
-def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None:
-    """Tell a watch which states windows have committed.
-
-    Args:
-        watch: it was told of the step, and what was sampled.
-        reader: has read the states of the step; None if none are watched.
-    """
-    last = None if reader is None else reader.take_last()
-    if last is None or not last.leaves or watch.under_way is None:
-        return
-    lines = watch.under_way.lines
-    watch.ledger.leave(lines, last.leaves)
-    if last.ends:
-        watch.ledger.leave(lines, last.ends, last.end_at)
 
 
 # -- weights that change ----------------------------------------------------------------------

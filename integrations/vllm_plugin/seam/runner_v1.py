@@ -8,7 +8,7 @@ On a GPU the forward may be a replayed graph, which is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ class AdapterV1:
             warm-up.
         kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
-        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
@@ -40,7 +39,6 @@ class AdapterV1:
     kvtxn_planned: PlannedV1 | None = None
     kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
-    kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
 
     # -- caches ------------------------------------------------------------------------------
@@ -152,10 +150,3 @@ class AdapterV1:
             raise
         self.kvtxn_parts.sampled(batches.sampled_ids(output), None)
         return output
-
-    # -- the ledger --------------------------------------------------------------------------
-
-    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        if self.kvtxn_audit is not None:
-            self.kvtxn_audit.hear(tell)

@@ -10,7 +10,7 @@ earlier step there, when a later one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -31,14 +31,12 @@ class AdapterV2:
         kvtxn_parts: the parts that hear what the runner does.
         kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
-        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
     kvtxn_parts: Parts = Parts()
     kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
-    kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
 
     # -- caches ------------------------------------------------------------------------------
@@ -162,10 +160,3 @@ class AdapterV2:
             *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )
         self.kvtxn_parts.outcome_kept(sampled_tokens, num_sampled)
-
-    # -- the ledger --------------------------------------------------------------------------
-
-    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        if self.kvtxn_audit is not None:
-            self.kvtxn_audit.hear(tell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
-from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.audit import steps_v1
 from model_files import VOCAB, write
 from planting import Rig
 
 
-class GpuWaySteps(ledger_v1.DeviceSteps):
+class GpuWaySteps(steps_v1.DeviceSteps):
     """The steps of GPUs, of a CPU's runner."""
 
-    def open(self) -> Watch | None:
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
         """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
-        watch = super().open()
+        watch = super().open(is_ready)
         if watch is not None:
             watch.begin()
         return watch
@@ -40,7 +41,7 @@ class GpuWaySteps(ledger_v1.DeviceSteps):
 
 def watch_as_on_a_gpu() -> None:
     """Watch engines of this process from now on as on a GPU, but for kernels and waiting."""
-    ledger_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
+    steps_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
 
 
 TWO_RANKS = {

@@ -83,14 +83,12 @@ class Rank:
                 if fails:
                     raise MemoryError("planted")
                 slot = 40 if loses else 4 + first
-                watch.forward(
-                    Rows(
-                        *(["a"], torch.tensor([0, 1]), torch.tensor([first])),
-                        *(torch.tensor([TOKENS[first]]), None, {"group.0": torch.tensor([slot])}),
-                        {"group.0": torch.tensor([[1, 2, 3]], dtype=torch.int32)},
-                    ),
-                    lambda name: pytest.fail(name),
+                rows = Rows(
+                    *(["a"], torch.tensor([0, 1]), torch.tensor([first])),
+                    *(torch.tensor([TOKENS[first]]), None, {"group.0": torch.tensor([slot])}),
+                    {"group.0": torch.tensor([[1, 2, 3]], dtype=torch.int32)},
                 )
+                watch.step(lambda: (rows, None), lambda name: pytest.fail(name))
                 watch.sampled(torch.tensor([int(first == 11)]), torch.tensor([[TOKENS[12]]]))
             except Exception as error:
                 watch.stop(error)
