@@ -309,7 +309,10 @@ def _is_own(given: Tensor, own: Tensor) -> bool:
 
 
 def _is_whole(given: Tensor, starts: Tensor) -> bool:
-    """Tell whether first rows of requests are those of a whole batch: with as many rows in all."""
+    """Return True if first rows are those of the batch from its first request on.
+
+    The metadata of a part of the batch, such as of its prompts, count rows from 0 anew.
+    """
     number = len(given)
     return 0 < number <= len(starts) and int(given[-1]) == int(starts[number - 1])
 

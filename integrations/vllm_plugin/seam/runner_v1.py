@@ -58,7 +58,7 @@ class AdapterV1:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Tell of new caches; those of a profiling run get no windows and no ledger."""
+        """Tell the parts of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()
         if not is_profiling:
@@ -81,7 +81,7 @@ class AdapterV1:
             self.kvtxn_planned = None  # an error came before the forward: the next is another's
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
-        """Tell that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins, and which requests and blocks it changes."""
         self.kvtxn_planned = None
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
@@ -101,7 +101,7 @@ class AdapterV1:
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Array
     ) -> Prepared:
-        """Tell which rows the step has; their slots are in place."""
+        """Tell the parts which rows the step has; vLLM has computed their slots."""
         prepared: Prepared = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
@@ -122,7 +122,7 @@ class AdapterV1:
         return made
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> object:
-        """Tell of the forward before it runs, and how it ended."""
+        """Tell the parts of the forward before it runs, and how it ended."""
         step, self.kvtxn_planned = self.kvtxn_planned, None
         try:
             self.kvtxn_parts.forward_begins(step, kwargs)
@@ -141,7 +141,7 @@ class AdapterV1:
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: object) -> object:
-        """Tell what the forward computed, and what was sampled."""
+        """Tell the parts what the forward computed, and what was sampled."""
         self.kvtxn_parts.sampling_begins(lambda: (logits, None))
         try:
             output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
