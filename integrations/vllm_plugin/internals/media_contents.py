@@ -16,8 +16,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from ....log import get_logger
 from .engine_protocols import BeforeInputs
-from .hooks import follow, precede, swap_class
+from .hooks import follow, is_swapped, precede, swap_class
 from .lora_adapters import hash_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
         RequestContent,
         VllmEngine,
     )
+
+log = get_logger()
+
+#: What it means that an item is not hashed, for the log.
+BY_NAME: Final = "images count by the names that clients give"
 
 #: The key of the hashes in ``SamplingParams.extra_args``, by vLLM's name of the item.
 CONTENTS: Final = "kvtxn_contents"
@@ -77,6 +83,9 @@ class ContentHashes(BeforeInputs):
         }  # fmt: skip
         try:
             contents = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
+        except Exception as error:  # of what the engine would not have hashed
+            log.warning("kvtxn.media_by_name", why=repr(error), effect=BY_NAME)
+            return names
         finally:
             self.mm_uuid_items = given
         return {
@@ -104,7 +113,8 @@ def follow_media(engine: VllmEngine) -> None:
         return
 
     def before(inputs: ProcessorInputs, *args: object, **kwargs: object) -> None:
-        swap_class(inputs, ContentHashes)
+        if not is_swapped(inputs):  # a processor may hand them on to another one
+            swap_class(inputs, ContentHashes)
 
     with ExitStack() as undo:
         undo.callback(precede(processor, "apply", before))
