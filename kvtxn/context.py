@@ -87,7 +87,12 @@ class WindowContext:
         return dict.fromkeys(self.layers)
 
     def new_txn(self, layout: RowLayout, number: int | None = None) -> Txn:
-        """Return the executor's side of a new window, and make the stager ready for its rows."""
+        """Return the executor's side of a new window, and make the stager ready for its rows.
+
+        Args:
+            layout: the window's rows.
+            number: the window's number, for messages; None for rows that belong to no window.
+        """
         txn = Txn(self.policy, self.refs, layout, self.metrics.under_policy, number=number)
         self.stager.begin(layout.num_rows, holds=txn.holds_rows)
         return txn

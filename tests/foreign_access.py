@@ -102,6 +102,7 @@ class Sources:
                 targets = [line.target] if isinstance(line, ast.AnnAssign) else line.targets
                 found |= {target.id for target in targets if isinstance(target, ast.Name)}
         for base in owner.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base  # ``Base[Kind]``
             if isinstance(base, ast.Name) and base.id in self.classes:
                 found |= self.defined(self.classes[base.id])
         return found

@@ -96,14 +96,15 @@ class Launches:
         kind: Hashable = None,
         vary: Sequence[int] = (),
     ) -> Any:
-        """Launch once.
+        """Launch the kernel once.
 
         Args:
             grid: the sizes of the launch's grid.
             arguments: all arguments, constants included, in the order of the kernel's signature.
             kind: stands for all that the compiled kernel depends on; None finds that out, which
                 takes a look at every argument.
-            vary: numbers of the arguments that differ between launches of one ``kind``; none: any.
+            vary: places, among ``arguments``, of those that may differ between launches of one
+                ``kind``; empty: all may.
 
         Returns:
             What Triton compiled; None where nothing was compiled, as by the interpreter.

@@ -37,7 +37,10 @@ def lies_inside(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
 ):  # fmt: skip
-    """Tell whether a step lies inside all of its buffers; indices are not checked here."""
+    """Return True if the step's requests and rows fit the engine's buffers and the ledger's own.
+
+    Slots and blocks in the buffers are not looked at.
+    """
     requests = min(len(starts) - 1, len(own_starts) - 1, len(first), len(drafts))
     rows = min(len(positions), len(tokens), len(own_positions), len(own_tokens))
     for group in range(len(slots)):

@@ -13,7 +13,7 @@ class Graph(Protocol):
     """A captured launch: a ``torch.cuda.CUDAGraph``, or a stand-in of one without a GPU."""
 
     def replay(self) -> None:
-        """Launch again, over the same buffers."""
+        """Launch the captured graph; its kernels read and write the buffers of the capture."""
 
 
 def replay_of(graph: Graph) -> Callable[[], None]:

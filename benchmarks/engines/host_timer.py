@@ -22,12 +22,10 @@ _CALLS: Final = {
     "begin": ("plan", "begin_among", "begin", "before_replay"),
     "commit": ("commit_ids", "commit"),
 }
-#: The runner's method that reads vLLM's step and makes most of the watch's calls.
-_TELL: Final = "kvtxn_tell"
-#: The watch's calls that come just before a forward: on a CPU, and on a GPU.
-_FORWARDS: Final = ("forward", "step")
-#: The watch's calls.
-_WATCHED: Final = (*("change", *_FORWARDS, "came_out", "sampled", "ended", "end_step"),)
+#: The watch's calls that are made within no other one: ``hear`` reads vLLM's step and makes most.
+_OUTER: Final = ("hear", "end_step")
+#: The watch's calls by which a step and its forward begin; ``hear`` makes them.
+_BEGINS: Final = ("change", "step")
 
 
 def clock(worker: Any, on: bool) -> dict[str, float] | None:
@@ -47,7 +45,7 @@ def clock(worker: Any, on: bool) -> dict[str, float] | None:
     if on:
         steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
         states = getattr(runner, "kvtxn_states", None)
-        made = _OfAudit(runner, watch) if steps is None else _OfWindows(steps, states)
+        made = _OfAudit(watch) if steps is None else _OfWindows(steps, states)
         worker.kvtxn_clock = made
         return None
     found: _Clock = worker.__dict__.pop("kvtxn_clock")
@@ -153,14 +151,10 @@ class _OfWindows(_Clock):
 class _OfAudit(_Clock):
     """Times steps with a forward that the audit watches; a step ends where the next one begins."""
 
-    def __init__(self, runner: Any, watch: Any) -> None:
+    def __init__(self, watch: Any) -> None:
         self._begun = 0  # how many times a step or a forward was heard to begin
         self._had_forward = False
-        tells = hasattr(runner, _TELL)
-        # A wrapper takes time, too: it is subtracted for calls within this one that begin a part.
-        names = ("change", *_FORWARDS, "end_step") if tells else _WATCHED
-        own = [(runner, _TELL)] if tells else []
-        super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
+        super().__init__([(watch, name) for name in (*_OUTER, *_BEGINS)])
 
     def stop(self) -> dict[str, float] | None:
         """Remove the wrappers, and return the times, the last step's included."""
@@ -172,7 +166,7 @@ class _OfAudit(_Clock):
         return self._begun
 
     def _comes(self, name: str) -> None:
-        if name not in ("change", *_FORWARDS):
+        if name not in _BEGINS:
             return
         if name == "change" or self._had_forward:
             self._step_ends(counts=self._had_forward)

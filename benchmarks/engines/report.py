@@ -126,7 +126,7 @@ def together(cells: Sequence[Cell], policy: str) -> list[str]:
 
 
 def _joint(ratios: Sequence[float]) -> str:
-    """Join the ratios of many rounds into one; a dash without any."""
+    """Show the median ratio of many rounds with its interval; a dash without any round."""
     return ratio(attrs.asdict(compare(ratios))) if ratios else "-"
 
 

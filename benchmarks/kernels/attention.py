@@ -150,7 +150,7 @@ class Pass:
             self._attend(*_sides(ref), self.table)
 
     def slots(self) -> None:
-        """Make stock's calls over drafts in spare slots, then one commit, as the plug-in does."""
+        """Write and attend by vLLM's kernels, drafts in spare slots, and then commit them."""
         from ...backends.graphs.slot_block_table import slot_tables
 
         table, written = slot_tables(

@@ -134,6 +134,7 @@ def judge(
         headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     compared = _compared(counters) + _unverified(counters) + _stale(counters)
+    compared += _repeated(counters)
     if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = (
@@ -210,6 +211,25 @@ def _stale(counters: Sequence[Mapping[str, float]]) -> list[str]:
         if by_age := ", ".join(f"{number:,} of age {age}" for age, number in ages.items()):
             found.append(f"{what.title()} of earlier weights, by age in epochs: {by_age}.")
     return found
+
+
+def _repeated(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a sentence on work that was done twice; all ranks did the same."""
+    restarts, idle, rows = (
+        max((int(each.get(f"kvtxn_audit_{name}", 0)) for each in counters), default=0)
+        for name in (
+            "requests_restarted_total",
+            "restarts_without_token_total",
+            "rows_recomputed_total",
+        )
+    )
+    if not restarts:
+        return []
+    spun = f", {idle:,} of them without a token since the last time" if idle else ""
+    return [
+        f"Requests were put back and begun again {_count(restarts, 'time')}{spun}: "
+        f"{_count(rows, 'row')} had to be computed again."
+    ]
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:

@@ -75,11 +75,11 @@ class Client(Protocol):
         """
 
     async def reset(self, *, running: bool = False) -> None:
-        """Clear the prefix cache; an engine that is busy may refuse.
+        """Ask the engine to clear its prefix cache; nothing happens where a busy engine refuses.
 
         Args:
-            running: preempt all requests that run, so that nothing is in use; has no effect with a
-                connector.
+            running: preempt all requests that run, so that nothing is in use. With a connector
+                nothing is cleared then.
         """
 
 

@@ -1,1 +1,1 @@
-"""The windows of a model runner's steps, for any engine; and engines in processes of their own."""
+"""Parts of any engine's steps: windows and the ledger; and engines in processes of their own."""

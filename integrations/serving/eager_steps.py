@@ -358,7 +358,13 @@ class StateSteps(EagerSteps):
         self._slots, self._rows, self._staged = {}, {}, set()
 
     def _take_in(self, ref: LayerRef, rows: StateRows, sampled: Tensor) -> None:
-        """Let one layer take in the accepted drafts, in a window of its own, by the reference."""
+        """Let a layer's states take in the accepted drafts, in a window of this layer alone.
+
+        Args:
+            ref: the layer.
+            rows: its draft rows of the step.
+            sampled: int ``[num_requests, n]``, the sampled token ids, which say what was accepted.
+        """
         log.debug("states.taken_in_alone", layer=ref.name, requests=len(rows.requests))
         most = max(sum(rows.draft_len), 1)
         config = TxnConfig(policy="deferred", backend="torch", max_rows=most, on_error="raise")

@@ -201,12 +201,12 @@ class Parts(Part):
         self._parts: Final = tuple(parts)
 
     def memory_wanted(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.memory_wanted()
 
     def caches_wanted(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.caches_wanted()
 
@@ -215,7 +215,7 @@ class Parts(Part):
         return any(part.wants_one_state() for part in self._parts)
 
     def caches_dropped(self) -> None:
-        """Tell the parts, the last one first."""
+        """Forward the event to every part, the last one first."""
         for part in reversed(self._parts):
             part.caches_dropped()
 
@@ -226,57 +226,57 @@ class Parts(Part):
         return config
 
     def caches_made(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.caches_made()
 
     def profiling_caches_made(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.profiling_caches_made()
 
     def step_begins(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.step_begins()
 
     def requests_changed(self, changes: Callable[[], Changes]) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.requests_changed(changes)
 
     def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.batch_ordered(lead_with_drafts)
 
     def planned(self, step: PlannedStep) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.planned(step)
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.graph_sought(arguments)
 
     def graph_chosen(self, graph: object) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.graph_chosen(graph)
 
     def attention_described(self, metadata: Mapping[str, object]) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.attention_described(metadata)
 
     def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.forward_begins(step, inputs)
 
     def forward_ended(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.forward_ended()
 
@@ -289,27 +289,27 @@ class Parts(Part):
                 error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
 
     def sampling_begins(self, outputs: Outputs) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.sampling_begins(outputs)
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.sampled(ids, counts)
 
     def outcomes_arrive(self) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.outcomes_arrive()
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.outcome_known(counts)
 
     def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.outcome_kept(ids, counts)
 
@@ -318,7 +318,7 @@ class Parts(Part):
         _every(part.outcomes_arrived for part in self._parts)
 
     def step_ended(self, output: object) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.step_ended(output)
 
@@ -327,7 +327,7 @@ class Parts(Part):
         _every(part.step_failed for part in self._parts)
 
     def raised(self, error: Exception) -> None:
-        """Tell the parts."""
+        """Forward the event to every part, in their order."""
         for part in self._parts:
             part.raised(error)
 

@@ -162,7 +162,7 @@ class PipelineSteps:
             due.lane.commit(sampled)
 
     def settle(self) -> None:
-        """End the window of a step whose acceptance was to come and did not."""
+        """Abort the window of a step whose outcome never came; the caches stay as they are."""
         due, self._due = self._due, None
         if due is not None:
             self._leave(due.lane)
@@ -177,7 +177,7 @@ class PipelineSteps:
             lane.windows.slots[:, starts[request] : starts[request + 1]].fill_(-1)
 
     def _leave(self, lane: GraphSteps) -> None:
-        """End a lane's window, and leave the caches as they are."""
+        """Abort a lane's window without writing: its slots become padding first."""
         if lane.window is not None:
             lane.windows.slots.fill_(-1)
             lane.abandon()

@@ -88,6 +88,9 @@ class Arrival:
         computed: number of positions whose rows are in the cache already, by a prefix hit or from
             the session's last turn.
         tables: the request's blocks in each KV-cache group, groups in the engine's order.
+        prompt: number of tokens of the prompt; None if that is not known.
+        had: rows that the request had when the engine put it back, before it came again; None if it
+            was not put back, or if that is not known.
     """
 
     name: str
@@ -96,6 +99,8 @@ class Arrival:
     embedded: dict[int, int] = attrs.field(repr=False)
     computed: int
     tables: Sequence[Sequence[int]]
+    prompt: int | None = None
+    had: int | None = None
 
 
 @attrs.frozen(eq=False)

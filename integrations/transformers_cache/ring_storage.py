@@ -34,7 +34,13 @@ class Region:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def oldest_after(self, length: int, count: int, written: int) -> int:
-        """Return ``oldest`` after ``written`` of ``count`` rows from ``length`` on were written."""
+        """Return the first position whose row is still there after a forward.
+
+        Args:
+            length: the position of the forward's first row.
+            count: rows of the forward.
+            written: the first so many of them that were written, as later ones may wait or fail.
+        """
         if not written:
             return self.oldest
         # Of more rows than there are slots, the first ones were never written: see ``slots``.

@@ -362,7 +362,7 @@ def _loses_rows(wrapper: WorkerWrapper) -> None:
     runner = workers.runner_of(wrapper)
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:
-        runner.kvtxn_tell(lambda _: watch.forget())
+        watch.hear(lambda watch: watch.forget())
         log.info("kvtxn.audit_forgets", rank=workers.rank_of(wrapper), why=_LOST)
 
 

@@ -103,9 +103,10 @@ def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
 
 def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
     """Make the ledger of a runner."""
-    from .audit import ledger_v1, ledger_v2
+    from ..serving.ledger.part import LedgerPart
+    from .audit.runner_steps import CpuSteps, DeviceSteps, StepsV2
 
     if facts.runner == "v2":
-        return ledger_v2.LedgerV2(runner)
-    steps = ledger_v1.CpuSteps if facts.device == "cpu" else ledger_v1.DeviceSteps
-    return ledger_v1.LedgerV1(runner, steps(runner))
+        return LedgerPart(StepsV2(runner))
+    steps = CpuSteps if facts.device == "cpu" else DeviceSteps
+    return LedgerPart(steps(runner))

@@ -302,8 +302,9 @@ def _begin(runner: HookedRunner, version: str) -> None:
         self_test.decide_by_test(runner, version)
     elif getattr(runner, "kvtxn", None) is not None:
         runner.kvtxn.manager.metrics.restart()
-    if getattr(runner, "kvtxn_audit", None) is not None:
-        runner.kvtxn_audit.begin()
+    watch = getattr(runner, "kvtxn_audit", None)
+    if watch is not None:
+        watch.begin()
 
 
 def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:

@@ -277,7 +277,14 @@ def _fits(
 
 
 def _check_requests(operation: str, books: Books, step: Step, released: bool) -> None:
-    """Refuse a step with malformed requests, or with two of one line; for CPUs."""
+    """Refuse a step on a CPU with a malformed request, or with two entries for one request.
+
+    Args:
+        operation: names the call in messages.
+        books: the ledger's.
+        step: the step.
+        released: the step may have requests that were released in the meantime.
+    """
     batch = Batch.of(books, step, released=released)
     live = batch.lines[batch.live]
     again = len(live) != len(live.unique())

@@ -12,6 +12,7 @@ from .books import Books
 from .counter_copy import CounterCopy
 from .epochs import BY_AGE
 from .groups import Group
+from .repeated_work import REPEATED
 from .request_table import RequestTable
 from .violation import KINDS, Violation, decode
 
@@ -48,6 +49,12 @@ AUDIT_FAMILIES: Final = (
     Family(
         "kvtxn_audit_rows_unverified_total",
         "Rows and states taken for right although nobody can vouch for where they are from.",
+        per_rank=True,
+    ),
+    *REPEATED,
+    Family(
+        "kvtxn_audit_store_dropped_total",
+        "Blocks that were neither written to a store of identities nor asked for there.",
         per_rank=True,
     ),
     *BY_AGE,

@@ -105,7 +105,7 @@ class Scrub:
         """Return the bytes that a scrub takes, without making it.
 
         8 per slot and layer, 8 per slot (once for groups of one pool), and 8 per request. Triton's
-        passes take 3 MiB more, whatever the sizes.
+        passes take 3 MiB beside that, which the result does not include.
 
         Args:
             groups: the ledger's groups.

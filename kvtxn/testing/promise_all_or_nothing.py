@@ -138,10 +138,11 @@ class AllOrNothing(KitBase):
         rig.check("aborted afterwards")
 
     def test_a_staged_view_of_the_cache(self, kit: Kit) -> None:
-        """A settled row that is written over a staged one is noticed, and the commit refused.
+        """The caller stages a view of the cache, and the settled row is written into that view.
 
-        Only torch's version counter shows the window such a write: an executor that writes without
-        torch calls ``torch.autograd.graph.increment_version`` after each write.
+        That write changes a staged draft, so the window refuses to commit. It notices the write by
+        torch's version counter alone: an executor that writes without torch has to call
+        ``torch.autograd.graph.increment_version`` after each write.
         """
         rig = kit.rig("deferred", [LayerSpec(block_size=4)], staging="auto")
         ref = rig.refs[0]

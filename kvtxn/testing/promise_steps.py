@@ -357,7 +357,14 @@ class CapturedSteps(MixedKit):
 
 
 def bring(window: Any, state: WindowState, forward: CapturedForward, faults: Faults) -> None:
-    """Bring a window that has just begun into a state."""
+    """Bring a window that has just begun into a state.
+
+    Args:
+        window: the window.
+        state: the state.
+        forward: stages the rows, and has the counts of sampled tokens for a commit.
+        faults: makes the commit fail, for the state FAILED.
+    """
     counts = forward.sampled(COUNTS)
     if state is WindowState.STAGED:
         if window.state is not state:

@@ -159,7 +159,7 @@ class StateMemory:
             self.truth[place] = word
 
     def make_up(self, slot: int, words: Sequence[int]) -> None:
-        """Write the words of a state into the memory as well, for tests that make up a past."""
+        """Write a state's words into the memory and expect them, as a past that a test makes up."""
         self.write(slot, words)
         values = torch.tensor(words, dtype=self.memory.dtype).to(self.memory.device)
         self.memory[torch.tensor(self.places(slot)).to(self.memory.device)] = values

@@ -299,7 +299,7 @@ class Rig:
         ]
 
     def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect the settled rows in paged caches and rings; no state changes before a commit."""
+        """Expect the settled rows from now on; new states only under ``direct``."""
         direct = self.policy == "direct"
         early = [
             index
@@ -309,7 +309,7 @@ class Rig:
         self.write(batch, [not draft for draft in batch.drafts], early)
 
     def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect the rows that staging writes: settled rows, and drafts unless drafts wait."""
+        """Expect what staging writes from now on: settled rows, and drafts unless these wait."""
         self.expect_settled(batch, layers)
         if self.policy == "deferred":
             return

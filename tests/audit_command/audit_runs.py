@@ -185,6 +185,7 @@ PROGRAMS = {
     "failed-load": forked_commands.run_program,
     "replaced-adapter": forked_commands.run_program,
     "stale-rows": forked_commands.run_program,
+    "left-out-of-hashes": forked_commands.run_program,
     "ended-by-session": forked_commands.run_program,
 }
 

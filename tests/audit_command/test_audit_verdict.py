@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import recorded
 from kvtxn.integrations.audit_command.verdict import MEANING, judge, tell
 
@@ -220,6 +221,26 @@ def test_rows_of_earlier_weights_are_said_and_no_violation():
     assert verdict.sentences == [
         "Rows of earlier weights, by age in epochs: 96 of age 1, 4 of age 16+."
     ]
+
+
+@pytest.mark.parametrize(
+    ("idle", "sentence"),
+    [
+        (0, "Requests were put back and begun again 3 times: 1,055 rows had to be computed again."),
+        (
+            2,
+            "Requests were put back and begun again 3 times, 2 of them without a token since the "
+            "last time: 1,055 rows had to be computed again.",
+        ),
+    ],
+)
+def test_work_that_was_done_twice_is_said_once_for_all_ranks(idle, sentence):
+    counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_requests_restarted_total": 3}
+    counts["kvtxn_audit_restarts_without_token_total"] = idle
+    counts["kvtxn_audit_rows_recomputed_total"] = 1055
+    verdict = judge([counts, counts], [], 2)
+    assert verdict.sentences == [sentence]
+    assert verdict.exit_code == 0
 
 
 def test_stale_rows_and_weights_that_nobody_told_of():

@@ -91,6 +91,19 @@ def test_weights_that_are_updated_while_a_request_runs(found):
     assert_texts_differ(found, readers=1)
 
 
+@pytest.mark.engines("command-left-out-of-hashes")
+def test_rows_that_differ_by_more_than_their_tokens(found):
+    """By the mask of vectors in the prefix cache; by vectors and by an adapter in a connector."""
+    assert found["kinds"] == {"foreign": 3, "exported": 3, "imported": 6}
+    read = [v for v in found["violations"] if v["kind"] != "exported"]
+    assert [(v["kind"], v["request"], v["written_request"], v["differs"]) for v in read] == [
+        *[("foreign", "vectors", "tokens", "embedded")] * 3,
+        *[("imported", "another", "one", "embedded")] * 3,
+        *[("imported", "lawyer", "poet", "extras")] * 3,
+    ]
+    assert_texts_differ(found, readers=3)
+
+
 @pytest.mark.engines("command-ended-by-session")
 def test_sessions_that_end_the_engine(found):
     assert {*found.values()} == {"EngineDeadError"}

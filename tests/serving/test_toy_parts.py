@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import attrs
@@ -11,21 +11,31 @@ import numpy
 import pytest
 import torch
 from kvtxn.integrations.serving.eager_steps import EagerSteps
+from kvtxn.integrations.serving.ledger.part import LedgerPart
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.parts import Parts
-from kvtxn.integrations.serving.step import Arrival, Changes, PlannedStep, Room, Rows, known
-from kvtxn.integrations.vllm_plugin.audit.ledger_v1 import LedgerV1
+from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows, States, known
 from kvtxn.integrations.vllm_plugin.cpu.windows import Windows
-from test_toy_engine import check_caches, check_texts, serve
+from test_toy_engine import (
+    HandsABlockOutTwice,
+    KeepsAStaleRow,
+    LosesAWrite,
+    StateOfAnother,
+    TableOffByOne,
+    check_caches,
+    check_fault,
+    check_texts,
+    serve,
+)
 from torch import Tensor
 from toy_engine import BLOCK, BLOCKS, RUNNING, Part, ToyEngine, ids_of
-from toy_model import DIM, LONGEST, VOCABULARY, ToyModel
+from toy_model import DIM, LONGEST, VOCABULARY, WIDTH, ToyModel
 
-from kvtxn import KVTxnError, attention
-from kvtxn.audit import RowGroup
+from kvtxn import KVTxnError, TransactionManager, attention
+from kvtxn.audit import RowGroup, StateGroup
 from kvtxn.executor import AttentionArgs
 
-MODEL, GROUP = ToyModel(("full",)), "group.0"
+ROWS, HYBRID = ToyModel(("full",)), ToyModel(("full", "state"))
 
 
 @attrs.define(eq=False)
@@ -34,7 +44,7 @@ class Noted:
 
     come: list[str] = attrs.field(factory=list)
     gone: list[str] = attrs.field(factory=list)
-    given: list[int] = attrs.field(factory=list)
+    given: list[tuple[str, int]] = attrs.field(factory=list)
 
     def admit(self, name, tokens) -> None:
         self.come.append(name)
@@ -43,7 +53,7 @@ class Noted:
         (self.come.remove if name in self.come else self.gone.append)(name)
 
     def hand_out(self, group, blocks) -> None:
-        self.given += blocks
+        self.given += [(group, block) for block in blocks]
 
     def publish(self, *rows) -> None:
         """The watch finds the blocks that a step fills by itself."""
@@ -55,6 +65,8 @@ class Planned:
 
     parts: list[Part]
     read: Rows
+    states: States | None
+    inputs: list[Tensor] = attrs.field(factory=list)
 
     def rows(self):
         drafts = numpy.array([part.drafts for part in self.parts])
@@ -71,49 +83,85 @@ class Planned:
         return torch.arange(len(self.read.tokens))
 
 
-class EngineOfParts(ToyEngine):
-    """A toy engine that tells parts of its steps, and knows none of them."""
+class Readers:
+    """What the engine brings for its parts; see ``Caches`` of the windows, and ``LedgerReader``."""
 
-    def __init__(self, policy: str, seed: int, fails: float = 0.05) -> None:
-        super().__init__(MODEL, policy, seed, fails)
-        self.following.remove()
-        self.ledger = Noted()
-        self.steps = EagerSteps(self.manager, VOCABULARY)
-        self.runner = SimpleNamespace(
-            kvtxn=self.steps, kvtxn_audit=None, kvtxn_config=self.manager.config
-        )
-        self.runner.kvtxn_tell = lambda tell: self.runner.kvtxn_audit.hear(tell)
-        self.parts = Parts([Windows(self.runner, self), LedgerV1(self.runner, self)])
-        self.runner.kvtxn_audit = self.open()
-        self.planned: Planned | None = None
+    watch: Watch | None = None
 
-    # -- readers of the parts ----------------------------------------------------------------
+    def __init__(self, engine: EngineOfParts, ready: str) -> None:
+        self.engine, self.ready = engine, ready
 
-    def slots_of_step(self) -> Mapping[str, Tensor]:
-        return {"full": self.planned.read.slots[GROUP]}
+    def slots(self, steps) -> Mapping[str, Tensor]:
+        return {"full": self.engine.planned.read.slots["group.0"]}
 
-    def open(self) -> Watch:
-        group = RowGroup(GROUP, BLOCK, BLOCKS["full"], pool="blocks")
-        return Watch({GROUP: group}, Room(RUNNING, LONGEST, True), 0, "log")
+    def open(self, is_ready) -> Watch:
+        self.is_ready = is_ready
+        rows = RowGroup("group.0", BLOCK, BLOCKS["full"], pool="blocks")
+        states = {"group.1": StateGroup("group.1", BLOCKS["state"])}
+        if "state" not in self.engine.free:
+            states = {}
+        room = Room(RUNNING, LONGEST, caches_prefixes=not states)
+        return Watch({"group.0": rows}, room, 0, "log", states=states)
 
     def begin(self) -> None:
         """No state moves on the host's word."""
 
-    def tell_forward(self, step: PlannedStep, inputs, watch: Watch) -> None:
-        watch.forward(step.read, pytest.fail)
+    def read(self, step: Planned, inputs) -> tuple[Rows, States | None]:
+        return step.read, step.states
 
-    def tell_sampled(self, ids: Tensor, watch: Watch) -> None:
-        watch.sampled((ids >= 0).sum(1), ids)
+    def returning(self, name: str) -> Arrival:
+        pytest.fail(f"the ledger has forgotten {name}")
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        return (ids >= 0).sum(1), ids
+
+    def mark(self, output, wrong) -> None:
+        """Its scheduler contains nothing."""
+
+
+class EngineOfParts(ToyEngine):
+    """A toy engine that tells parts of its steps, and knows none of them.
+
+    Its windows are over rows. A state is written once it is known which drafts stay; the prefix
+    cache keeps none, so that a model with states has no hits.
+
+    Args:
+        model: as for ``ToyEngine``; so are ``policy``, ``seed`` and ``fails``.
+        ready: see ``LedgerReader``.
+    """
+
+    def __init__(self, model, policy, seed, fails=0.05, ready="forward") -> None:
+        super().__init__(model, policy, seed, fails)
+        self.following.remove()
+        self.ledger = Noted()
+        rows = TransactionManager([self.manager.layers["full"]], self.manager.config)
+        self.steps = EagerSteps(rows, VOCABULARY)
+        runner = SimpleNamespace(kvtxn=self.steps, kvtxn_config=rows.config)
+        self.readers = Readers(self, ready)
+        ledger = LedgerPart(self.readers)
+        self.parts = Parts([Windows(runner, self.readers), ledger])
+        ledger.caches_made()
+        self.planned: Planned | None = None
 
     def changes(self) -> Changes:
         noted, self.ledger = self.ledger, Noted()
         come = [each for each in self.running if each.name in noted.come]
-        theirs = {block for request in come for block in request.blocks["full"]}
+        names = self.model.layers
+        theirs = {(name, block) for each in come for name in names for block in each.blocks[name]}
+        given = [each for each in noted.given if each not in theirs]
         arrivals = [
-            Arrival(each.name, list(each.tokens), [], {}, each.computed, [each.blocks["full"]])
+            Arrival(
+                *(each.name, list(each.tokens), [], {}, each.computed),
+                [list(each.blocks[name]) for name in names],
+            )
             for each in come
         ]
-        return Changes(noted.gone, arrivals, [[b for b in noted.given if b not in theirs]], ())
+        grown = [[block for group, block in given if group == name] for name in names]
+        return Changes(noted.gone, arrivals, grown, ())
+
+    def offer(self, request) -> None:
+        if "state" not in self.free:
+            super().offer(request)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -124,8 +172,10 @@ class EngineOfParts(ToyEngine):
         tell.requests_changed(self.changes)
         if not parts:
             return
-        self.planned = Planned(parts, self.read(parts))
+        rows = self.rows_of(parts)
+        self.planned = Planned(parts, rows, self.states_of(parts, rows))
         tell.planned(self.planned)
+        self.readers.is_ready()
         try:
             tell.forward_begins(self.planned, {})
             logits = self.forward_of(self.planned)
@@ -138,12 +188,14 @@ class EngineOfParts(ToyEngine):
             return
         tell.sampling_begins(lambda: (logits, None))
         new = self.verified(parts, logits.argmax(-1).tolist())
-        tell.sampled(ids_of(new), None)
+        ids = ids_of(new)
+        tell.sampled(ids, None)
+        tell.outcome_kept(ids, (ids >= 0).sum(1))
         for part, tokens in zip(parts, new, strict=True):
             self.keep(part, tokens)
         tell.step_ended(None)
 
-    def read(self, parts: list[Part]) -> Rows:
+    def rows_of(self, parts: list[Part]) -> Rows:
         """Describe the rows of a step."""
         lengths, drafts = zip(*((len(part.tokens), part.drafts) for part in parts), strict=True)
         first = torch.tensor([part.first for part in parts])
@@ -153,23 +205,31 @@ class EngineOfParts(ToyEngine):
             first=first,
             tokens=torch.tensor([token for part in parts for token in part.tokens]),
             drafts=torch.tensor(drafts) if any(drafts) else None,
-            slots={GROUP: self.slots("full", parts)},
-            tables={GROUP: self.tables("full", parts)},
+            slots={"group.0": self.slots("full", parts)},
+            tables={"group.0": self.tables("full", parts)},
             positions=torch.cat(
                 [torch.arange(f, f + n) for f, n in zip(first.tolist(), lengths, strict=True)]
             ),
         )
 
-    def slots(self, first, parts=None):
-        """Find the slots of a window, for its part; or, as the toy engine has it, of rows."""
-        return self.slots_of_step() if parts is None else super().slots(first, parts)
+    def states_of(self, parts: list[Part], rows: Rows) -> States | None:
+        """Describe the states of a step; all are written once it is known which drafts stay."""
+        if "state" not in self.free:
+            return None
+        blocks = self.states(parts)
+        return States(
+            slots={"group.1": torch.full_like(rows.tokens, -1)},
+            sources={"group.1": torch.where(rows.first > 0, blocks, -1)},
+            told=None,
+            leaves={"group.1": blocks},
+        )
 
     def forward_of(self, step: Planned) -> Tensor:
         """Run the model; settled rows are written, and drafts as the window wants it."""
         rows, ref = step.read, self.manager.layers["full"]
         x = self.model.embed(rows.tokens, rows.positions)
         query, key, value = self.model.query_key_value("full", x)
-        slots, fresh = rows.slots[GROUP], None
+        slots, fresh = rows.slots["group.0"], None
         if self.steps.deferring:
             slots, fresh = self.steps.without_drafts("full", slots), (key, value)
             self.steps.stage(ref, key, value)
@@ -179,52 +239,92 @@ class EngineOfParts(ToyEngine):
         if self.random.random() < self.fails:
             raise ArithmeticError("the forward failed")
         lengths = rows.first + rows.starts.diff()
-        args = AttentionArgs(block_table=rows.tables[GROUP], seq_lens=lengths, scale=DIM**-0.5)
+        args = AttentionArgs(block_table=rows.tables["group.0"], seq_lens=lengths, scale=DIM**-0.5)
         layout = self.steps.batch_layout(rows.starts)
-        return self.model.logits(x + attention.attend(layout, ref.planes, fresh, query, args)[:, 0])
+        x = x + attention.attend(layout, ref.planes, fresh, query, args)[:, 0]
+        return self.model.logits(x if step.states is None else self.convolved(step, x))
+
+    def convolved(self, step: Planned, x: Tensor) -> Tensor:
+        """Return the rows after the convolution; ``keep`` writes the states."""
+        pasts = self.caches["state"][step.states.leaves["group.1"]]
+        spans = [*pairwise(step.read.starts.tolist())]
+        step.inputs = [torch.cat([past, x[i:j]]) for past, (i, j) in zip(pasts, spans, strict=True)]
+        rows = [
+            self.model.convolve(past, x[i:j]) for past, (i, j) in zip(pasts, spans, strict=True)
+        ]
+        return torch.cat(rows)
+
+    def keep(self, part: Part, tokens: list[int]) -> None:
+        if self.planned.states is not None:
+            number = self.planned.parts.index(part)
+            kept = len(part.tokens) - part.drafts + max(len(tokens) - 1, 0)
+            block = self.planned.states.leaves["group.1"][number]
+            self.caches["state"][block] = self.planned.inputs[number][kept : kept + WIDTH - 1]
+        super().keep(part, tokens)
 
 
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
+MODELS = [("deferred", ROWS), ("undo", ROWS), ("deferred", HYBRID)]
+
+
+@pytest.mark.parametrize(("policy", "model"), MODELS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_drafts_change_nothing_and_no_alarm_is_false(policy, seed):
+def test_drafts_change_nothing_and_no_alarm_is_false(policy, model, seed):
     """Texts and caches are those of decoding without drafts, as in an engine without parts."""
-    engine = EngineOfParts(policy, seed)
+    engine = EngineOfParts(model, policy, seed)
     requests = []
     for _ in range(5):
         requests += serve(engine, 20)
         check_caches(engine)
     check_texts(engine, requests)
-    watch = engine.runner.kvtxn_audit
+    watch = engine.readers.watch
     assert not watch.stopped
     assert watch.report() == []
     assert watch.ledger.counters()["kvtxn_audit_rows_checked_total"] > 1000
-    assert min(engine.events[e] for e in ("hits", "aborts", "done")) > 0
-    counted = engine.manager.snapshot()
+    if model is HYBRID:
+        assert watch.ledger.counters()["kvtxn_audit_states_checked_total"] > 100
+    assert min(engine.events[e] for e in ("aborts", "done")) > 0
+    assert bool(engine.events["hits"]) == (model is ROWS)
+    counted = engine.steps.manager.snapshot()
     assert counted["kvtxn_rows_committed_total"] > 50
     assert counted["kvtxn_rows_rejected_total"] > 50
     assert counted["kvtxn_fallbacks_total"] == 0
 
 
-def test_a_fault_of_the_engine_is_found_through_the_parts():
-    """It takes the row of a rejected draft for that of the token in its place."""
-    engine = EngineOfParts("deferred", 3, fails=0)
-    keep = engine.keep
+@pytest.mark.parametrize("ready", ["planned", "later"])
+def test_a_step_may_be_read_before_its_forward_begins(ready):
+    """Where an engine does not tell when it begins; nothing is counted otherwise."""
+    engines = [EngineOfParts(ROWS, "deferred", 1, ready=each) for each in ("forward", ready)]
+    for engine in engines:
+        serve(engine, 40)
+        assert engine.events["aborts"]
+    one, other = (engine.readers.watch.counters() for engine in engines)
+    assert one == other
+    assert one["kvtxn_audit_rows_checked_total"] > 200
 
-    def wrong(part, tokens):
-        keep(part, tokens)
-        request = part.request
-        if engine.planted is False and request in engine.running and 0 < len(tokens) <= part.drafts:
-            engine.planted = True
-            request.tokens.append(MODEL.text(request.prompt, 40)[len(request.tokens)])
-            request.computed += 1
 
-    serve(engine, 20)
-    engine.planted, engine.keep = False, wrong
-    serve(engine, 10)
-    found = engine.runner.kvtxn_audit.report()
-    assert engine.planted
-    assert {each["kind"] for each in found} >= {"rejected"}
-    assert {each["kind"] for each in found} <= {"rejected", "published"}
+#: The two that are left out commit what the engine does not keep; the ledger of parts hears of the
+#: engine's samples, and follows no manager.
+FAULTS = [
+    pytest.param(fault, policy, model, id=f"{fault.__name__}-{policy}-{'-'.join(model.layers)}")
+    for fault in (LosesAWrite, HandsABlockOutTwice, TableOffByOne, StateOfAnother, KeepsAStaleRow)
+    for policy, model in MODELS
+    if model is HYBRID or fault is not StateOfAnother
+]
+
+
+@pytest.mark.parametrize(("fault", "policy", "model"), FAULTS)
+def test_a_planted_fault_is_found_through_the_parts(fault, policy, model):
+    """By the kind and in the group by which a ledger that follows windows finds it."""
+    engine = type(fault.__name__, (fault, EngineOfParts), {})(model, policy, 4, fails=0)
+    known, names = 0, {f"group.{number}": name for number, name in enumerate(model.layers)}
+
+    def violations():
+        nonlocal known
+        report = engine.readers.watch.report()
+        new, known = report[known:], len(report)
+        return [(each["kind"], names[each["group"]]) for each in new]
+
+    check_fault(engine, violations)
 
 
 def test_an_outcome_that_an_engine_does_not_say_is_refused():

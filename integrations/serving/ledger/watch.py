@@ -26,6 +26,7 @@ from ....audit import (
     WeightWatch,
 )
 from ....audit.lengths import report_lengths
+from ....audit.repeated_work import RepeatedWork
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
@@ -66,6 +67,8 @@ class Watch:
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
         ranks: how the ranks reach each other; None where a rank is alone.
+        shared_key: the secret that processes with one store of identities share; None without a
+            store.
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
@@ -80,14 +83,15 @@ class Watch:
         states: the watched groups of recurrent layers.
         left_out: names of the KV-cache groups that are not watched.
         kept_states: the tokens of a block in groups whose states the prefix cache keeps.
+        shared_key: the argument.
         transfers: follows the rows of a KV connector; None without a connector.
         weights: begins an epoch when weights have changed; None if nobody can tell.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
-        rows: the rows of the last forward.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
+        repeated: counts requests that were put back, and the rows that they compute again.
         on_violation: the argument; it may be changed between steps.
         begun: False until ``begin``, as while the engine warms up: no step is watched.
         steps: how many steps with a forward the ledger was told of since then.
@@ -107,6 +111,7 @@ class Watch:
         states: Mapping[str, StateGroup] | None = None,
         record: bool = False,
         key: Key | None = None,
+        shared_key: Key | None = None,
         ranks: Ranks | None = None,
         device: torch.device | str = "cpu",
         drafts: int | None = None,
@@ -124,11 +129,12 @@ class Watch:
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
-            every, max_requests=most + 1, max_length=room.length, key=key, device=device,
-            stale="count" if stale == "count" else "alarm",
+            every, max_requests=most + 1, max_length=room.length, key=shared_key or key,
+            stale="count" if stale == "count" else "alarm", device=device,
         )  # fmt: skip
         self.left_out: Sequence[str] = ()
         self.kept_states: Mapping[str, int] = {}
+        self.shared_key: Final = shared_key
         self.transfers: TransferWatch | None = None
         self.weights: WeightWatch | None = None
         self.scrub: Scrub | None = None
@@ -145,7 +151,6 @@ class Watch:
         self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
-        self.rows: Rows | None = None
         self.stopped, self.steps = False, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
@@ -154,6 +159,7 @@ class Watch:
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
         self._awaits = False  # a step was told whose samples are not known yet
+        self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
         number = self.ledger.books.sizes.max_requests
         self._buffer: Final = LineBuffer(self.ledger, number, device)
@@ -163,6 +169,7 @@ class Watch:
             else PublishedBlocks(self.ledger, groups.values(), drafts)
         )
         self.found: Final = FoundViolations(self.ledger, rank)
+        self.repeated: Final = RepeatedWork()
         self.found.evicts_stale = stale == "contain"
 
     def join_stages(self) -> None:
@@ -257,6 +264,11 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
+        for each in changes.arrivals:
+            if each.had is not None:
+                prompt = len(each.tokens) if each.prompt is None else each.prompt
+                length = len(each.tokens)
+                self.repeated.begin_again(each.name, length, each.had, each.computed, prompt)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
@@ -316,29 +328,15 @@ class Watch:
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def forward(
-        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None = None
-    ) -> None:
-        """Note what a forward writes, and compare what it reads.
-
-        Args:
-            rows: the batch's rows.
-            returning: describes a request, given its name, that the ledger has forgotten.
-            states: the batch's states; None if the model has none.
-        """
-        self.steps += 1
-        self._forward(rows, returning, states)
-        self._look()
-
     def step(
         self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
     ) -> None:
-        """Read a forward, and do what ``forward`` says; an error ends the audit alone.
+        """Note what a forward writes, and compare what it reads; an error ends the audit alone.
 
         Args:
             read: returns the batch's rows, and its states if any are watched. It is called here, so
                 that all ranks count this step even if it raises on one of them.
-            returning: as for ``forward``.
+            returning: describes a request, given its name, that the ledger has forgotten.
         """
         self.steps += 1
         if not self.stopped:
@@ -352,7 +350,6 @@ class Watch:
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        self.rows = rows
         lines, whole = self._lines(rows.names, returning), True
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
@@ -360,11 +357,11 @@ class Watch:
             # Where the host does not know the positions, the device leaves such requests out.
             if rows.first is not None and leave_out(self.ledger, lines, rows.first):
                 self._batch, whole = None, False  # the next step finds its lines anew
-            self.transfers.forward()
+            self.transfers.forward(rows)
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.under_way, self._awaits = step, True
+        self.under_way, self._awaits, self._leaving = step, True, states
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes and whole:  # a later step checks all that was filled until then
@@ -405,6 +402,17 @@ class Watch:
         if not behind and self.transfers is not None and self.transfers.unsettled:
             self._settle_loads()
             self._say()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tell the ledger which states windows commit, now that the drafts are decided."""
+        states, self._leaving = self._leaving, None
+        if states is None or not states.leaves or self.under_way is None:
+            return
+        lines = self.under_way.lines
+        self.ledger.leave(lines, states.leaves)
+        if states.ends:
+            self.ledger.leave(lines, states.ends, states.end_at)
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
@@ -434,7 +442,18 @@ class Watch:
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
+            if self.transfers is not None:
+                self.transfers.take_back()
             self.ledger.take_back(step)
+
+    def sampling_failed(self) -> None:
+        """Hear that what follows the forward has failed; the forward's rows are there.
+
+        But a drafter that has rows of its own may not have written them, and states may not have
+        been moved to where the next step looks for them.
+        """
+        if self.drafts_late or self.states:
+            self.take_back()
 
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""
@@ -471,10 +490,12 @@ class Watch:
         Raises:
             AuditError: on all ranks, if one found a violation and ``on_violation`` is "raise".
         """
+        if self.transfers is not None and not self.stopped:
+            self._try(self.transfers.end_step)
         wrong = self._end_step()
         if not (stale := self.found.take_stale()):
             return wrong
-        # All ranks have the same rows of the same age, and vLLM hears one of them.
+        # All ranks have the same rows of the same age, and an engine hears one of them.
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:
@@ -549,6 +570,8 @@ class Watch:
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
         self.compare_ranks()
+        if self.transfers is not None:
+            self._try(self.transfers.settle)
         self._try(self._say)
         return self.found.report()
 
@@ -566,11 +589,15 @@ class Watch:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
         if self.transfers is not None:
+            self._try(self.transfers.settle)
             self._try(self._say)  # of a failed load nothing counts
         found: dict[str, float] = {}
         self._try(lambda: found.update(self.ledger.counters()))
+        found |= self.repeated.counters()
+        dropped = 0 if self.transfers is None else self.transfers.dropped
         return {
             **found,
+            "kvtxn_audit_store_dropped_total": float(dropped),
             "kvtxn_audit_active": float(self.begun and not self.stopped),
             "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping, Sized
-from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from ....audit.books import Sizes
 from ....layers import LayerRef
 from ....log import get_logger
 from ...pytest_audit import engines as pytest_audit
-from ...serving.ledger.violation_log import AuditError
+from ...serving.ledger.shared_identities import SharedIdentities, read_key, share
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
 from ..internals import (
@@ -22,9 +23,9 @@ from ..internals import (
     audited,
     audited_states,
     config,
+    connectors,
     kv_cache,
     ranks,
-    scheduling,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -103,9 +104,6 @@ def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
         runner.kvtxn_unhook.callback(undo)
-
-
-Watched = TypeVar("Watched", bound=Watch)
 
 
 def open_watch(runner: HookedRunner) -> Watch | None:
@@ -187,7 +185,9 @@ def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
 
 def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Tell a runner's watch which states are copied."""
-    runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
+    watch = runner.kvtxn_audit
+    if watch is not None:
+        watch.hear(lambda watch: watch.ledger.carry(copies))
 
 
 def _watch_of_all_ranks(
@@ -209,6 +209,9 @@ def _watch_of_all_ranks(
         RequiredError: a rank has none, and the user requires the audit.
     """
     key, wanted = shared_key(), runner.kvtxn_settings
+    shared = read_key(wanted.audit_key_file)
+    if key is not None and wanted.audit_key_file is not None:
+        shared = ranks.from_first(shared)
     why, error, watch = lacking, None, None
     try:
         groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
@@ -219,6 +222,7 @@ def _watch_of_all_ranks(
                 states=states,
                 record=wanted.record,
                 key=key,
+                shared_key=shared,
                 ranks=ranks,
                 device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
@@ -324,10 +328,10 @@ def shared_key() -> Key | None:
 def on_all_ranks(
     runner: HookedRunner,
     key: Key | None,
-    watch: Watched | None,
+    watch: Watch | None,
     why: str | None,
     error: Exception | None,
-) -> Watched | None:
+) -> Watch | None:
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
@@ -351,7 +355,7 @@ def on_all_ranks(
     return watch
 
 
-def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
+def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
     """Let the ranks of all pipeline stages stop together; every rank must call this.
 
     vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
@@ -371,9 +375,35 @@ def follow_transfers(
     Without it, rows that the connector brings would be taken for wrong ones.
     """
     try:
-        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+        shared = _shared_identities(runner, watch)
+        watch.transfers = watch_transfers(
+            runner, watch.ledger, watch.groups, watch.stop, mixin, shared
+        )
     except Exception as error:
         watch.stop(error)
+
+
+def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities | None:
+    """Open the store that a worker with a KV connector shares; None without one of them."""
+    url = runner.kvtxn_settings.audit_store
+    if url is None or watch.shared_key is None or connectors.connector() is None:
+        return None
+    number = ranks.number_of_ranks(), ranks.own_number(), ranks.number_of_stages()
+    layouts = {
+        name: [workers.version(), *number, runner.kvtxn_rank, connectors.block_layout(runner, name)]
+        for name in watch.groups
+    }
+
+    def weights() -> int | None:
+        known = watch.weights
+        return None if known is None else known.content(engine_weights.rotary_positions(runner))
+
+    place = f"process {os.getpid()} on {socket.gethostname()}, rank {runner.kvtxn_rank}"
+    shared = share(
+        watch.ledger, url, layouts, weights, place, names=runner.kvtxn_settings.log_tokens
+    )
+    runner.kvtxn_undo.callback(shared.close)
+    return shared
 
 
 def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
@@ -402,57 +432,6 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
         bytes=watch.ledger.books.num_bytes,
         vllm=workers.version(),
     )
-
-
-def end_step(runner: HookedRunner, output: object) -> None:
-    """End a step; adds to its output the requests that read wrong rows, if they are contained.
-
-    Raises:
-        AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
-    """
-    watch = runner.kvtxn_audit
-    if watch is None:
-        return
-    if watch.scrub is not None:
-        runner.kvtxn_tell(Watch.ended)
-    wrong = watch.end_step()
-    if wrong is not None:
-        scheduling.mark(output, wrong)
-
-
-def fail_step(runner: HookedRunner) -> None:
-    """End a step whose last part raised; that error wins over what the audit finds."""
-    watch = runner.kvtxn_audit
-    if watch is not None:
-        runner.kvtxn_tell(_sampling_failed)
-        with suppress(AuditError):
-            watch.end_step()
-
-
-def _sampling_failed(watch: Watch) -> None:
-    """Tell a watch that what follows the forward has failed; the forward's rows are there.
-
-    But a drafter that has rows of its own may not have written them, and states may not have been
-    moved to where the next step looks for them.
-    """
-    if watch.drafts_late or watch.states:
-        watch.take_back()
-
-
-def leave(watch: Watch, reader: audited_states.DeviceStateReader | None) -> None:
-    """Tell a watch which states windows have committed.
-
-    Args:
-        watch: it was told of the step, and what was sampled.
-        reader: has read the states of the step; None if none are watched.
-    """
-    last = None if reader is None else reader.take_last()
-    if last is None or not last.leaves or watch.under_way is None:
-        return
-    lines = watch.under_way.lines
-    watch.ledger.leave(lines, last.leaves)
-    if last.ends:
-        watch.ledger.leave(lines, last.ends, last.end_at)
 
 
 # -- weights that change ----------------------------------------------------------------------

@@ -246,7 +246,7 @@ class WindowsV1(Part):
         states: StateSupplier | None,
     ) -> PackedGraphSteps:
         """Make steps over slots of their own, since this runner keeps them by group."""
-        self.keeps_order = attention_layers.keep_order(layers)
+        self.keeps_order = attention_layers.depend_on_order(layers)
         runner = self._runner
         return PackedGraphSteps(
             *(manager, batches.query_len(runner), batches.vocab_size(runner), rows), states=states

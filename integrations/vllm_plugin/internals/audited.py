@@ -151,11 +151,16 @@ def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step; call this after the runner has updated its states."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
+    put_back = _put_back(runner)
+    put_back.hear(told)
     came = new or cached.resumed_req_ids
     if not (came or told.finished_req_ids or copies or any(cached.new_block_ids)):
         return NO_CHANGES
     arrivals = [
-        _arrival(runner, each.req_id, tokens_of(each), each.num_computed_tokens, each.block_ids)
+        _arrival(
+            *(runner, each.req_id, tokens_of(each), each.num_computed_tokens, each.block_ids),
+            put_back.take(each.req_id),
+        )
         for each in new
     ]
     grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
@@ -164,7 +169,8 @@ def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
         if name in cached.resumed_req_ids:
             tokens = cached.all_token_ids.get(name) or own_tokens(runner, name)
             computed = cached.num_computed_tokens[index]
-            arrivals.append(_arrival(runner, name, tokens, computed, blocks or ()))
+            had = put_back.take(name)
+            arrivals.append(_arrival(runner, name, tokens, computed, blocks or (), had))
         elif blocks is not None:
             for known, more in zip(grown, blocks, strict=True):
                 known += more
@@ -230,8 +236,9 @@ def _arrival(
     tokens: Iterable[int],
     computed: int,
     tables: Sequence[Sequence[int]],
+    had: int | None = None,
 ) -> Arrival:
-    return arrival_of(runner, runner.requests[name], name, tokens, computed, tables)
+    return arrival_of(runner, runner.requests[name], name, tokens, computed, tables, had)
 
 
 def arrival_of(
@@ -241,6 +248,7 @@ def arrival_of(
     tokens: Iterable[int],
     computed: int,
     tables: Sequence[Sequence[int]],
+    had: int | None = None,
 ) -> Arrival:
     """Describe a request that comes.
 
@@ -251,6 +259,7 @@ def arrival_of(
         tokens: as for ``Arrival``.
         computed: as for ``Arrival``.
         tables: as for ``Arrival``.
+        had: as for ``Arrival``.
     """
     lora = getattr(state, "lora_request", None)
     extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
@@ -258,7 +267,56 @@ def arrival_of(
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
         embedded = {}
-    return Arrival(name, list(tokens), extras, embedded, int(computed), tables)
+    prompt = state.prompt_embeds if state.prompt_token_ids is None else state.prompt_token_ids
+    length = None if prompt is None else len(prompt)
+    return Arrival(name, list(tokens), extras, embedded, int(computed), tables, length, had)
+
+
+class PutBack:
+    """The rows that requests had when the scheduler put them back, until they come again.
+
+    A step names the requests that it puts back. How far each had come is in the step before.
+    """
+
+    def __init__(self) -> None:
+        self._before: SchedulerOutput | None = None
+        self._rows: Final[dict[str, int]] = {}
+
+    def hear(self, told: SchedulerOutput) -> None:
+        """Note the requests that a step puts back; call this for each step."""
+        before, self._before = self._before, told
+        for name in told.finished_req_ids:
+            self._rows.pop(name, None)
+        if before is None:
+            return
+        for name in told.preempted_req_ids or ():
+            rows = _rows_after(before, name)
+            if rows is not None:
+                self._rows[name] = rows
+
+    def take(self, name: str) -> int | None:
+        """Return the rows that a request which comes had; None if it was not put back."""
+        return self._rows.pop(name, None)
+
+
+def _rows_after(told: SchedulerOutput, name: str) -> int | None:
+    """Return the rows that a request has after a step, drafts included; None if it took no part."""
+    cached = told.scheduled_cached_reqs
+    if name not in told.num_scheduled_tokens:
+        return None
+    for each in told.scheduled_new_reqs:
+        if each.req_id == name:
+            return each.num_computed_tokens + told.num_scheduled_tokens[name]
+    if name not in cached.req_ids:
+        return None
+    before = cached.num_computed_tokens[cached.req_ids.index(name)]
+    return before + told.num_scheduled_tokens[name]
+
+
+def _put_back(runner: Runner) -> PutBack:
+    """Return what is known of the requests that a runner's scheduler has put back."""
+    known: PutBack = vars(runner).setdefault("kvtxn_put_back", PutBack())
+    return known
 
 
 def _adapters(runner: Runner) -> Adapters:
@@ -343,6 +401,8 @@ def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step. A request that was preempted comes again as a new one."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
+    put_back = _put_back(runner)
+    put_back.hear(told)
     gone = told.finished_req_ids or told.preempted_req_ids
     by_request = [blocks for blocks in cached.new_block_ids if blocks]
     if not (gone or new or copies or by_request):
@@ -356,15 +416,15 @@ def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
             return Changes((), (), grown, ())
     return Changes(
         gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
-        arrivals=[_arrival_v2(runner, each) for each in new],
+        arrivals=[_arrival_v2(runner, each, put_back.take(each.req_id)) for each in new],
         grown=grown,
         copies=[pair(copy) for copy in copies],
     )
 
 
-def _arrival_v2(runner: RunnerV2, new: NewRequest) -> Arrival:
+def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Arrival:
     return arrival_of(
-        *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids)
+        *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids), had
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from ...serving.step import Rows
-from . import audited, audited_steps
+from . import audited
 from .runner_protocols import (
     BatchMetadata,
     BlockTable,
@@ -215,23 +215,6 @@ class StepReader:
         )
 
 
-class SampledReader(audited_steps.SampledReader):
-    """Reads what a V1 runner on a CPU has sampled into buffers of its own.
-
-    A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
-    """
-
-    def of_step(self, ids: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        """Return the number of sampled tokens of each request, and their ids, as ``sampled`` does.
-
-        Args:
-            ids: that were sampled, int ``[num_requests, n]``.
-            rows: the rows of the step; None if they are not known. A request has no more tokens
-                than drafts and one.
-        """
-        return self.sampled(ids, None if rows is None else rows.drafts)
-
-
 #: The lengths of requests of which none are known.
 NO_LENGTHS: Final = torch.zeros(0, dtype=torch.int32)
 
@@ -326,7 +309,10 @@ def _is_own(given: Tensor, own: Tensor) -> bool:
 
 
 def _is_whole(given: Tensor, starts: Tensor) -> bool:
-    """Tell whether first rows of requests are those of a whole batch: with as many rows in all."""
+    """Return True if first rows are those of the batch from its first request on.
+
+    The metadata of a part of the batch, such as of its prompts, count rows from 0 anew.
+    """
     number = len(given)
     return 0 < number <= len(starts) and int(given[-1]) == int(starts[number - 1])
 

@@ -134,15 +134,14 @@ def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States
     count = len(rows.names)
     assert rows.first is not None  # on a CPU the host knows it
     starts, first = rows.starts[: count + 1].long(), rows.first[:count]
-    speculates = torch.zeros(count, dtype=torch.bool)
-    if rows.drafts is not None:
-        speculates = rows.drafts[:count] > 0
+    speculates = None if rows.drafts is None else rows.drafts[:count] > 0
     found = States({}, {}, None)
     for name, block in state_slots(runner, groups).items():
         found.sources[name] = torch.where(first > 0, block, -1)
-        found.leaves[name] = torch.where(speculates, block, -1)
         slots = torch.full((int(starts[-1]),), -1)
-        slots[starts[1:] - 1] = torch.where(speculates, -1, block)
+        slots[starts[1:] - 1] = block if speculates is None else torch.where(speculates, -1, block)
+        if speculates is not None:
+            found.leaves[name] = torch.where(speculates, block, -1)
         found.slots[name] = slots
     return found
 
@@ -181,7 +180,6 @@ class DeviceStateReader:
             self._told: Final = zeros(requests)
         self._sizes: Final = block_sizes(runner, self._groups) if holds_states(runner) else {}
         self._known: dict[tuple[object, ...], States] = {}
-        self._last: States | None = None
 
     def read(self, metadata: object, rows: Rows, total: int) -> States:
         """Read the states of a forward.
@@ -215,8 +213,7 @@ class DeviceStateReader:
                 ends={name: self._ends[name][:count] for name in ends},
                 end_at=self._end_at[:count] if ends else None,
             )
-        self._last = self._known[key]
-        return self._last
+        return self._known[key]
 
     def _put_ends(self, leaves: Mapping[str, Tensor], first: Tensor) -> list[str]:
         """Name the blocks that get states at the ends of blocks; returns the groups with some."""
@@ -233,11 +230,6 @@ class DeviceStateReader:
             own = leaves[name]
             self._ends[name][:count].copy_(torch.where((own >= 0) & (block != own), block, -1))
         return names
-
-    def take_last(self) -> States | None:
-        """Return the states of the last step that was read; None if they were taken."""
-        last, self._last = self._last, None
-        return last
 
 
 def _read(

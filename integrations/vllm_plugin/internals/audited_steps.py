@@ -169,7 +169,9 @@ class StepReaderV1(GpuStepReader):
 
 
 class SampledReader:
-    """Reads what a V1 runner on a GPU has sampled into buffers of its own, without waiting.
+    """Reads what a V1 runner has sampled into buffers of its own, without waiting for a GPU.
+
+    A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
 
     Args:
         runner: the runner.

@@ -130,7 +130,13 @@ def end(runner: Any, requests: Sequence[Dummy]) -> None:
 
 
 def _run(runner: Any, output: Any, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
-    """Run a step; returns the sampled tokens by request."""
+    """Run a step of the runner, and return the sampled tokens by request.
+
+    Args:
+        runner: the runner.
+        output: vLLM's ``SchedulerOutput`` of the step; its counts of tokens are filled in.
+        scheduled: by request, the rows that it has in the step.
+    """
     output.num_scheduled_tokens = dict(scheduled)
     output.total_num_scheduled_tokens = sum(scheduled.values())
     if hasattr(output, "num_spec_tokens_to_schedule"):

@@ -5,7 +5,8 @@ Attributes that are read are in ``engine_protocols`` and ``runner_protocols``.
 The methods that mixins override are listed where the mixins' hooks check them; here they get the
 names of their classes. Left out is what cannot change unnoticed or is no private matter of vLLM's:
 
-- its public interface: what users and plug-ins of other projects call and implement;
+- its public interface: what users and plug-ins of other projects call and implement, as connectors
+  do with ``KVConnectorBase_V1``;
 - functions without parameters, and classes of which only the type is looked at: in a release
   without one the import fails before an engine serves, and kvtxn stays out with that reason;
 - methods that a class inherits as it is, or implements as an interface of vLLM's asks: the one that
@@ -92,13 +93,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
                 *(name for name in batches.V1_METHODS if name != "initialize_kv_cache"),
                 *(name for name in audited.AUDITED_METHODS if name != "initialize_kv_cache"),
                 *(*state_layers.METHODS, *_STEP),
-            ),
-        ),
-        *_of(
-            f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
-            (
-                *("bind_connector_metadata", "wait_for_save"),
-                *("handle_preemptions", "get_finished", "get_block_ids_with_load_errors"),
             ),
         ),
     ),
@@ -188,7 +182,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker",
             ("start_load_kv", "wait_for_save"),
         ),
-        f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
     ),
     "states": (
         f"{cpu_states.CORE_MODULE}.{cpu_states.CORE}",

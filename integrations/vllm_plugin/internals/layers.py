@@ -186,8 +186,8 @@ def lines_by_row(runner: Runner) -> bool:
     return any(getattr(impl, "kvtxn_line_per_row", False) for impl in impls)
 
 
-def keep_order(layers: Sequence[TargetLayer]) -> bool:
-    """Tell whether the sums of some layers' attention depend on the order of a batch."""
+def depend_on_order(layers: Sequence[TargetLayer]) -> bool:
+    """Return True if some layer's attention sums depend on the order of the batch's requests."""
     return any(getattr(layer.impl, "kvtxn_keeps_order", False) for layer in layers)
 
 

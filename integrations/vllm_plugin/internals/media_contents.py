@@ -11,13 +11,14 @@ an image that the client has not named, so that nothing has to be done for those
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from ....log import get_logger
 from .engine_protocols import BeforeInputs
-from .hooks import follow, precede, swap_class
+from .hooks import follow, is_swapped, precede, swap_class
 from .lora_adapters import hash_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
         RequestContent,
         VllmEngine,
     )
+
+log = get_logger()
+
+#: What it means that an item is not hashed, for the log.
+BY_NAME: Final = "images count by the names that clients give"
 
 #: The key of the hashes in ``SamplingParams.extra_args``, by vLLM's name of the item.
 CONTENTS: Final = "kvtxn_contents"
@@ -49,7 +55,13 @@ class Named(str):
 
 
 class ContentHashes(BeforeInputs):
-    """Hashes items that have names, too; a mixin before the class of a prompt's inputs."""
+    """Hashes items that have names, too; a mixin before the class of a prompt's inputs.
+
+    Attributes:
+        mm_uuid_items: the names by modality; None for an item without one.
+    """
+
+    mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
     def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         """Return vLLM's name of each item by modality, with its content if a client named it."""
@@ -71,6 +83,9 @@ class ContentHashes(BeforeInputs):
         }  # fmt: skip
         try:
             contents = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
+        except Exception as error:  # of what the engine would not have hashed
+            log.warning("kvtxn.media_by_name", why=repr(error), effect=BY_NAME)
+            return names
         finally:
             self.mm_uuid_items = given
         return {
@@ -98,7 +113,8 @@ def follow_media(engine: VllmEngine) -> None:
         return
 
     def before(inputs: ProcessorInputs, *args: object, **kwargs: object) -> None:
-        swap_class(inputs, ContentHashes)
+        if not is_swapped(inputs):  # a processor may hand them on to another one
+            swap_class(inputs, ContentHashes)
 
     with ExitStack() as undo:
         undo.callback(precede(processor, "apply", before))

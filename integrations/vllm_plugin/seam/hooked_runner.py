@@ -27,6 +27,7 @@ from ..policy import RequiredError
 from ..policy.settings import PluginSettings
 
 if TYPE_CHECKING:
+    from ...serving.ledger.watch import Watch
     from ..internals.audited import Told
 
 log = get_logger()
@@ -76,7 +77,7 @@ class HookedRunner(Runner, Protocol):
     """
 
     kvtxn: Any
-    kvtxn_audit: Any
+    kvtxn_audit: Watch | None
     kvtxn_parts: Parts
     kvtxn_scheduled: SchedulerOutput
     kvtxn_states: Any
@@ -89,9 +90,6 @@ class HookedRunner(Runner, Protocol):
     kvtxn_announce: Callable[[], None] | None
     kvtxn_undo: ExitStack
     kvtxn_unhook: ExitStack
-
-    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
 
 
 class HookedRunnerV1(HookedRunner, RunnerV1, Protocol):

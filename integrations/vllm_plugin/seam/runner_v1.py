@@ -8,7 +8,7 @@ On a GPU the forward may be a replayed graph, which is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ class AdapterV1:
             warm-up.
         kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
-        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
@@ -40,7 +39,6 @@ class AdapterV1:
     kvtxn_planned: PlannedV1 | None = None
     kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
-    kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
 
     # -- caches ------------------------------------------------------------------------------
@@ -60,7 +58,7 @@ class AdapterV1:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Tell of new caches; those of a profiling run get no windows and no ledger."""
+        """Tell the parts of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()
         if not is_profiling:
@@ -83,7 +81,7 @@ class AdapterV1:
             self.kvtxn_planned = None  # an error came before the forward: the next is another's
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
-        """Tell that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins, and which requests and blocks it changes."""
         self.kvtxn_planned = None
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
@@ -103,7 +101,7 @@ class AdapterV1:
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Array
     ) -> Prepared:
-        """Tell which rows the step has; their slots are in place."""
+        """Tell the parts which rows the step has; vLLM has computed their slots."""
         prepared: Prepared = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
@@ -124,7 +122,7 @@ class AdapterV1:
         return made
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> object:
-        """Tell of the forward before it runs, and how it ended."""
+        """Tell the parts of the forward before it runs, and how it ended."""
         step, self.kvtxn_planned = self.kvtxn_planned, None
         try:
             self.kvtxn_parts.forward_begins(step, kwargs)
@@ -143,7 +141,7 @@ class AdapterV1:
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: object) -> object:
-        """Tell what the forward computed, and what was sampled."""
+        """Tell the parts what the forward computed, and what was sampled."""
         self.kvtxn_parts.sampling_begins(lambda: (logits, None))
         try:
             output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
@@ -152,10 +150,3 @@ class AdapterV1:
             raise
         self.kvtxn_parts.sampled(batches.sampled_ids(output), None)
         return output
-
-    # -- the ledger --------------------------------------------------------------------------
-
-    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        if self.kvtxn_audit is not None:
-            self.kvtxn_audit.hear(tell)

@@ -10,7 +10,7 @@ earlier step there, when a later one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -31,14 +31,12 @@ class AdapterV2:
         kvtxn_parts: the parts that hear what the runner does.
         kvtxn_scheduled: what the scheduler says of the present step.
         kvtxn_samples: the engine samples tokens; a pooling engine does not.
-        kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_undo: undoes the hooks around the present KV cache.
     """
 
     kvtxn_parts: Parts = Parts()
     kvtxn_scheduled: SchedulerOutput
     kvtxn_samples: bool = True
-    kvtxn_audit: Any = None
     kvtxn_undo: ExitStack
 
     # -- caches ------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ class AdapterV2:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Tell of new caches; those of a profiling run get no windows and no ledger."""
+        """Tell the parts of new caches; those of a profiling run get no windows and no ledger."""
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()
         if not is_profiling:
@@ -89,7 +87,7 @@ class AdapterV2:
     def update_requests(
         self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
     ) -> None:
-        """Tell that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins, and which requests and blocks it changes."""
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
@@ -97,7 +95,7 @@ class AdapterV2:
         self.kvtxn_parts.requests_changed(changes)
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
-        """Tell when an earlier pipeline stage learns the outcome of a step.
+        """Tell the parts when an earlier pipeline stage learns the outcome of a step.
 
         vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
         """
@@ -108,13 +106,13 @@ class AdapterV2:
             self.kvtxn_parts.outcomes_arrived()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> object:
-        """Tell how the forward will run: the third argument says it, where windows need to know."""
+        """Tell the parts which graph is replayed as the forward: vLLM's third argument says it."""
         chosen = args[2] if len(args) > 2 else kwargs.get("batch_desc")
         self.kvtxn_parts.graph_chosen(chosen)
         return super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: InputBatchV2) -> object:
-        """Tell which rows the step has; their slots are in place."""
+        """Tell the parts which rows the step has; vLLM has computed their slots."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
         self.kvtxn_parts.planned(PlannedV2(input_batch, prepared))
         return prepared
@@ -129,7 +127,7 @@ class AdapterV2:
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object
     ) -> object:
-        """Tell what the forward computed, and what was sampled.
+        """Tell the parts what the forward computed, and what was sampled.
 
         From 0.33 on vLLM asks connectors for their results after this, before
         ``postprocess_sampled``.
@@ -152,7 +150,7 @@ class AdapterV2:
         *others: Any,
         **named: Any,
     ) -> None:
-        """Tell how many tokens each request got; they are on their way to the host by then.
+        """Tell the parts how many tokens each request got, which go to the host meanwhile.
 
         The drafter runs after this. What vLLM adds (the rows' first places, and from 0.33 on the
         drafts that another stage sent) goes through.
@@ -162,10 +160,3 @@ class AdapterV2:
             *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )
         self.kvtxn_parts.outcome_kept(sampled_tokens, num_sampled)
-
-    # -- the ledger --------------------------------------------------------------------------
-
-    def kvtxn_tell(self, tell: Callable[[Any], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
-        if self.kvtxn_audit is not None:
-            self.kvtxn_audit.hear(tell)

@@ -30,7 +30,7 @@ for _name, _value in {
 sys.path.append(str(Path(__file__).resolve().parents[2] / "vllm_plugin" / "grid"))
 
 #: Kinds of violations that are wrong reads.
-_READ = ("unwritten", "foreign", "stale")
+_READ = ("unwritten", "foreign", "imported", "stale")
 #: What vLLM appends to a request's name.
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 
@@ -77,12 +77,13 @@ class SmallEngine:
         self.engine = self.llm.llm_engine
         self.said: dict[str, list[int]] = {}
 
-    def send(self, name: str, prompt: Sequence[int], **more: Any) -> None:
+    def send(self, name: str, prompt: Sequence[int] | dict[str, Any], **more: Any) -> None:
         """Send a request for eight tokens, each the likeliest one; vLLM is told ``more`` of it."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params, **more)
+        known = prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+        self.engine.add_request(name, known, params, **more)
 
     def step(self) -> None:
         """Make one step."""

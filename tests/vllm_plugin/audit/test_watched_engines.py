@@ -29,6 +29,8 @@ def test_nothing_is_found_in_it(reports, engine):
         assert counts["kvtxn_audit_violations_total"] == 0
         assert counts["kvtxn_audit_unjudged_total"] == 0
         assert counts["kvtxn_active"] == ("policy" in kind.get("kvtxn", {}))
+        # Each request that was put back has come to its end.
+        assert counts["kvtxn_audit_requests_restarted_total"] == report["preempted"]
     assert report["report"] == [[]] * ranks
     assert report["external"] > 0 if "connector" in kind else report["external"] == 0
     assert report["preempted"] > 0 or "num_gpu_blocks_override" in kind.get("options", {})

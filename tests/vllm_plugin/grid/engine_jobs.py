@@ -244,7 +244,7 @@ WATCHED = {
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
     **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
-    "planted-single-states": 5,
+    **{"planted-single-states": 5, "shared-store": 4},
     **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
     "pictures": 10,
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
@@ -275,7 +275,7 @@ AUDITS = {
     **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
     **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
     **{"preempted-in-its-step": 30, "failed-load": 6, "replaced-adapter": 6},
-    **{"stale-rows": 6, "ended-by-session": 5},
+    **{"stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.

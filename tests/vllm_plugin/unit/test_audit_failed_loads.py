@@ -17,6 +17,8 @@ TOKENS = list(range(20, 31))
 class Loads:
     """The transfers of a connector that loads blocks for request "a", of which it says later."""
 
+    dropped = 0
+
     def __init__(self, ledger):
         self.ledger, self.failed, self.names = ledger, [], []
         self.loads, self.unsettled = False, False
@@ -24,11 +26,16 @@ class Loads:
     def change(self, arrivals, handed_out):
         self.loads = any(each.name == "a" for each in arrivals)
 
-    def forward(self):
+    def forward(self, rows):
         if self.loads:
             nothing = torch.zeros(8, dtype=torch.int64)  # what was stored had no row
             self.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8, nothing)
             self.loads, self.unsettled = False, True
+
+    def end_step(self):
+        """Remember nothing."""
+
+    settle = end_step
 
     def take_failed(self):
         found, self.failed, self.unsettled = (self.names, self.failed), [], False
@@ -53,12 +60,18 @@ def unknown(name):
     raise AssertionError(name)
 
 
+def forward(w, read, returning=unknown):
+    """Tell a watch of a forward."""
+    w.step(lambda: (read, None), returning)
+    assert not w.stopped
+
+
 def loaded(failed, on_violation="log"):
     """A watch after the step in which "a" reads two blocks; these could not be loaded."""
     watch = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, on_violation)
     watch.transfers = Loads(watch.ledger)
     watch.change(Changes((), [arrival("a", [1, 2, 3], 8)], [[]], ()))
-    watch.forward(rows("a", 8, 9, [1, 2, 3]), unknown)
+    forward(watch, rows("a", 8, 9, [1, 2, 3]))
     watch.transfers.names, watch.transfers.failed = ["a"] if failed else [], failed
     watch.sampled(torch.tensor([1]), torch.tensor([[77]]))
     watch.end_step()
@@ -82,10 +95,10 @@ def test_a_load_that_is_said_to_have_failed_is_no_violation(lines):
         return arrival(name, [1, 2, 3], 0)
 
     watch.change(Changes((), (), [[]], ()))
-    watch.forward(rows("a", 0, 9, [1, 2, 3]), returning)
+    forward(watch, rows("a", 0, 9, [1, 2, 3]), returning)
     watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
     watch.change(Changes((), (), [[]], ()))
-    watch.forward(rows("a", 9, 10, [1, 2, 3]), unknown)
+    forward(watch, rows("a", 9, 10, [1, 2, 3]))
     assert asked == ["a"]
     assert violations(watch) == []
     assert lines == []
@@ -106,7 +119,7 @@ def test_others_that_read_the_blocks_are_told_of(lines):
     """They stay in the prefix cache, and their request was to compute them."""
     watch = loaded([1, 2])
     watch.change(Changes(["a"], [arrival("b", [1, 2, 4], 8)], [[]], ()))
-    watch.forward(rows("b", 8, 9, [1, 2, 4]), unknown)
+    forward(watch, rows("b", 8, 9, [1, 2, 4]))
     assert violations(watch) == [("unwritten", "b", 4), ("unwritten", "b", 8)]
 
 
@@ -129,10 +142,10 @@ def test_positions_before_the_first_are_left_out(lines, wrong, record):
         {"group.0": torch.tensor([0] * 6 + [20, 21, 22, 23, 24])},
         {"group.0": torch.tensor([[1, 2, 4], [5, 6, 7]], dtype=torch.int32)},
     )  # fmt: skip
-    watch.forward(both, unknown)
+    forward(watch, both)
     watch.sampled(torch.tensor([1, 0]), torch.tensor([[77], [-1]]))
     watch.change(Changes(["b"], (), [[]], ()))
-    watch.forward(rows("c", 5, 9, [5, 6, 7]), unknown)
+    forward(watch, rows("c", 5, 9, [5, 6, 7]))
     watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
     assert watch.counters()["kvtxn_audit_unjudged_total_malformed"] == 1
     blocks = [("c", 20), ("c", 24)] if wrong else []

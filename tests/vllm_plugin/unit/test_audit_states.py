@@ -87,7 +87,7 @@ def test_single_states_of_windows():
     assert found.leaves["group.1"].tolist() == [5, -1, -1]
     plain = audited_states.single_states(runner, ["group.1"], attrs.evolve(rows, drafts=None))
     assert plain.slots["group.1"].tolist() == [-1, -1, 5, 6, -1, -1, 7]
-    assert plain.leaves["group.1"].tolist() == [-1, -1, -1]
+    assert plain.leaves == {}
 
 
 def test_states_of_an_unknown_layer_are_not_read():
@@ -236,8 +236,7 @@ def test_states_that_windows_hold_are_left_when_drafts_are_decided(monkeypatch):
     assert found.sources["group.0"].tolist() == [-1, 7]
     assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, -1, -1, -1]
     assert found.told.tolist() == [-1, 1]
-    assert reader.take_last().leaves["group.0"].tolist() == [-1, 7]
-    assert reader.take_last() is None
+    assert found.leaves["group.0"].tolist() == [-1, 7]
 
 
 def test_counts_of_which_groups_disagree_are_nobodys():

@@ -313,11 +313,19 @@ def test_what_is_contained_is_marked_in_the_steps_output():
     assert inner.kvtxn_wrong.requests == {"wrong"}
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_every_violation_is_logged_where_tests_want_to_hear_of_theirs(monkeypatch, wanted):
+    monkeypatch.delenv("KVTXN_PYTEST_AUDIT", raising=False)
+    if wanted:
+        monkeypatch.setenv("KVTXN_PYTEST_AUDIT", "{}")
+    assert started().watch.found.logs_all == wanted
+
+
 def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
     rig = started()
     rig.add("one", prompt(14, 9))
     rig.step()
-    rig.ledger.reader = None
+    rig.ledger.reader.rows = None
     rig.step()
     rig.step()
     assert rig.watch.counters()["kvtxn_audit_active"] == 0
@@ -417,7 +425,7 @@ class MostDrafts:
 def test_drafts_are_put_in_place_where_others_are(monkeypatch):
     """Steps whose requests have the same drafts as before copy none to the device."""
     rig = started()
-    reader, given = rig.ledger.reader, rig.watch.ledger.input
+    reader, given = rig.ledger.reader.rows, rig.watch.ledger.input
     puts, put = [], given.put
     there = reader._there.data_ptr()
     noted = lambda target, numbers: (puts.append(target.data_ptr() == there), put(target, numbers))  # noqa: E731
@@ -515,15 +523,17 @@ def test_methods_that_the_ledger_does_not_need_take_what_they_like():
 
 def test_outputs_that_cannot_be_read_end_the_audit_alone():
     rig = started()
+    rig.add("one", prompt(1, 9))
+    rig.runner.prepare_attn(rig._batch(LENGTH))
     rig.watch.scrub = object()
     assert rig.runner.sample(None, None, None) == "sampled"
     assert rig.watch.stopped
 
 
-def test_a_forward_that_failed_before_it_was_told_is_never_told(monkeypatch):
+def test_a_forward_that_failed_before_it_was_told_is_never_told():
     """Else a dummy run, for which vLLM makes metadata as well, would be taken for it."""
     rig = started()
-    monkeypatch.setattr(rig.ledger, "_waits", True)  # as where states or a connector are watched
+    rig.ledger.reader.ready = "later"  # as where states or a connector are watched
     rig.add("one", prompt(1, 9))
 
     def forward():
@@ -533,6 +543,6 @@ def test_a_forward_that_failed_before_it_was_told_is_never_told(monkeypatch):
     rig.runner.forward = forward
     with pytest.raises(ValueError, match="metadata"):
         rig.runner.execute_model(None)
-    rig.ledger._step_is_ready()
+    rig.ledger.is_ready()
     assert rig.watch.steps == 0
     assert not rig.watch.stopped

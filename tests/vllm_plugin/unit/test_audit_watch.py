@@ -10,7 +10,7 @@ import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.internals import audited_cpu
+from kvtxn.integrations.vllm_plugin.internals import audited_steps
 from kvtxn.integrations.vllm_plugin.internals.audited import unwatched
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
@@ -42,6 +42,12 @@ def test_an_audit_needs_no_policy():
     assert (alone.stale, alone.weights_every, alone.evicts) == ("count", WEIGHTS_EVERY, False)
     contains = asked(audit="ledger", stale="contain", weights_every=8)
     assert (contains.stale, contains.weights_every, contains.evicts) == ("contain", 8, True)
+    assert (alone.audit_store, alone.audit_key_file) == (None, None)
+    stored = asked(audit="ledger", audit_store="sqlite:////data/a.db")
+    assert stored.audit_store == "sqlite:////data/a.db"
+    assert stored.audit_key_file == "/data/a.db.key"
+    other = asked(audit="ledger", audit_store="sqlite:///a.db", audit_key_file="/keys/a")
+    assert other.audit_key_file == "/keys/a"
     assert asked(audit="bytes").audit_every == EVERY
     assert asked(audit="bytes", audit_every=64).audit_every == 64
     assert is_audited({"kvtxn": {"audit": "ledger"}})
@@ -61,6 +67,14 @@ def test_an_audit_needs_no_policy():
         ({"policy": "undo", "stale": "count"}, "stale has no effect without an audit"),
         ({"policy": "undo", "weights_every": 9}, "weights_every has no effect without an audit"),
         ({"audit": "ledger", "weights_every": 0}, "weights_every is not valid; expected an int"),
+        ({"audit": "ledger", "audit_store": "mysql://a"}, "audit_store is not valid.*sqlite:///P"),
+        ({"audit": "ledger", "audit_store": 3}, "audit_store is not valid; expected sqlite:///PA"),
+        ({"policy": "undo", "audit_store": "sqlite:///a"}, "audit_store has no effect without an"),
+        ({"audit": "ledger", "audit_key_file": "a"}, "audit_key_file has no effect without a sto"),
+        (
+            {"audit": "ledger", "audit_store": "sqlite:///a", "audit_key_file": 3},
+            "audit_key_file is not valid; expected the path of a file",
+        ),
         ({"audit": "off"}, "names no policy"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
         ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),
@@ -248,15 +262,21 @@ def unknown(name):
     raise AssertionError(name)
 
 
+def forward(w, read, returning=unknown):
+    """Tell a watch of a forward."""
+    w.step(lambda: (read, None), returning)
+    assert not w.stopped
+
+
 def test_hits_are_not_handed_out_anew(lines):
     """Blocks that are computed keep their rows; those after them count as unwritten."""
     w = watch()
     w.change(come(arrival("a", [1, 2, 3, 4, 5], [1, 2])))
-    w.forward(rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]), unknown)
+    forward(w, rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]))
     w.change(come(arrival("b", [1, 2, 3, 4, 6], [1, 3], computed=4), gone=["a"]))
-    w.forward(rows("b", 4, [6], [12], [1, 3]), unknown)
+    forward(w, rows("b", 4, [6], [12], [1, 3]))
     w.change(come(arrival("c", [1, 2, 3, 4, 7], [1, 4]), gone=["b"]))
-    w.forward(rows("c", 4, [7], [16], [1, 4]), unknown)
+    forward(w, rows("c", 4, [7], [16], [1, 4]))
     found = [(v["kind"], v["request"], v["slot"]) for v in w.report()]
     assert found == [("unwritten", "c", 4), ("published", "c", 4)]
     assert len(lines) == 2
@@ -266,9 +286,9 @@ def test_hits_are_not_handed_out_anew(lines):
 def test_copies_carry_their_rows(lines):
     w = watch()
     w.change(come(arrival("a", [1, 2, 3], [1])))
-    w.forward(rows("a", 0, [1, 2, 3], [4, 5, 6], [1]), unknown)
+    forward(w, rows("a", 0, [1, 2, 3], [4, 5, 6], [1]))
     w.change(come(arrival("b", [1, 2, 3, 4], [2], computed=3), copies=[(1, 2)]))
-    w.forward(rows("b", 3, [4], [11], [2]), unknown)
+    forward(w, rows("b", 3, [4], [11], [2]))
     assert w.report() == []
 
 
@@ -277,11 +297,11 @@ def test_a_published_block_is_checked_where_no_query_sees_it(lines):
     group = RowGroup("group.0", 4, 12, window=2, pool="blocks")
     w = Watch({"group.0": group}, Room(2, 32, caches_prefixes=True), 0, "log")
     w.change(come(arrival("a", [1, 2, 3, 4], [1])))
-    w.forward(rows("a", 0, [1], [-1], [1]), unknown)
+    forward(w, rows("a", 0, [1], [-1], [1]))
     (first,) = w.report()
     w.change(come())
     w.ledger.hand_out("group.0", [1])
-    w.forward(rows("a", 1, [2, 3, 4], [5, 6, 7], [1]), unknown)
+    forward(w, rows("a", 1, [2, 3, 4], [5, 6, 7], [1]))
     assert [v["kind"] for v in w.report()] == ["unwritten", "published"]
     assert first["position"] == 0
 
@@ -291,14 +311,14 @@ def test_one_that_was_forgotten_returns(lines):
     w = watch(requests=1)
     for number in range(12):
         w.change(come(arrival(f"r{number}", [1, 2], [1])))
-        w.forward(rows(f"r{number}", 0, [1, 2], [4, 5], [1]), unknown)
+        forward(w, rows(f"r{number}", 0, [1, 2], [4, 5], [1]))
     asked_for = []
 
     def returning(name):
         asked_for.append(name)
         return arrival(name, [1, 2, 3], [1], computed=2)
 
-    w.forward(rows("r0", 2, [3], [6], [1]), returning)
+    forward(w, rows("r0", 2, [3], [6], [1]), returning)
     assert asked_for == ["r0"]
     assert w.report() == []
 
@@ -308,7 +328,7 @@ def test_the_life_of_slots_is_kept_if_asked_for(lines):
     kept = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log", record=True)
     for w in (kept, watch()):
         w.change(come(arrival("a", [1, 2, 3, 4, 5], [1, 2])))
-        w.forward(rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]), unknown)
+        forward(w, rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]))
     recording = kept.recording()
     assert [life["name"] for life in recording["requests"]] == ["a"]
     happened = [recording["happenings"][number] for number in recording["runs"][1::7]]
@@ -316,15 +336,15 @@ def test_the_life_of_slots_is_kept_if_asked_for(lines):
     assert w.recording() is None
 
 
-def drawn(ids, rows, discarded=(False,)):
+def drawn(ids, drafts, discarded=(False,)):
     """What the plug-in reads of a sampler's output."""
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(vocab_size=50),
         discard_request_mask=SimpleNamespace(gpu=torch.tensor(discarded)),
         max_num_reqs=len(ids),
     )
-    reader = audited_cpu.SampledReader(runner, watch().ledger.input)
-    return reader.of_step(torch.tensor(ids, dtype=torch.int32), rows)
+    reader = audited_steps.SampledReader(runner, watch().ledger.input)
+    return reader.sampled(torch.tensor(ids, dtype=torch.int32), drafts)
 
 
 def test_what_is_no_token_was_not_sampled():
@@ -341,8 +361,8 @@ def test_more_drafts_than_there_were_are_not_accepted(lines):
     w = watch()
     w.change(come(arrival("a", [1, 2, 3], [1])))
     drafted = attrs.evolve(rows("a", 0, [1, 2, 3, 4], [4, 5, 6, 7], [1]), drafts=torch.tensor([1]))
-    w.forward(drafted, unknown)
-    w.sampled(*drawn([[4, 4, 4]], drafted))
+    forward(w, drafted)
+    w.sampled(*drawn([[4, 4, 4]], drafted.drafts))
     assert w.counters()["kvtxn_audit_active"] == 1
     assert w.counters()["kvtxn_audit_unjudged_total"] == 0
     assert w.report() == []
@@ -351,7 +371,7 @@ def test_more_drafts_than_there_were_are_not_accepted(lines):
 def test_raise_stops(lines):
     w = watch("raise")
     w.change(come(arrival("a", [1, 2], [1])))
-    w.forward(rows("a", 1, [2], [5], [1]), unknown)
+    forward(w, rows("a", 1, [2], [5], [1]))
     with pytest.raises(AuditError, match="unwritten: in step 1 request a read slot 4"):
         w.end_step()
     assert w.end_step() is None  # it is said once
@@ -363,9 +383,9 @@ def test_the_log_has_tokens_if_the_user_wants_them(lines, wanted):
     w = watch()
     w.found.log_tokens = asked(audit="ledger", log_tokens=wanted).log_tokens
     w.change(come(arrival("a", [70001, 70002], [1])))
-    w.forward(rows("a", 0, [70001, 70002], [4, 5], [1]), unknown)
+    forward(w, rows("a", 0, [70001, 70002], [4, 5], [1]))
     w.change(come(arrival("b", [70001, 70003, 70004], [1], computed=2), gone=["a"]))
-    w.forward(rows("b", 2, [70004], [6], [1]), unknown)
+    forward(w, rows("b", 2, [70004], [6], [1]))
     (line,) = (line for line in lines if "kind='foreign'" in line)
     assert ("7000" in line) == ("expected" in line) == ("written_for" in line) == wanted
     assert all(said in line for said in ("position=1", "request='b'", "written_request='a'"))
@@ -400,7 +420,7 @@ def after_a_storm(w):
     """Let 40 requests read a wrong row each."""
     for number in range(40):
         w.change(come(arrival(f"r{number}", [1, 2], [1]), gone=[f"r{number - 1}"]))
-        w.forward(rows(f"r{number}", 1, [2], [5], [1]), unknown)
+        forward(w, rows(f"r{number}", 1, [2], [5], [1]))
     assert len(w.report()) == w.counters()["kvtxn_audit_violations_total"] == 40
 
 

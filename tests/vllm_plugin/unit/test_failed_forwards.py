@@ -18,7 +18,7 @@ with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch
 
 from kvtxn.integrations.vllm_plugin import parts
-from kvtxn.integrations.vllm_plugin.audit import ledger_v1
+from kvtxn.integrations.vllm_plugin.audit import runner_steps
 from kvtxn.integrations.vllm_plugin.internals.batches import PlannedV1
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
@@ -53,23 +53,20 @@ def hooked(monkeypatch, device):
     return made
 
 
+def read(steps, planned, inputs):
+    """Read the step of a prompt."""
+    return rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), None
+
+
 def on_cpu(monkeypatch):
     """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
-
-    def tell(steps, prepared, inputs, w):
-        w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
-
-    monkeypatch.setattr(ledger_v1.CpuSteps, "tell_forward", tell)
+    monkeypatch.setattr(runner_steps.CpuSteps, "read", read)
     return hooked(monkeypatch, "cpu")
 
 
 def on_gpu(monkeypatch):
     """The same in the way of GPUs."""
-
-    def tell(steps, prepared, inputs, w):
-        w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
-
-    monkeypatch.setattr(ledger_v1.DeviceSteps, "tell_forward", tell)
+    monkeypatch.setattr(runner_steps.DeviceSteps, "read", read)
     return hooked(monkeypatch, "cuda")
 
 

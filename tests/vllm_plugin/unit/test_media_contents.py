@@ -87,6 +87,18 @@ def test_items_without_names_cost_nothing(engine, names):
     assert request.sampling_params.extra_args == {"their": "own"}
 
 
+def test_an_item_that_cannot_be_hashed_counts_by_its_name(engine):
+    """The engine does not hash it, so its request must not fail."""
+
+    class Odd:
+        def __format__(self, spec):
+            raise TypeError("cannot be hashed")
+
+    request = engine.send([Odd()], ["x"])
+    assert contents(request) is None
+    assert hashes(Media(), request) == hashes(Media(), engine.send([None], ["x"]))
+
+
 def test_one_content_is_one_item_whatever_its_name(engine):
     media = Media()
     red = hashes(media, engine.send(["red"], None))

@@ -1,0 +1,217 @@
+"""``LedgerPart``: hears the steps of any engine, and tells a watch of them.
+
+On a GPU the ledger's passes are launched beside the forward: once slots and tables are in place,
+and once it is decided which drafts stay, before the drafter. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Final, Literal, Protocol
+
+from torch import Tensor
+
+from ..parts import Part
+from ..step import Arrival, Changes, Outputs, PlannedStep, Rows, States
+from .rank_agreement import Wrong
+from .violation_log import AuditError
+from .watch import Watch
+
+
+class LedgerReader(Protocol):
+    """What the adapter of an engine brings for the ledger: it opens watches and reads steps.
+
+    Attributes:
+        watch: the watch over the present caches; None while nothing is watched. Whoever runs steps
+            of no request may take it away for a while.
+        ready: when a step can be read: once it is planned, when its forward begins, or later, when
+            the reader says so.
+    """
+
+    watch: Watch | None
+    ready: Literal["planned", "forward", "later"]
+
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
+        """Open a watch over new caches; if that is impossible, log why and return None.
+
+        Args:
+            is_ready: call it in each step once it can be read, if ``ready`` is "later".
+        """
+
+    def begin(self) -> None:
+        """Read what has to be known before a step changes requests and blocks."""
+
+    def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
+        """Return the rows that a step's forward writes and reads; its states, if any are watched.
+
+        Args:
+            step: the step, whose forward comes next.
+            inputs: the arguments of the forward, if ``ready`` is "forward"; else none.
+        """
+
+    def returning(self, name: str) -> Arrival:
+        """Describe a request that goes on and that the ledger has forgotten."""
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return how many tokens each request of the step has sampled, and which.
+
+        Args:
+            ids: as for ``Part.sampled``.
+            counts: likewise; None if the engine does not have them.
+
+        Returns:
+            As ``Watch.sampled`` takes them; None if they are of another step than the last one.
+        """
+
+    def mark(self, output: object, wrong: Wrong) -> None:
+        """Add wrong reads to the output of their step, for the engine's scheduler to contain."""
+
+
+class LedgerPart(Part):
+    """Tells the watch which rows and states a forward writes and reads, and what became of drafts.
+
+    Args:
+        reader: reads the engine's steps, and keeps the watch.
+
+    Attributes:
+        reader: the same.
+    """
+
+    def __init__(self, reader: LedgerReader) -> None:
+        self.reader: Final = reader
+        #: The step, if it cannot be read yet.
+        self._planned: PlannedStep | None = None
+        #: The step that is sampled next; None if it is not watched.
+        self._unsampled: PlannedStep | None = None
+        #: The watch was told of a forward that has not ended.
+        self._in_forward = False
+
+    def _tell(self, tell: Callable[[Watch], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+        watch = self.reader.watch
+        if watch is not None:
+            watch.hear(tell)
+
+    # -- caches ------------------------------------------------------------------------------
+
+    def caches_dropped(self) -> None:
+        """Close the ledger over the caches that go."""
+        self.reader.watch = None
+
+    def caches_made(self) -> None:
+        """Open a ledger over new caches, or log why there is none."""
+        self._planned = None
+        self.reader.watch = self.reader.open(self.is_ready)
+
+    def released(self) -> None:
+        """Stop watching."""
+        self.reader.watch = None
+
+    # -- a forward ---------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Forget a step that was dropped half-way."""
+        self._planned, self._in_forward = None, False
+        self.reader.begin()
+
+    def requests_changed(self, changes: Callable[[], Changes]) -> None:
+        """Tell which requests begin and end, and which blocks each request gets."""
+        self._tell(lambda watch: watch.change(changes()))
+
+    def planned(self, step: PlannedStep) -> None:
+        """Tell which rows and states the forward writes and reads, if they can be read."""
+        if self.reader.ready == "planned":
+            self._tell_forward(step, {})
+        elif self.reader.ready == "later":
+            self._planned = step
+
+    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
+        """Tell which rows and states the forward writes and reads; nothing of a warm-up."""
+        if step is None:
+            self._unsampled = None
+        elif self.reader.ready == "forward":
+            self._tell_forward(step, inputs)
+
+    def is_ready(self) -> None:
+        """Tell which rows and states the forward of the planned step writes and reads."""
+        step, self._planned = self._planned, None
+        if step is not None:
+            self._tell_forward(step, {})
+
+    def _tell_forward(self, step: PlannedStep, inputs: Mapping[str, object]) -> None:
+        self._unsampled, self._in_forward = step, True
+        read = partial(self.reader.read, step, inputs)
+        self._tell(lambda watch: watch.step(read, self.reader.returning))
+
+    def forward_ended(self) -> None:
+        """Note that the rows of the forward are there."""
+        self._in_forward = False
+
+    def failed(self, error: BaseException) -> None:
+        """Take a forward that raised back: nobody knows which of its rows are there.
+
+        If the watch was not told of it yet, it never is: what comes next may be a dummy run.
+        """
+        self._planned = None
+        if self._in_forward:
+            self._in_forward = False
+            self._tell(Watch.take_back)
+
+    # -- its outcome -------------------------------------------------------------------------
+
+    def sampling_begins(self, outputs: Outputs) -> None:
+        """Look for a NaN in what came out, if bytes are compared."""
+        step, watch = self._unsampled, self.reader.watch
+        if step is not None and watch is not None and watch.scrub is not None:
+            watch.hear(partial(_tell_outputs, step, outputs))
+
+    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
+        """Tell which drafts were accepted, unless the engine tells the tokens later."""
+        if ids is not None:
+            self._tell_sampled(ids, counts)
+
+    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
+        """Tell which drafts were accepted, unless the engine has told it."""
+        self._tell_sampled(ids, counts)
+
+    def _tell_sampled(self, ids: Tensor, counts: Tensor | None) -> None:
+        step, self._unsampled = self._unsampled, None
+        if step is not None:
+            self._tell(partial(self._read_sampled, ids, counts))
+
+    def _read_sampled(self, ids: Tensor, counts: Tensor | None, watch: Watch) -> None:
+        found = self.reader.sampled(ids, counts)
+        if found is not None:
+            watch.sampled(*found)
+
+    def step_ended(self, output: object) -> None:
+        """End the step, and mark the requests that read wrong rows in its output.
+
+        Raises:
+            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+        """
+        self._unsampled, watch = None, self.reader.watch
+        if watch is None:
+            return
+        if watch.scrub is not None:
+            watch.hear(Watch.ended)
+        wrong = watch.end_step()
+        if wrong is not None:
+            self.reader.mark(output, wrong)
+
+    def step_failed(self) -> None:
+        """End the step without an output; its error wins over what the audit finds."""
+        self._unsampled, watch = None, self.reader.watch
+        if watch is not None:
+            watch.hear(Watch.sampling_failed)
+            with suppress(AuditError):
+                watch.end_step()
+
+
+def _tell_outputs(step: PlannedStep, outputs: Outputs, watch: Watch) -> None:
+    """Tell a watch what a step's forward computed."""
+    logits, rows = outputs()
+    if logits is not None:
+        watch.came_out(logits, step.outputs() if rows is None else rows)

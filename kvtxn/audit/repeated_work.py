@@ -1,0 +1,69 @@
+"""Work that an engine does twice: rows of a request that are computed again after it was put back.
+
+A scheduler that runs out of blocks puts a request back, and its rows are lost but for those that it
+finds in the prefix cache when it begins again. A request whose prompt just fits may be begun again
+and again, and no token comes. All of this is known on the host when a request comes, so a step
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from ..metrics import Family
+
+#: Requests that are remembered; the ones that were begun again first are forgotten.
+_REMEMBERED: Final = 1 << 14
+
+#: The metric families. Each rank counts the same requests.
+REPEATED: Final = (
+    Family(
+        "kvtxn_audit_requests_restarted_total",
+        "Requests that were put back and begun again; each time counts.",
+        per_rank=True,
+    ),
+    Family(
+        "kvtxn_audit_restarts_without_token_total",
+        "Requests that were begun again without a token since they were begun before.",
+        per_rank=True,
+    ),
+    Family(
+        "kvtxn_audit_rows_recomputed_total",
+        "Rows that requests which were begun again had lost, and had to compute again.",
+        per_rank=True,
+    ),
+)
+
+
+class RepeatedWork:
+    """Counts requests that are begun again, and the rows that they lose."""
+
+    def __init__(self) -> None:
+        self._lengths: Final[OrderedDict[str, int]] = OrderedDict()
+        self._restarted = self._without_token = self._rows = 0
+
+    def begin_again(self, request: str, length: int, had: int, found: int, prompt: int) -> None:
+        """Count a request that was put back and comes again.
+
+        Args:
+            request: its name, which no other request has had.
+            length: its tokens, those included that came out of it until now.
+            had: rows that had been computed when it was put back, those of drafts that were taken
+                back included.
+            found: rows that it has found in the cache now.
+            prompt: tokens of its prompt.
+        """
+        before = self._lengths.pop(request, prompt)
+        self._lengths[request] = length
+        if len(self._lengths) > _REMEMBERED:
+            self._lengths.popitem(last=False)
+        self._restarted += 1
+        self._without_token += length == before
+        # The last token that came out has no row yet.
+        self._rows += max(min(had, length - (length > prompt)) - found, 0)
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts by Prometheus name."""
+        values = self._restarted, self._without_token, self._rows
+        return {family.name: value for family, value in zip(REPEATED, values, strict=True)}
