@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Final
 
@@ -35,13 +34,9 @@ class StepPlan:
         marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
         stage_operations: number of rows x number of layers whose drafts wait for commit, those
             with states of a supplier included.
-        together: launches of ``LayoutLaunches.capture_with``, by what the caller knows them by.
     """
 
-    __slots__ = (
-        *("launches", "layout", "marks", "num_requests", "stage_operations"),
-        *("together", "windows"),
-    )
+    __slots__ = ("launches", "layout", "marks", "num_requests", "stage_operations", "windows")
 
     def __init__(
         self,
@@ -57,7 +52,6 @@ class StepPlan:
         self.launches = launches
         self.marks = marks
         self.stage_operations = stage_operations
-        self.together: dict[Hashable, Callable[[], None]] = {}
 
 
 class SharedPlaces:
