@@ -105,9 +105,9 @@ def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
 def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
     """Make the ledger of a runner."""
     from ..serving.ledger.part import LedgerPart
-    from .audit import steps_v1, steps_v2
+    from .audit.runner_steps import CpuSteps, DeviceSteps, StepsV2
 
     if facts.runner == "v2":
-        return LedgerPart(steps_v2.StepsV2(runner))
-    steps = steps_v1.CpuSteps if facts.device == "cpu" else steps_v1.DeviceSteps
+        return LedgerPart(StepsV2(runner))
+    steps = CpuSteps if facts.device == "cpu" else DeviceSteps
     return LedgerPart(steps(runner))

@@ -52,6 +52,11 @@ AUDIT_FAMILIES: Final = (
         per_rank=True,
     ),
     *REPEATED,
+    Family(
+        "kvtxn_audit_store_dropped_total",
+        "Blocks that were neither written to a store of identities nor asked for there.",
+        per_rank=True,
+    ),
     *BY_AGE,
 )
 

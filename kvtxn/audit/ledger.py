@@ -622,6 +622,60 @@ class Ledger:
         """
         return self._transfers.origins(request, group, firsts, stored_by=stored_by)
 
+    def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
+        """Return whose rows full blocks have, for ``IdentityTable.remember``.
+
+        Args:
+            request: the request that has them in its block table.
+            group: the group of the blocks.
+            table: int ``[blocks]`` on the host, the request's block table.
+            firsts: int ``[n]`` on the host, the position of the first row of each block.
+
+        Returns:
+            int64 ``[n, 7]`` on the ledger's device: the step, the request's serial number, the word
+            of the first row, the terms of its token and of the two before, and the word of the last
+            row. Words are at the age that they had in the first epoch. They are 0 of a block
+            whose rows are not all there, or not all of one prefix that ends with these tokens.
+
+        Raises:
+            ConfigError: as in ``publish``.
+        """
+        return self._transfers.identities(request, group, table, firsts)
+
+    def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
+        """Return the words of a request's own rows, as ``export`` returns those that are there.
+
+        Args:
+            request: the request, whose tokens are known up to ``end``.
+            group: the group of the rows.
+            first: the first position.
+            end: the position after the last.
+
+        Returns:
+            int64 ``[end - first]`` on the ledger's device, the ``digests`` of right rows for
+            ``import_rows``.
+
+        Raises:
+            ConfigError: as in ``publish``.
+        """
+        return self._transfers.expected(request, group, first, end)
+
+    def name_of(self, serial: int) -> str | None:
+        """Return the name of the request with a serial number; None if it is forgotten."""
+        return self._state.requests.name(serial)
+
+    def believe(self, rows: int) -> None:
+        """Count rows whose origin nobody can vouch for, after they were imported as right ones."""
+        self.books.counters[book.UNVERIFIED] += rows
+
+    @property
+    def epoch(self) -> int:
+        """Changes of the weights until now: the target's in the low 32 bits, the drafter's above.
+
+        The word of a row at the age of the first epoch, plus this number, is its word now.
+        """
+        return self._state.epoch
+
     def import_state(
         self, request: str, group: str, block: int, length: int, digest: Tensor | None = None
     ) -> None:

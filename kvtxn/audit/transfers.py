@@ -130,6 +130,37 @@ class RowTransfers:
         last = before[0] + books.salts[place.written] - self._state.epoch
         return torch.stack([step, serial, first, last, *terms], 1)
 
+    def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
+        """Do what ``Ledger.identities`` says."""
+        place = checks.place_of("identities", self._books, group, states=False)
+        origins = self.origins(request, group, firsts)
+        line = self._state.requests.line(request, operation="identities")
+        first, books = origins[:, 2], self._books
+        own = books.own[line]
+        term = own[(first + 1).clamp(max=books.sizes.max_length)] - own[first]
+        blocks = self._state.upload(table)[None]
+        if not blocks.shape[1]:
+            blocks = torch.full_like(blocks.new_empty(1, 1), -1)
+        rows = torch.arange(place.group.block_size, device=self._state.device)
+        position = first[:, None] + rows
+        where = through(place, blocks, torch.zeros_like(position), position)
+        words = torch.where(where >= 0, books.words[where.clamp(min=0)], UNWRITTEN)
+        # Rows of one prefix differ from the request's own by one number: an age, or other extras.
+        apart = words - own[(position + 1).clamp(max=books.sizes.max_length)]
+        is_one = (apart == apart[:, :1]).all(1)
+        ends = older(words[:, (0, -1)], -self._state.epoch) * is_one[:, None]
+        before = [term, origins[:, 4], origins[:, 5]]
+        return torch.stack([*origins[:, :2].unbind(1), ends[:, 0], *before, ends[:, 1]], 1)
+
+    def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
+        """Do what ``Ledger.expected`` says."""
+        place = checks.place_of("expected", self._books, group, states=False)
+        line = self._state.requests.line(request, operation="expected")
+        self._span("expected", first, end)
+        salt = self._books.salts[place.written]
+        words = as_word(self._books.own[line, first + 1 : end + 1] + salt)
+        return older(words, -self._state.epoch)
+
     def import_state(
         self,
         inspect: Inspect,

@@ -85,6 +85,7 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "embedded": "with another image or vector in the place of a token",
     "extras": "with another adapter or encoder input",
     "earlier": "with other tokens, images or vectors before its last tokens",
+    "weights": "of the same tokens, computed by other weights",
     "unknown": "with other tokens before its last ones, or another adapter",
 }
 
@@ -123,7 +124,8 @@ class Violation:
         written_request: the request that wrote the row; None if not known any more.
         brought: a connector brought the row. What is "written" above is then of the request that
             stored the row, and of the step in which it did; or, where nobody knows who stored it
-            (``written_position`` is None), of the request that it was brought for.
+            (``written_position`` is None), of the request that it was brought for. Of another
+            process the request is a label that names both, and there is no step.
         differs: a key of ``DIFFERENCES``: the first, by their order, in which a row of other tokens
             (``found`` is "foreign") differs from the one expected; None if it was found to be
             something else, or if it is not known for which tokens it was written.
@@ -175,6 +177,8 @@ class Violation:
             if self.brought:
                 deed, by = ("brought", "for") if self.written_position is None else ("stored", "by")
             text += f", {deed} in step {self.written_step} {by} {_named(self.written_request)}"
+        elif self.written_request is not None:  # of another process, whose steps are its own
+            text += f", stored by {self.written_request}"
         if self.written_position is not None:
             text += f" for position {self.written_position}"
         if self.differs is not None:

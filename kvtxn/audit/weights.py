@@ -105,6 +105,24 @@ class WeightWatch:
         for each in self._weights.values():  # whose memory may be given away
             each.forget()
 
+    def content(self, beside: Iterable[Tensor] = ()) -> int | None:
+        """Return a hash of a sample of the weights, for other processes with the ledger's key.
+
+        Waits for the device. Weights that differ in none of the elements of the sample have one
+        hash, and so have those of which no parameter can be read but equal ones.
+
+        Args:
+            beside: what rows depend on besides, such as some rotary positions; hashed whole.
+
+        Returns:
+            An int64; None if no parameter can be read.
+        """
+        samples = [[*each.now()] for each in self._weights.values()]
+        if not any(samples):
+            return None
+        samples += [[[each.flatten()]] for each in beside]
+        return self._ledger.books.key.seed([int(self._hash(each)) for each in samples])
+
     def begin_step(self, *, hits: bool = False) -> None:
         """Begin an epoch if weights have changed; call it before each ``Ledger.write``.
 

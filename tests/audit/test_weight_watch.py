@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvtxn import ConfigError
-from kvtxn.audit import Ledger, RowGroup, Step, WeightWatch
+from kvtxn.audit import Key, Ledger, RowGroup, Step, WeightWatch
 
 NONE = torch.zeros(0, dtype=torch.int64)
 IDLE = Step(NONE, NONE.new_zeros(1), NONE, NONE, {})
@@ -122,3 +122,31 @@ def test_wrong_arguments_are_refused(ledger):
             WeightWatch(ledger, weights, every)
     with pytest.raises(ConfigError, match="unknown"):
         WeightWatch(ledger, {}).changed("adapter")
+
+
+def test_processes_with_one_key_have_one_hash_of_the_same_weights():
+    """For a store of identities: what each process has been told of counts for nothing."""
+    key, model, other = Key.new(), Model(), Model()
+    other.load_state_dict(model.state_dict())
+    table = torch.arange(12.0).view(2, 6)
+
+    def content(of, table=table, key=key, told=False):
+        ledger = Ledger([RowGroup("full", 4, 10)], max_requests=4, max_length=32, key=key)
+        watch = WeightWatch(ledger, {"target": of.parameters})
+        if told:
+            watch.changed()
+            watch.begin_step()
+        return watch.content([table])
+
+    known = content(model)
+    assert content(other) == content(other, told=True) == known
+    assert content(other, table + 1) != known  # as of another RoPE
+    assert content(model, key=Key.new()) != known
+    other.one.data.add_(1)
+    assert content(other) != known
+
+
+def test_weights_that_cannot_be_read_have_no_hash(ledger):
+    model = nn.Linear(4, 4, device="meta")
+    assert WeightWatch(ledger, {"target": model.parameters}).content() is None
+    assert WeightWatch(ledger, {}).content([torch.ones(4)]) is None

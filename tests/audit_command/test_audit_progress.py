@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -43,7 +44,7 @@ def test_progress_is_a_line_in_a_log(terminal):
 
 
 def _wait_for(said):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not said():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -51,11 +52,12 @@ def _wait_for(said):
 
 def test_progress_is_no_part_of_json(capsys, monkeypatch):
     result = recorded.found(steps=30)
-    monkeypatch.setattr(Progress, "__str__", lambda self: "how far it is")
+    asked = threading.Event()
+    monkeypatch.setattr(Progress, "__str__", lambda self: asked.set() or "how far it is")
     monkeypatch.setattr("kvtxn.integrations.audit_command.progress._LINES", 0.01)
 
     def play(job, progress):
-        time.sleep(0.2)
+        assert asked.wait(60)
         return result
 
     monkeypatch.setattr(command, "run_engine", play)

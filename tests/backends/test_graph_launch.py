@@ -96,7 +96,7 @@ def test_the_launch_keeps_the_graph(driver):
 def test_a_launch_that_waits_for_a_full_queue_lets_python_go_on(driver, monkeypatch):
     """The queue may wait for a host function in Python; here the launch waits for a thread."""
     queue = ctypes.create_string_buffer(64)  # longer than any sem_t
-    limit = (ctypes.c_long * 2)(int(time.time()) + 3, 0)
+    limit = (ctypes.c_long * 2)(int(time.time()) + 60, 0)
     monkeypatch.undo()
     for loader in ("CDLL", "PyDLL"):
         libc = getattr(ctypes, loader)(None)

@@ -40,7 +40,7 @@ class GpuPlanting(Planting):
         if self.rank == rank:
             parts = self.model_runner.kvtxn_parts._parts
             [ledger] = [part for part in parts if hasattr(part, "reader")]
-            ledger.reader.rows = _fail
+            ledger.reader.read = _fail
 
     def fail_commits(self, rank: int) -> None:
         """Let the commits of one rank's windows raise."""

@@ -1,7 +1,7 @@
 """``RankAgreement``: the ranks of an engine end each step of the audit alike.
 
 A rank that ends its audit, contains a wrong read, or stops the engine while the others go on leaves
-them waiting in a collective, or is heard by nobody: vLLM awaits the answer of one rank alone. So
+them waiting in a collective, or is heard by nobody: engines await the answer of one rank alone. So
 ranks report at the ends of steps, and all of them act on what any of them reports. Whether they
 meet at the end of a step follows from the step's number, never from what a rank has found or how it
 has failed.

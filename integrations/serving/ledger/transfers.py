@@ -1,11 +1,12 @@
 """Rows that leave the cache or come into it through a KV connector.
 
-A block that leaves is compared with the tokens that it is stored under, and remembered by its
-bytes: wherever these bytes turn up again, they are the rows that they were. A block that comes
-with other bytes than were stored in its place is wrong, if only this engine can store there. Any
-other block is from elsewhere; its rows are taken for those of the request that loads it, and so is
-each state that comes. Where a connector says that it could not load a block, nobody has written it,
-and vLLM drops what the step computed of it.
+Full blocks are remembered by their bytes, when they become full and when they leave: wherever these
+bytes turn up again, they are the rows that they were. A block that leaves is compared with the
+tokens that it is stored under. A block that comes with other bytes than were stored in its place is
+wrong, if only this engine can store there. Any other block is from elsewhere: other processes may
+know it, see ``shared_identities``; if none does, its rows are taken for those of the request that
+loads it, and so is each state that comes. Where a connector says that it could not load a block,
+nobody has written it, and the engine drops what the step computed of it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
-from ..step import Arrival
+from ....audit.identities import Identity, IdentityTable
+from ..step import Arrival, Rows
+from .shared_identities import SharedIdentities
 
-#: Blocks that left the cache and are remembered; the ones that left first are forgotten.
-_REMEMBERED: Final = 1 << 16
+#: Requests of which it is known which blocks are remembered, for each one of a step.
+_FULL: Final = 8
 
 #: The name of the ledger's request for rows that are stored under tokens that no runner's request
 #: has: a fault, or tokens that the scheduler's half knows first.
 _NOBODYS: Final = "the tokens of a store"
 
-#: Numbers of each block that ``Ledger.origins`` returns.
-_ORIGIN: Final = 6
-
 #: A block of a group: the group's name and the block's number.
 Place = tuple[str, int]
+
+#: The checksum of a block's bytes.
+Content = tuple[int, int]
 
 
 @attrs.frozen(eq=False)
@@ -84,9 +87,10 @@ class TransferWatch:
         groups: the groups of rows, by name.
         state_sizes: the tokens of a block in groups whose states the prefix cache keeps, by name.
         read: returns the transfers that a connector's metadata of a step name.
-        hashes: returns a hash of the bytes of each block, given a group's name and the blocks; it
-            waits for the device.
+        hashes: returns checksums of the bytes of blocks, int64 ``[n, 2]`` on the host, given a
+            group's name and the blocks; it waits for the device.
         stop: called with an error of the audit's own; ends the audit.
+        shared: knows the blocks of other processes; None if there is no store.
     """
 
     def __init__(
@@ -95,23 +99,27 @@ class TransferWatch:
         groups: Mapping[str, RowGroup],
         state_sizes: Mapping[str, int],
         read: Callable[[object], Transfers],
-        hashes: Callable[[str, Sequence[int]], Sequence[bytes]],
+        hashes: Callable[[str, Sequence[int]], Tensor],
         stop: Callable[[Exception], None],
+        shared: SharedIdentities | None = None,
     ) -> None:
         self._read: Final = read
-        self._bytes: Final = hashes
+        self._checksums: Final = hashes
+        self._shared: Final = shared
+        self._table: Final = IdentityTable()
+        self._forgotten = 0  # blocks of the table, when places were noted
+        self._rows: Rows | None = None  # of the step under way, where the host knows them
+        self._full: dict[tuple[str, str], int] = {}  # by request and group: blocks remembered
         self._ledger: Final = ledger
         self._groups: Final = groups
         states = [group.name for group in ledger.groups if group.is_state]
         self._states: Final = {name: state_sizes.get(name) for name in states}
         self._stop: Final = stop
-        # By group and bytes of a block: the origin of its rows, and their digests, in one tensor.
-        self._left: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self._stores: list[Handed] = []
         self._stored: OrderedDict[Hashable, None] = OrderedDict()
         self._loads: dict[Place, tuple[str, Hashable | None]] = {}
         self._arrivals: Sequence[Arrival] = ()
-        self._before: dict[Place, bytes] = {}
+        self._before: dict[Place, Content] = {}
         self._received: set[str] = set()
         self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
         self._failed: set[int] = set()
@@ -119,14 +127,18 @@ class TransferWatch:
 
     def restart(self) -> None:
         """Forget every transfer; the ledger has forgotten the rows."""
-        self._left.clear()
+        self._table.clear()
+        self._full.clear()
+        if self._shared is not None:
+            self._shared.restart()
         self._stored.clear()
         self._loads.clear()
         self._before.clear()
         self._received.clear()
         self._came.clear()
         self._failed.clear()
-        self._stores, self._arrivals, self._loading = [], (), False
+        self._stores, self._arrivals, self._loading, self._rows = [], (), False, None
+        self._forgotten = 0
 
     # -- told by the connector ---------------------------------------------------------------
 
@@ -168,7 +180,6 @@ class TransferWatch:
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
-        taken: dict[str, list[tuple[int, Tensor]]] = {}
         for each in stores:
             group = self._groups.get(each.group)
             if group is None or each.request not in self._ledger:
@@ -179,39 +190,74 @@ class TransferWatch:
                 embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
-            begins = range(each.begin * size, len(table) * size, size)
-            words = self._ledger.export(name, each.group, table, begins.start, begins.stop)
-            origins = self._ledger.origins(name, each.group, begins, stored_by=each.request)
+            self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
+            self._remember(each.request, each.group, table, each.begin)
             if other is not None:
                 self._ledger.release(name)
-            taken.setdefault(each.group, []).extend(
-                zip(each.blocks, torch.cat([origins, words.view(-1, size)], 1), strict=True)
-            )
             self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
-        for name, found in taken.items():
-            blocks, rows = zip(*found, strict=True)
-            for content, words in zip(
-                self._bytes(name, blocks), torch.stack(rows).cpu(), strict=True
-            ):
-                self._left[name, content] = words
-        while len(self._left) > _REMEMBERED:
-            self._left.popitem(last=False)
+        if self._table.forgotten > self._forgotten:
+            self._forgotten = self._table.forgotten
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
+
+    def _remember_full(self, rows: Rows) -> None:
+        """Remember the blocks that a step has filled with rows that stay."""
+        assert rows.first is not None
+        settled = rows.first + rows.starts.diff()
+        settled = settled if rows.drafts is None else settled - rows.drafts
+        spans = [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
+        groups = {name: each for name, each in self._groups.items() if each.ring is None}
+        for name, group in groups.items():
+            for number, (request, first, end) in enumerate(spans):
+                begin = self._full.get((request, name), max(first, 0) // group.block_size)
+                end //= group.block_size
+                if begin < end and request in self._ledger:
+                    table = rows.tables[name][number, :end].tolist()
+                    while begin < end and not table[begin]:  # it has left a sliding window
+                        begin += 1
+                    self._remember(request, name, table, begin)
+                    self._full[request, name] = end
+        if len(self._full) > _FULL * (1 + len(rows.names)) * len(self._groups):
+            now = {*rows.names}
+            self._full = {key: each for key, each in self._full.items() if key[0] in now}
+
+    def _remember(self, name: str, group: str, table: list[int], begin: int) -> None:
+        """Remember the blocks of a request's table from a column on, by their bytes."""
+        size = self._groups[group].block_size
+        firsts = range(begin * size, len(table) * size, size)
+        if not firsts:
+            return
+        identities = self._ledger.identities(name, group, table, firsts).cpu()
+        contents = self._contents(group, table[begin:])
+        self._table.remember(contents, identities)
+        if self._shared is not None:
+            expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
+            lasts = expected.view(-1, size)[:, -1].cpu()
+            self._shared.remember(name, group, contents, identities[:, -1], lasts, firsts.start)
 
     # -- told by the watch -------------------------------------------------------------------
 
     def change(self, arrivals: Sequence[Arrival], handed_out: Iterable[Place]) -> None:
         """Note the requests that come, and the blocks that get new owners."""
         self._arrivals = arrivals
+        if self._shared is not None:
+            self._shared.look()
         for each in arrivals:
-            if each.name in self._received:  # now, before vLLM copies states to the step's blocks
+            for group, rows in self._groups.items():
+                self._full[each.name, group] = each.computed // rows.block_size
+            if each.name in self._received:  # now, before states are copied to the step's blocks
                 for place in self._state_places(each):
                     self._believe(each, place)
         for place in handed_out:
             self._loads.pop(place, None)
 
-    def forward(self) -> None:
-        """Record the rows that a connector loaded for requests that begin in the coming step."""
+    def forward(self, rows: Rows) -> None:
+        """Record the rows that a connector loaded for requests that begin in the coming step.
+
+        Args:
+            rows: the step's; where the device alone knows their positions, the blocks that the step
+                fills are remembered when they leave, and not before.
+        """
+        self._rows = None if rows.first is None else rows
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
         states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
         wanted = [
@@ -219,6 +265,7 @@ class TransferWatch:
             for name, place, *_ in coming
             if name in self._received or place in self._loads or place in self._before
         ]
+        lengths = {each.name: len(each.tokens) for each in self._arrivals}
         now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
         for each, place in states:
             filled = place in self._before and self._before[place] != now[place]
@@ -227,9 +274,7 @@ class TransferWatch:
         for name, place, blocks, first, end in coming:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
-                known = self._rows_of(place, now[place])
-                origin, words = (None, None) if known is None else known
-                words = None if words is None else words[: end - first]
+                words, origin = self._rows_of(lengths[name], name, place, now[place], first, end)
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
@@ -252,33 +297,103 @@ class TransferWatch:
         """
         failed, self._failed, self._loading = self._failed, set(), False
         names = {name: None for name, block in self._came if block in failed}
+        if self._shared is not None:
+            self._shared.drop(failed)
         return [*names], sorted(failed)
 
-    def _hashes(self, places: Iterable[Place]) -> dict[Place, bytes]:
-        """Return a hash of the bytes of each block."""
+    def take_back(self) -> None:
+        """Remember nothing of a step that failed."""
+        self._rows = None
+
+    def end_step(self) -> None:
+        """Remember the blocks that the step has filled; a drafter's rows are there now, too."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            self._remember_full(rows)
+
+    def settle(self) -> None:
+        """Judge what came from other processes, as far as their store answers soon."""
+        if self._shared is not None:
+            self._shared.settle()
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the store of other processes was too slow for, or not there."""
+        return 0 if self._shared is None else self._shared.dropped
+
+    def _contents(self, group: str, blocks: Sequence[int]) -> Tensor:
+        """Return checksums of the bytes of blocks, int64 ``[n, 2]``; of no other group's."""
+        return self._checksums(group, blocks) + self._ledger.books.key.salt(group)
+
+    def _hashes(self, places: Iterable[Place]) -> dict[Place, Content]:
+        """Return the checksum of the bytes of each block."""
         blocks: dict[str, dict[int, None]] = {}
         for group, block in places:
             blocks.setdefault(group, {})[block] = None
         return {
-            (group, block): content
+            (group, block): (content[0], content[1])
             for group, own in blocks.items()
-            for block, content in zip(own, self._bytes(group, [*own]), strict=True)
+            for block, content in zip(own, self._contents(group, [*own]).tolist(), strict=True)
         }
 
-    def _rows_of(self, place: Place, content: bytes) -> tuple[Tensor | None, Tensor] | None:
-        """Return the origin and digests of rows that a block holds by its bytes, as far as known.
+    def _rows_of(
+        self, length: int, name: str, place: Place, content: Content, first: int, end: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the words of rows that came for a request, and the origin of the first of them.
+
+        Args:
+            length: the number of the request's tokens.
+            name: the request.
+            place: the block that has the rows.
+            content: the checksum of its bytes.
+            first: the position of the first row.
+            end: the position after the last; in a block that is not full the rows after it count
+                for what the block is, too, if it is known what the request has there.
 
         Returns:
-            None for the origin if nobody stored these bytes, which are wrong then; None for both
-            if nothing is known.
+            None for the words if nothing is known, and for the origin if nobody stored these bytes.
         """
         group, _ = place
-        known = self._left.get((group, content))
+        size = self._groups[group].block_size
+        contents, whole = torch.tensor([content]), first + size <= length
+        own = self._ledger.expected(name, group, first, first + size if whole else end).cpu()
+        (known,) = self._table.lookup(contents)
+        if known:
+            first_word, last_word = int(own[0]), int(own[-1])
+            right = [
+                each
+                for each in known
+                if (each.last == last_word if whole else each.first == first_word)
+            ]
+            found = max(right or known, key=lambda each: each.step)
+            words = self._written(found, group, first, first + len(own))
+            if words is None:
+                words = own + (found.first - own[0])
+            if whole:
+                words[-1] = found.last
+            elif found.first == first_word:  # and nobody knows the others
+                return None, None
+            return words[: end - first], found.origin(self._ledger.books.key)
         _, key = self._loads.get(place, ("", None))
-        if known is None and key is not None and (group, key) in self._stored:
-            unwritten = torch.zeros(self._groups[group].block_size, dtype=torch.int64)
-            return None, unwritten
-        return None if known is None else (known[:_ORIGIN], known[_ORIGIN:])
+        if key is not None and (group, key) in self._stored:
+            return torch.zeros(end - first, dtype=torch.int64), None
+        if self._shared is not None and whole:
+            rows, last = end - first, int(own[-1])
+            if self._shared.ask(name, place, contents[0], first, rows, last):
+                return own[:rows], None
+        return None, None
+
+    def _written(self, known: Identity, group: str, first: int, end: int) -> Tensor | None:
+        """Return the words of a block's rows from its writer's tokens, while the ledger has them.
+
+        They tell at which row a block begins to be another one; its ends alone do not.
+        """
+        writer = self._ledger.name_of(known.serial)
+        if writer is None or writer not in self._ledger:
+            return None
+        words = self._ledger.expected(writer, group, first, end).cpu()
+        is_its = int(words[0]) == known.first and known.last == int(words[-1])
+        return words if is_its else None
 
     def _believe(self, arrival: Arrival, place: Place) -> None:
         """Take a state that a connector brought for that of the request that gets it."""

@@ -59,7 +59,7 @@ class FoundViolations:
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
 
     def drop(self, step: int, blocks: Iterable[int]) -> None:
-        """Take back what a step found in blocks: vLLM drops what it computed of them.
+        """Take back what a step found in blocks: the engine drops what it computed of them.
 
         Args:
             step: the number of the ledger's step.

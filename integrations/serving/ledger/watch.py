@@ -67,6 +67,8 @@ class Watch:
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
         ranks: how the ranks reach each other; None where a rank is alone.
+        shared_key: the secret that processes with one store of identities share; None without a
+            store.
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
@@ -81,6 +83,7 @@ class Watch:
         states: the watched groups of recurrent layers.
         left_out: names of the KV-cache groups that are not watched.
         kept_states: the tokens of a block in groups whose states the prefix cache keeps.
+        shared_key: the argument.
         transfers: follows the rows of a KV connector; None without a connector.
         weights: begins an epoch when weights have changed; None if nobody can tell.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
@@ -108,6 +111,7 @@ class Watch:
         states: Mapping[str, StateGroup] | None = None,
         record: bool = False,
         key: Key | None = None,
+        shared_key: Key | None = None,
         ranks: Ranks | None = None,
         device: torch.device | str = "cpu",
         drafts: int | None = None,
@@ -125,11 +129,12 @@ class Watch:
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
-            every, max_requests=most + 1, max_length=room.length, key=key, device=device,
-            stale="count" if stale == "count" else "alarm",
+            every, max_requests=most + 1, max_length=room.length, key=shared_key or key,
+            stale="count" if stale == "count" else "alarm", device=device,
         )  # fmt: skip
         self.left_out: Sequence[str] = ()
         self.kept_states: Mapping[str, int] = {}
+        self.shared_key: Final = shared_key
         self.transfers: TransferWatch | None = None
         self.weights: WeightWatch | None = None
         self.scrub: Scrub | None = None
@@ -352,7 +357,7 @@ class Watch:
             # Where the host does not know the positions, the device leaves such requests out.
             if rows.first is not None and leave_out(self.ledger, lines, rows.first):
                 self._batch, whole = None, False  # the next step finds its lines anew
-            self.transfers.forward()
+            self.transfers.forward(rows)
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
@@ -437,6 +442,8 @@ class Watch:
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
+            if self.transfers is not None:
+                self.transfers.take_back()
             self.ledger.take_back(step)
 
     def sampling_failed(self) -> None:
@@ -483,10 +490,12 @@ class Watch:
         Raises:
             AuditError: on all ranks, if one found a violation and ``on_violation`` is "raise".
         """
+        if self.transfers is not None and not self.stopped:
+            self._try(self.transfers.end_step)
         wrong = self._end_step()
         if not (stale := self.found.take_stale()):
             return wrong
-        # All ranks have the same rows of the same age, and vLLM hears one of them.
+        # All ranks have the same rows of the same age, and an engine hears one of them.
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:
@@ -561,6 +570,8 @@ class Watch:
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
         self.compare_ranks()
+        if self.transfers is not None:
+            self._try(self.transfers.settle)
         self._try(self._say)
         return self.found.report()
 
@@ -578,12 +589,15 @@ class Watch:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
         if self.transfers is not None:
+            self._try(self.transfers.settle)
             self._try(self._say)  # of a failed load nothing counts
         found: dict[str, float] = {}
         self._try(lambda: found.update(self.ledger.counters()))
         found |= self.repeated.counters()
+        dropped = 0 if self.transfers is None else self.transfers.dropped
         return {
             **found,
+            "kvtxn_audit_store_dropped_total": float(dropped),
             "kvtxn_audit_active": float(self.begun and not self.stopped),
             "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }

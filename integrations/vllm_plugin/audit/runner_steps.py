@@ -1,13 +1,39 @@
-"""The base of what reads the steps of vLLM's runners for the ledger; see ``LedgerReader``."""
+"""The steps of vLLM's model runners as the ledger reads them, see ``LedgerReader``.
+
+A V1 runner's step is read when its forward begins. A V2 runner's step can be read once slots and
+tables are in place; if states are watched, once their metadata are made, too; if a connector brings
+rows, once it has begun to.
+"""
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from torch import Tensor
 
 from ...serving.ledger.rank_agreement import Wrong
+from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
-from ..internals import scheduling
-from ..seam.hooked_runner import HookedRunner
+from ...serving.step import Arrival, PlannedStep, Rows, States
+from ..internals import (
+    Foreign,
+    aligned_states,
+    audited,
+    audited_cpu,
+    audited_states,
+    audited_steps,
+    connectors,
+    held_states,
+    scheduling,
+)
+from ..internals.batches import PlannedV1, PlannedV2
+from ..internals.engine_protocols import SchedulerOutput
+from ..internals.hooks import follow, mix_in
+from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
+from .watch_opening import join_stages, new_state_reader, open_device_watch, open_watch
+from .watched_connectors import WatchedConnectorV2
 
 HookedRunnerT = TypeVar("HookedRunnerT", bound=HookedRunner)
 
@@ -42,3 +68,205 @@ class RunnerSteps(Generic[HookedRunnerT]):
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step."""
         scheduling.mark(output, wrong)
+
+
+class CpuSteps(RunnerSteps[HookedRunnerV1]):
+    """The steps of a V1 runner on a CPU, where the host knows all that the ledger asks for."""
+
+    _reader: audited_cpu.StepReader
+    _samples: audited_steps.SampledReader
+    #: The drafts of each request in the last step.
+    _drafts: Tensor | None = None
+
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        watch = open_watch(self._runner)
+        if watch is not None:
+            given = watch.ledger.input
+            self._reader = audited_cpu.StepReader(self._runner, watch.groups, given)
+            self._samples = audited_steps.SampledReader(self._runner, given)
+        return join_stages(self._runner, watch)
+
+    def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
+        """Read the rows of the step that is about to run, and its states if any are watched."""
+        runner, watch = self._runner, self.watch
+        assert isinstance(step, PlannedV1)
+        assert watch is not None  # it asks
+        rows = self._reader.rows(step.prepared, *audited_cpu.ids_and_positions(inputs))
+        self._drafts = rows.drafts
+        if not watch.states:
+            return rows, None
+        if audited_states.has_single_states(runner):
+            return rows, audited_states.single_states(runner, list(watch.states), rows)
+        assert rows.first is not None  # on a CPU the host knows it
+        return rows, audited_states.states(runner, watch.states, rows.starts, rows.first)
+
+    def returning(self, name: str) -> Arrival:
+        """Describe a request that goes on and that the ledger has forgotten."""
+        return audited.returning(self._runner, name)
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return how many tokens each request has sampled, and which."""
+        return self._samples.sampled(ids, self._drafts)
+
+
+class DeviceSteps(RunnerSteps[HookedRunnerV1]):
+    """The steps of a V1 runner on a GPU, read out of its buffers."""
+
+    _reader: audited_steps.StepReaderV1
+    _samples: audited_steps.SampledReader
+    _states: audited_states.DeviceStateReader | None = None
+    #: Knows the states that the runner copies between blocks on the host's word; None where the
+    #: device decides, or nothing is copied.
+    _copies: aligned_states.HostCopies | None = None
+
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        runner, self._copies = self._runner, None
+        watch = open_device_watch(runner, None, None)
+        if watch is not None:
+            given = watch.ledger.input
+            self._reader = audited_steps.StepReaderV1(runner, watch.groups, given)
+            self._samples = audited_steps.SampledReader(runner, given)
+            self._states = new_state_reader(runner, watch)
+            if watch.kept_states and aligned_states.lacks_context(runner):
+                self._copies = aligned_states.HostCopies(runner, watch.kept_states)
+        return join_stages(runner, watch)
+
+    def begin(self) -> None:
+        """Note the columns of states before vLLM moves them."""
+        copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
+        if copies is not None and watch is not None:
+            watch.hear(lambda _: copies.begin(scheduled))
+
+    def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
+        """Read the rows of the step that is about to run, and its states if any are watched."""
+        watch = self.watch
+        assert isinstance(step, PlannedV1)
+        assert watch is not None  # it asks
+        if self._copies is not None:
+            for group, (source, target) in self._copies.take().items():
+                if source:
+                    watch.ledger.copy(group, source, target)
+        rows = self._reader.rows(step.prepared)
+        if self._states is None:
+            return rows, None
+        metadata, total = audited_states.forward_metadata(), audited_steps.num_rows_v1(self._runner)
+        return rows, self._states.read(metadata, rows, total)
+
+    def returning(self, name: str) -> Arrival:
+        """Describe a request that goes on and that the ledger has forgotten."""
+        return audited.returning(self._runner, name)
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return how many tokens each request has sampled, and which."""
+        return self._samples.sampled(ids)
+
+
+class StepsV2(RunnerSteps[HookedRunnerV2]):
+    """The steps of a V2 runner, read out of its buffers.
+
+    Attributes:
+        rows: reads the rows of the runner's steps.
+    """
+
+    rows: audited_steps.StepReaderV2
+    _states: audited_states.DeviceStateReader | None = None
+    #: The step's attention metadata, once they are made, if states are watched.
+    _metadata: Foreign = None
+
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        runner = self._runner
+        runner.kvtxn_requests, self._metadata, self.ready = {}, None, "planned"
+        # With a connector, the ledger remembers requests that ended until it needs their lines.
+        lines = audited.lines(runner) if connectors.connector() is None else None
+        watch = open_device_watch(runner, audited.lacking(runner), lines, WatchedConnectorV2)
+        if watch is not None:
+            self.rows = audited_steps.StepReaderV2(runner, watch.groups, watch.ledger.input)
+            self._states = new_state_reader(runner, watch)
+            is_ready = partial(self._is_ready, is_ready)
+            if self._states is not None:
+                self.ready = "later"
+                runner.kvtxn_undo.callback(self._follow_metadata(is_ready))
+            if watch.transfers is not None:
+                self.ready = "later"
+                own = connectors.of_runner(runner)
+                runner.kvtxn_undo.callback(mix_in(own, TellingConnector, kvtxn_then=is_ready))
+        return join_stages(runner, watch)
+
+    def _is_ready(self, is_ready: Callable[[], None]) -> None:
+        """Let the step be read, and forget its metadata."""
+        is_ready()
+        self._metadata = None
+
+    def _follow_metadata(self, is_ready: Callable[[], None]) -> Callable[[], None]:
+        """Let vLLM's ``model_state`` hand over the attention metadata of each step.
+
+        The step is ready then, unless a connector brings rows. Windows that hold states may have
+        put themselves around the same method; they see the metadata first.
+
+        Returns:
+            A function that undoes it.
+        """
+
+        def prepared(metadata: Foreign) -> None:
+            self._metadata = metadata
+            watch = self.watch
+            if watch is not None and watch.transfers is None:
+                is_ready()
+
+        return follow(held_states.model_state(self._runner), "prepare_attn", prepared)
+
+    def begin(self) -> None:
+        """Note which blocks a connector takes before the step hands them to others."""
+        watch = self.watch
+        if watch is not None and watch.transfers is not None:
+            scheduled = self._runner.kvtxn_scheduled
+            watch.transfers.tell(partial(self._note_leaving, scheduled, watch.transfers))
+
+    def _note_leaving(self, scheduled: SchedulerOutput, transfers: TransferWatch) -> None:
+        transfers.flush(connectors.metadata_of(scheduled))
+        audited.note_requests(self._runner.kvtxn_requests, scheduled)
+
+    def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
+        """Read the rows of the step that is about to run, and its states if any are watched."""
+        assert isinstance(step, PlannedV2)
+        rows = self.rows.rows(step.batch, step.prepared)
+        if self._states is None:
+            return rows, None
+        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
+
+    def returning(self, name: str) -> Arrival:
+        """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"the ledger was not told of request {name!r}")
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return how many tokens each request has sampled, and which.
+
+        Pipeline stages before the last are told of an earlier step, and have no drafts here.
+        """
+        assert counts is not None  # this runner has them
+        return (counts, ids) if audited.is_last_stage(self._runner) else None
+
+
+class TellingConnector:
+    """A mixin of the object by which the V2 runner calls its connector.
+
+    The rows that a connector brings within a step are in their blocks once this has begun, so the
+    audit compares what the step reads only then.
+
+    Attributes:
+        kvtxn_then: called once the step's transfers have begun.
+    """
+
+    kvtxn_then: Callable[[], None]
+
+    def pre_forward(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the step's transfers; then the step is ready."""
+        super().pre_forward(*args, **kwargs)  # type: ignore[misc]
+        self.kvtxn_then()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping, Sized
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from ....audit.books import Sizes
 from ....layers import LayerRef
 from ....log import get_logger
 from ...pytest_audit import engines as pytest_audit
+from ...serving.ledger.shared_identities import SharedIdentities, read_key, share
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
 from ..internals import (
@@ -20,6 +23,7 @@ from ..internals import (
     audited,
     audited_states,
     config,
+    connectors,
     kv_cache,
     ranks,
     workers,
@@ -100,9 +104,6 @@ def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
         runner.kvtxn_unhook.callback(undo)
-
-
-Watched = TypeVar("Watched", bound=Watch)
 
 
 def open_watch(runner: HookedRunner) -> Watch | None:
@@ -208,6 +209,9 @@ def _watch_of_all_ranks(
         RequiredError: a rank has none, and the user requires the audit.
     """
     key, wanted = shared_key(), runner.kvtxn_settings
+    shared = read_key(wanted.audit_key_file)
+    if key is not None and wanted.audit_key_file is not None:
+        shared = ranks.from_first(shared)
     why, error, watch = lacking, None, None
     try:
         groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
@@ -218,6 +222,7 @@ def _watch_of_all_ranks(
                 states=states,
                 record=wanted.record,
                 key=key,
+                shared_key=shared,
                 ranks=ranks,
                 device=audited.runner_device(runner) if on_device else "cpu",
                 drafts=audited.most_drafts(runner) if on_device else None,
@@ -323,10 +328,10 @@ def shared_key() -> Key | None:
 def on_all_ranks(
     runner: HookedRunner,
     key: Key | None,
-    watch: Watched | None,
+    watch: Watch | None,
     why: str | None,
     error: Exception | None,
-) -> Watched | None:
+) -> Watch | None:
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
@@ -350,7 +355,7 @@ def on_all_ranks(
     return watch
 
 
-def join_stages(runner: HookedRunner, watch: Watched | None) -> Watched | None:
+def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
     """Let the ranks of all pipeline stages stop together; every rank must call this.
 
     vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
@@ -370,9 +375,35 @@ def follow_transfers(
     Without it, rows that the connector brings would be taken for wrong ones.
     """
     try:
-        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+        shared = _shared_identities(runner, watch)
+        watch.transfers = watch_transfers(
+            runner, watch.ledger, watch.groups, watch.stop, mixin, shared
+        )
     except Exception as error:
         watch.stop(error)
+
+
+def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities | None:
+    """Open the store that a worker with a KV connector shares; None without one of them."""
+    url = runner.kvtxn_settings.audit_store
+    if url is None or watch.shared_key is None or connectors.connector() is None:
+        return None
+    number = ranks.number_of_ranks(), ranks.own_number(), ranks.number_of_stages()
+    layouts = {
+        name: [workers.version(), *number, runner.kvtxn_rank, connectors.block_layout(runner, name)]
+        for name in watch.groups
+    }
+
+    def weights() -> int | None:
+        known = watch.weights
+        return None if known is None else known.content(engine_weights.rotary_positions(runner))
+
+    place = f"process {os.getpid()} on {socket.gethostname()}, rank {runner.kvtxn_rank}"
+    shared = share(
+        watch.ledger, url, layouts, weights, place, names=runner.kvtxn_settings.log_tokens
+    )
+    runner.kvtxn_undo.callback(shared.close)
+    return shared
 
 
 def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ....audit import Ledger, RowGroup
+from ...serving.ledger.shared_identities import SharedIdentities
 from ...serving.ledger.transfers import TransferWatch
 from ..internals import connectors
 from ..internals.audited_states import block_sizes
@@ -78,6 +79,7 @@ def watch_transfers(
     groups: Mapping[str, RowGroup],
     stop: Callable[[Exception], None],
     mixin: type[WatchedConnector] = WatchedConnectorV1,
+    shared: SharedIdentities | None = None,
 ) -> TransferWatch | None:
     """Follow the rows of an engine's KV connector until ``kvtxn_undo`` of its runner is closed.
 
@@ -87,6 +89,7 @@ def watch_transfers(
         groups: as for ``TransferWatch``.
         stop: as for ``TransferWatch``.
         mixin: for the connector's class.
+        shared: as for ``TransferWatch``.
 
     Returns:
         What follows them; None without a connector.
@@ -97,6 +100,6 @@ def watch_transfers(
     sizes = block_sizes(runner, [group.name for group in ledger.groups if group.is_state])
     read = partial(connectors.transfers, runner)
     hashes = partial(connectors.block_hashes, runner, ledger.books.key)
-    watch = TransferWatch(ledger, groups, sizes, read, hashes, stop)
+    watch = TransferWatch(ledger, groups, sizes, read, hashes, stop, shared)
     runner.kvtxn_undo.callback(mix_in(connector, mixin, kvtxn_transfers=watch))
     return watch

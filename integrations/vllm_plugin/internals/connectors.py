@@ -214,7 +214,39 @@ def of_runner(runner: RunnerV2) -> object:
     return runner.kv_connector
 
 
-def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) -> list[bytes]:
+def block_layout(runner: Runner, group: str) -> list[object]:
+    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it.
+
+    Args:
+        runner: the runner.
+        group: name of the KV-cache group.
+    """
+    blocks = runner.kv_cache_config.num_blocks
+    shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
+    for cache in _caches(runner, group):
+        shape = [*cache.shape]
+        del shape[_block_dimension(cache, blocks)]
+        shapes.append([str(cache.dtype), shape])
+    return shapes
+
+
+def _caches(runner: Runner, group: str) -> list[Tensor]:
+    """Return the caches of a group's layers, in vLLM's order."""
+    layers = runner.compilation_config.static_forward_context
+    caches: list[Tensor] = []
+    number = int(group.partition(".")[2])
+    for name in runner.kv_cache_config.kv_cache_groups[number].layer_names:
+        cache = layers[name].kv_cache
+        caches.extend([cache] if isinstance(cache, Tensor) else cache)
+    return caches
+
+
+def _block_dimension(cache: Tensor, blocks: int) -> int:
+    """Return the dimension of a cache in which its blocks lie."""
+    return 0 if cache.shape[0] == blocks else 1
+
+
+def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) -> Tensor:
     """Return a hash of the bytes of each block, in all layers of a group; waits for the device.
 
     Args:
@@ -224,21 +256,16 @@ def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) ->
         blocks: numbers of blocks.
 
     Returns:
-        128 bits for each block, of a keyed sum; see ``kvtxn.audit.checksum``.
+        int64 ``[len(blocks), 2]`` on the host, keyed sums; see ``kvtxn.audit.checksum``.
     """
-    config, hashes = runner.kv_cache_config, []
-    layers = runner.compilation_config.static_forward_context
-    caches: list[Tensor] = []
-    for name in config.kv_cache_groups[int(group.partition(".")[2])].layer_names:
-        cache = layers[name].kv_cache
-        caches.extend([cache] if isinstance(cache, Tensor) else cache)
+    config, hashes, caches = runner.kv_cache_config, [], _caches(runner, group)
     for at in range(0, len(blocks), _AT_ONCE):
         some = to_device(blocks[at : at + _AT_ONCE], caches[0].device, torch.int64)
         pages = []
         for tensor in caches:
-            along = 0 if tensor.shape[0] == config.num_blocks else 1
+            along = _block_dimension(tensor, config.num_blocks)
             taken = tensor.index_select(along, some).movedim(along, 0)
             pages.append(taken.reshape(len(some), -1).view(torch.uint8))
         whole = torch.cat(pages, dim=1)
         hashes.append(torch.stack([checksum(key, whole, part) for part in range(2)], dim=1).cpu())
-    return [each.numpy().tobytes() for each in torch.cat(hashes)] if hashes else []
+    return torch.cat(hashes) if hashes else torch.empty((0, 2), dtype=torch.int64)

@@ -147,6 +147,20 @@ def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
     return found if DRAFTER not in models else {**found, DRAFTER: own}
 
 
+def rotary_positions(runner: Runner) -> list[Tensor]:
+    """Return some rows of each table of rotary positions that a runner's models have.
+
+    They are rounded, since vLLM changes a table's dtype when it is used first.
+    """
+    tables = {
+        each.data_ptr(): each
+        for model in _models(runner).values()
+        for name, each in model.named_buffers()
+        if name.endswith("cos_sin_cache") and each.ndim == 2 and len(each)
+    }
+    return [each[[len(each) // 2, -1]].bfloat16() for each in tables.values()]
+
+
 def _models(runner: Runner) -> dict[str, nn.Module]:
     """Return a runner's models by the name of their weights."""
     found: dict[str, nn.Module] = {TARGET: runner.get_model()}

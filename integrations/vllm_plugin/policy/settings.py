@@ -17,6 +17,7 @@ import torch
 from .... import registry
 from ....acceptance import Acceptance
 from ....audit.byte_books import EVERY
+from ....audit.identity_store import store_path
 from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError, meant
@@ -66,6 +67,9 @@ class PluginSettings:
         stale: one of ``STALE``.
         weights_every: a sample of each parameter is hashed every so many steps, to find weights
             that have changed although nobody said so.
+        audit_store: the URL of a store of identities that several processes share; None: rows that
+            other processes computed are not verified.
+        audit_key_file: the file with the key of these processes.
     """
 
     txn: TxnConfig
@@ -81,6 +85,8 @@ class PluginSettings:
     log_tokens: bool = False
     stale: str = "count"
     weights_every: int = WEIGHTS_EVERY
+    audit_store: str | None = None
+    audit_key_file: str | None = None
 
     @property
     def evicts(self) -> bool:
@@ -164,7 +170,11 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         )
     if given.get("policy") is None:
         _check_no_window(given)
-    named = ("on_violation", "record", "log_tokens", "stale", "weights_every")
+    audit_store, audit_key_file = _audit_store(given)
+    named = (
+        *("on_violation", "record", "log_tokens", "stale", "weights_every"),
+        *("audit_store", "audit_key_file"),
+    )
     for name in named if audit == "off" else ():
         if name in given:
             raise ConfigError(
@@ -194,6 +204,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         log_tokens=log_tokens,
         stale=stale,
         weights_every=weights_every,
+        audit_store=audit_store,
+        audit_key_file=audit_key_file,
     )
 
 
@@ -266,6 +278,31 @@ def _weights_every(given: Mapping[str, object]) -> int:
     if "weights_every" not in given:
         return WEIGHTS_EVERY
     return _steps(given, "weights_every", f"leave weights_every out for {WEIGHTS_EVERY}")
+
+
+def _audit_store(given: Mapping[str, object]) -> tuple[str | None, str | None]:
+    """Return the URL of a store of identities, and the file of its key: beside it by default."""
+    if "audit_store" not in given:
+        if "audit_key_file" in given:
+            raise ConfigError(
+                _WHERE,
+                "audit_key_file has no effect without a store",
+                got=repr(given["audit_key_file"]),
+                hint='add "audit_store": "sqlite:///PATH", or leave audit_key_file out',
+            )
+        return None, None
+    with _in_the_users_words():
+        path = store_path(given["audit_store"])
+    file = given.get("audit_key_file", f"{path}.key")
+    if not isinstance(file, str) or not file:
+        raise ConfigError(
+            _WHERE,
+            "audit_key_file is not valid",
+            expected="the path of a file",
+            got=repr(file),
+            hint=f"leave audit_key_file out for {path}.key",
+        )
+    return str(given["audit_store"]), file
 
 
 def _steps(given: Mapping[str, object], name: str, hint: str) -> int:

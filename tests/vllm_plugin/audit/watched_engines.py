@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ import planted_bytes
 import planted_engines
 import ranks_apart
 import recurrent_models
+import shared_engines
 import sleeping_engines
 import stale_engines
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
-from kvtxn.integrations.vllm_plugin.audit import steps_v1
+from kvtxn.integrations.vllm_plugin.audit import runner_steps
 from model_files import VOCAB, write
 from planting import Rig
 
 
-class GpuWaySteps(steps_v1.DeviceSteps):
+class GpuWaySteps(runner_steps.DeviceSteps):
     """The steps of GPUs, of a CPU's runner."""
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
@@ -39,7 +41,7 @@ class GpuWaySteps(steps_v1.DeviceSteps):
 
 def watch_as_on_a_gpu() -> None:
     """Watch engines of this process from now on as on a GPU, but for kernels and waiting."""
-    steps_v1.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
+    runner_steps.CpuSteps = GpuWaySteps  # type: ignore[assignment, misc]
 
 
 TWO_RANKS = {
@@ -237,6 +239,15 @@ ENGINES |= {
             },
         }.items()
     },
+    "shared-store": {
+        "model": "llama",
+        "connector": "example",
+        "shares": True,
+        "kvtxn": {"weights_every": 1},
+        "faults": (),
+        "work": shared_engines.find,
+        "options": WHOLE_PROMPTS,
+    },
     # The core in a process of its own, to which the front end sends what it knows of a picture.
     "pictures": {
         "model": "blip2",
@@ -359,7 +370,8 @@ def build(engine: dict[str, Any], folder: Path) -> Any:
         more["speculative_config"] = drafts
     if "connector" in engine:
         more["kv_transfer_config"] = connector(folder, engine["connector"])
-    kvtxn = {"audit": "ledger", **engine.get("kvtxn", {})}
+    shares = shared_engines.store(folder) if engine.get("shares") else {}
+    kvtxn = {"audit": "ledger", **engine.get("kvtxn", {}), **shares}
     return LLM(**options(makes(engine["model"], folder), kvtxn, **more))
 
 
@@ -393,6 +405,8 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         take_ragged_steps()
     if engine.get("as_on_a_gpu"):
         watch_as_on_a_gpu()
+    if engine.get("shares"):
+        shared_engines.fill(partial(build, engine, folder))
     llm, chance = build(engine, folder), random.Random(0)
     if "faults" in engine:
         found: dict[str, Any] = engine.get("work", planted_engines.find)(llm, engine, folder)

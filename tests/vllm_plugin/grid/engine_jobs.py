@@ -244,7 +244,7 @@ WATCHED = {
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
     **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
-    "planted-single-states": 5,
+    **{"planted-single-states": 5, "shared-store": 4},
     **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
     "pictures": 10,
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),

@@ -17,6 +17,8 @@ TOKENS = list(range(20, 31))
 class Loads:
     """The transfers of a connector that loads blocks for request "a", of which it says later."""
 
+    dropped = 0
+
     def __init__(self, ledger):
         self.ledger, self.failed, self.names = ledger, [], []
         self.loads, self.unsettled = False, False
@@ -24,11 +26,16 @@ class Loads:
     def change(self, arrivals, handed_out):
         self.loads = any(each.name == "a" for each in arrivals)
 
-    def forward(self):
+    def forward(self, rows):
         if self.loads:
             nothing = torch.zeros(8, dtype=torch.int64)  # what was stored had no row
             self.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8, nothing)
             self.loads, self.unsettled = False, True
+
+    def end_step(self):
+        """Remember nothing."""
+
+    settle = end_step
 
     def take_failed(self):
         found, self.failed, self.unsettled = (self.names, self.failed), [], False

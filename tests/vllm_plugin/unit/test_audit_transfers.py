@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
-from kvtxn.integrations.serving.step import Arrival
+from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
 from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 
@@ -19,6 +19,8 @@ from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 TOKENS = list(range(20, 32))
+#: Of a step whose positions the device alone knows.
+ROWS = Rows([], torch.zeros(1, dtype=torch.int32), None, torch.zeros(0), None, {}, {})
 
 
 def state_of(blocks, tokens, **more):
@@ -34,7 +36,8 @@ def follow(ledger, runner, cache, stop, sizes=None):
     read = partial(connectors.transfers, runner)
 
     def hashes(group, blocks):
-        return [cache[block] for block in blocks]
+        words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
+        return torch.tensor(words, dtype=torch.int64).view(-1, 2)
 
     return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
 
@@ -111,7 +114,7 @@ def test_rows_leave_and_return(rig):
     rig.watch.end()
     come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == []
 
 
@@ -131,7 +134,7 @@ def test_rows_stored_under_tokens_that_the_runner_does_not_have_yet(rig):
     assert kinds(rig) == []
     come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == []
 
 
@@ -340,14 +343,14 @@ def test_blocks_that_could_not_be_loaded(rig):
     """They are told once, with the requests that began with them in this step."""
     assert not rig.watch.unsettled
     come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert rig.watch.unsettled
     rig.watch.failed({6, 9})
     assert rig.watch.take_failed() == (["b"], [6, 9])
     assert not rig.watch.unsettled
     assert rig.watch.take_failed() == ([], [])
     come(rig, "c", [7], TOKENS[:5], load(rig, 7))
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     rig.watch.failed({6})
     assert rig.watch.take_failed() == ([], [6])  # "b" came in an earlier step
 
@@ -358,7 +361,7 @@ def test_another_block_comes_back(rig):
     rig.watch.end()
     come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[2], rig.cache[1]
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == ["imported", "imported"]
 
 
@@ -384,7 +387,7 @@ def test_other_bytes_come_back(rig):
     rig.watch.end()
     come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
     rig.cache[5], rig.cache[6] = rig.cache[1], b"torn"
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == ["imported"]
     assert unverified(rig) == 0
 
@@ -395,7 +398,7 @@ def test_other_bytes_come_from_a_store_that_engines_share(rig):
     rig.watch.end()
     come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[1], b"another engine's"
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == []
     assert unverified(rig) == 4
 
@@ -403,7 +406,7 @@ def test_other_bytes_come_from_a_store_that_engines_share(rig):
 def test_rows_from_elsewhere_are_taken_for_the_requests_own(rig):
     come(rig, "b", [5], TOKENS[:5], load(rig, 5))
     rig.cache[5] = b"elsewhere"
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     assert kinds(rig) == []
     assert unverified(rig) == 4
 
@@ -412,7 +415,7 @@ def test_metadata_that_nobody_knows(rig):
     """Blocks whose bytes change before the forward were loaded; the others were not."""
     come(rig, "b", [5, 6], TOKENS[:9], SimpleNamespace(secret=1))
     rig.cache[5] = b"loaded"
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     line = rig.ledger.line("b")
     step = Step(
         lines=torch.tensor([line]), starts=torch.tensor([0, 1]), first=torch.tensor([8]),
@@ -472,7 +475,7 @@ def test_a_state_that_a_connector_brings_is_believed(hybrid, way):
     come_with_states(hybrid, metadata)
     if way != "while it waits":
         hybrid.cache |= {5: b"rows", 6: b"more", 10: b"a state"}
-    hybrid.watch.forward()
+    hybrid.watch.forward(ROWS)
     hybrid.row("b", 8, 10)
     assert hybrid.ledger.violations() == []
     assert unverified(hybrid) == 9
@@ -482,7 +485,7 @@ def test_a_state_that_nobody_brings_is_not(hybrid):
     """The connector fills the rows' blocks, and the state's has what its last owner left."""
     come_with_states(hybrid, SimpleNamespace(secret=1))
     hybrid.cache |= {5: b"rows", 6: b"more"}
-    hybrid.watch.forward()
+    hybrid.watch.forward(ROWS)
     hybrid.row("b", 8, 10)
     (found,) = hybrid.ledger.violations()
     assert (found.kind, found.found, found.written_request) == ("state", "foreign", "a")
@@ -536,14 +539,14 @@ def test_blocks_are_told_apart_by_all_their_bytes():
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     hashes = connectors.block_hashes(runner, Key.new(), "group.0", [0, 1, 2, 3])
-    assert len({*hashes}) == 4
-    assert {len(each) for each in hashes} == {16}
+    assert hashes.shape == (4, 2)
+    assert len({*hashes.flatten().tolist()}) == 8
     key = Key.new()
     before = connectors.block_hashes(runner, key, "group.0", [2, 1])
     second[1, 1, 5] += 1
     after = connectors.block_hashes(runner, key, "group.0", [2, 1])
-    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
-    assert connectors.block_hashes(runner, key, "group.0", []) == []
+    assert (after == before).tolist() == [[True] * 2, [False] * 2]
+    assert connectors.block_hashes(runner, key, "group.0", []).shape == (0, 2)
 
 
 def test_rows_that_come_back_wrong_name_who_stored_them(rig):
@@ -553,7 +556,7 @@ def test_rows_that_come_back_wrong_name_who_stored_them(rig):
     other = [*TOKENS[:6], 99, *TOKENS[7:9]]
     come(rig, "b", [5, 6], other, load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     step = Step(
         lines=torch.tensor([rig.ledger.line("b")]), starts=torch.tensor([0, 1]),
         first=torch.tensor([8]), tokens=torch.tensor(TOKENS[8:9]),
@@ -574,7 +577,7 @@ def test_rows_stored_for_the_scheduler_name_the_request_that_stored_them(rig):
     rig.watch.end()
     come(rig, "b", [5, 6], [99, *TOKENS[1:9]], load(rig, 5, 6))
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
-    rig.watch.forward()
+    rig.watch.forward(ROWS)
     found = rig.ledger.violations()
     assert [v.written_request for v in found] == ["a", "a"]
     assert [v.written_for for v in found] == [tuple(TOKENS[:1]), tuple(TOKENS[2:5])]

@@ -313,6 +313,14 @@ def test_what_is_contained_is_marked_in_the_steps_output():
     assert inner.kvtxn_wrong.requests == {"wrong"}
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_every_violation_is_logged_where_tests_want_to_hear_of_theirs(monkeypatch, wanted):
+    monkeypatch.delenv("KVTXN_PYTEST_AUDIT", raising=False)
+    if wanted:
+        monkeypatch.setenv("KVTXN_PYTEST_AUDIT", "{}")
+    assert started().watch.found.logs_all == wanted
+
+
 def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
     rig = started()
     rig.add("one", prompt(14, 9))

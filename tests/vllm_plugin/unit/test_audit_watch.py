@@ -42,6 +42,12 @@ def test_an_audit_needs_no_policy():
     assert (alone.stale, alone.weights_every, alone.evicts) == ("count", WEIGHTS_EVERY, False)
     contains = asked(audit="ledger", stale="contain", weights_every=8)
     assert (contains.stale, contains.weights_every, contains.evicts) == ("contain", 8, True)
+    assert (alone.audit_store, alone.audit_key_file) == (None, None)
+    stored = asked(audit="ledger", audit_store="sqlite:////data/a.db")
+    assert stored.audit_store == "sqlite:////data/a.db"
+    assert stored.audit_key_file == "/data/a.db.key"
+    other = asked(audit="ledger", audit_store="sqlite:///a.db", audit_key_file="/keys/a")
+    assert other.audit_key_file == "/keys/a"
     assert asked(audit="bytes").audit_every == EVERY
     assert asked(audit="bytes", audit_every=64).audit_every == 64
     assert is_audited({"kvtxn": {"audit": "ledger"}})
@@ -61,6 +67,14 @@ def test_an_audit_needs_no_policy():
         ({"policy": "undo", "stale": "count"}, "stale has no effect without an audit"),
         ({"policy": "undo", "weights_every": 9}, "weights_every has no effect without an audit"),
         ({"audit": "ledger", "weights_every": 0}, "weights_every is not valid; expected an int"),
+        ({"audit": "ledger", "audit_store": "mysql://a"}, "audit_store is not valid.*sqlite:///P"),
+        ({"audit": "ledger", "audit_store": 3}, "audit_store is not valid; expected sqlite:///PA"),
+        ({"policy": "undo", "audit_store": "sqlite:///a"}, "audit_store has no effect without an"),
+        ({"audit": "ledger", "audit_key_file": "a"}, "audit_key_file has no effect without a sto"),
+        (
+            {"audit": "ledger", "audit_store": "sqlite:///a", "audit_key_file": 3},
+            "audit_key_file is not valid; expected the path of a file",
+        ),
         ({"audit": "off"}, "names no policy"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
         ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),

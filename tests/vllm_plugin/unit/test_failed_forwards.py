@@ -18,7 +18,7 @@ with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch
 
 from kvtxn.integrations.vllm_plugin import parts
-from kvtxn.integrations.vllm_plugin.audit import steps_v1
+from kvtxn.integrations.vllm_plugin.audit import runner_steps
 from kvtxn.integrations.vllm_plugin.internals.batches import PlannedV1
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
@@ -60,13 +60,13 @@ def read(steps, planned, inputs):
 
 def on_cpu(monkeypatch):
     """A hooked runner of a CPU, whose watch is told of a prompt's step before its forward."""
-    monkeypatch.setattr(steps_v1.CpuSteps, "read", read)
+    monkeypatch.setattr(runner_steps.CpuSteps, "read", read)
     return hooked(monkeypatch, "cpu")
 
 
 def on_gpu(monkeypatch):
     """The same in the way of GPUs."""
-    monkeypatch.setattr(steps_v1.DeviceSteps, "read", read)
+    monkeypatch.setattr(runner_steps.DeviceSteps, "read", read)
     return hooked(monkeypatch, "cuda")
 
 

@@ -13,7 +13,6 @@ import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.internals import ranks
 
 from kvtxn.audit import Key, RowGroup
 
@@ -22,14 +21,11 @@ TOKENS = list(range(20, 36))
 
 
 class World:
-    """Collectives of some threads, each of which is a rank."""
+    """Collectives of some threads, each of which is a rank; see ``Ranks``."""
 
-    def __init__(self, monkeypatch, number=2):
+    def __init__(self, number=2):
         self.number, self.met = number, 0
         self._barrier, self._own, self._values = Barrier(number), local(), [None] * number
-        monkeypatch.setattr(ranks, "of_all", self.of_all)
-        monkeypatch.setattr(ranks, "own_number", lambda: self._own.rank)
-        monkeypatch.setattr(ranks, "highest", self.highest)
 
     def of_all(self, value):
         self._values[self._own.rank] = value
@@ -38,6 +34,9 @@ class World:
         self._barrier.wait(10)
         self.met += 1
         return found
+
+    def own_number(self):
+        return self._own.rank
 
     def highest(self, level, *, stages):
         return max(self.of_all(level))
@@ -59,9 +58,9 @@ class World:
 class Rank:
     """A rank's watch and its steps of one request: each writes a row and reads all before it."""
 
-    def __init__(self, key, on_violation="log"):
+    def __init__(self, world, key, on_violation="log"):
         room = Room(2, 4096, caches_prefixes=False)
-        self.watch = Watch({"group.0": GROUP}, room, 0, on_violation, key=key, ranks=ranks)
+        self.watch = Watch({"group.0": GROUP}, room, 0, on_violation, key=key, ranks=world)
         self.first = 0
 
     def step(self, *, fails=False, loses=False):
@@ -96,14 +95,15 @@ class Rank:
 
 
 def two(on_violation="log"):
-    key = Key.new()
-    return [Rank(key, on_violation) for _ in range(2)]
+    """Two ranks, and their collectives."""
+    world, key = World(), Key.new()
+    return world, [Rank(world, key, on_violation) for _ in range(2)]
 
 
 @pytest.mark.parametrize("after", [1, 150, 205])
 @pytest.mark.parametrize("on_violation", ["log", "contain", "raise"])
-def test_an_audit_that_fails_on_one_rank_ends_on_all(monkeypatch, lines, after, on_violation):
-    world, both = World(monkeypatch), two(on_violation)
+def test_an_audit_that_fails_on_one_rank_ends_on_all(lines, after, on_violation):
+    world, both = two(on_violation)
 
     def work(rank):
         for number in range(1, 420):
@@ -118,7 +118,7 @@ def test_an_audit_that_fails_on_one_rank_ends_on_all(monkeypatch, lines, after, 
 
 @pytest.mark.parametrize("part", ["copy_counters", "fingerprints", "compare_ranks"])
 def test_a_comparison_that_fails_on_one_rank_ends_the_audit_on_all(monkeypatch, lines, part):
-    world, both = World(monkeypatch), two()
+    world, both = two()
 
     def fail(*args):
         raise MemoryError("planted")
@@ -139,7 +139,7 @@ def test_an_error_at_the_end_of_a_step_ends_the_audit_on_all(
     monkeypatch, lines, part, on_violation
 ):
     """A rank that fails there meets the others all the same."""
-    world, both = World(monkeypatch), two(on_violation)
+    world, both = two(on_violation)
     owner, name = part.split(".")
 
     def fail(*args, **kwargs):
@@ -158,7 +158,7 @@ def test_an_error_at_the_end_of_a_step_ends_the_audit_on_all(
 @pytest.mark.parametrize("part", ["ledger.counters", "ledger.violations"])
 def test_an_error_while_one_rank_answers_ends_the_audit_on_all(monkeypatch, lines, part):
     """It is asked and answers what it knows; the others hear of it when the ranks meet next."""
-    world, both = World(monkeypatch), two()
+    world, both = two()
     owner, name = part.split(".")
 
     def fail(*args, **kwargs):
@@ -174,9 +174,9 @@ def test_an_error_while_one_rank_answers_ends_the_audit_on_all(monkeypatch, line
     assert world.run(work) == [([], 0), ([], 0)]
 
 
-def test_an_error_that_one_rank_meets_when_it_is_asked_ends_the_audit_on_all(monkeypatch, lines):
+def test_an_error_that_one_rank_meets_when_it_is_asked_ends_the_audit_on_all(lines):
     """Counters and reports make the ranks meet, whether there were steps since or not."""
-    world, both = World(monkeypatch), two()
+    world, both = two()
 
     def work(rank):
         both[rank].step(fails=rank == 1)
@@ -189,8 +189,8 @@ def test_an_error_that_one_rank_meets_when_it_is_asked_ends_the_audit_on_all(mon
 
 
 @pytest.mark.parametrize("loser", [0, 1])
-def test_all_ranks_raise_in_the_same_step(monkeypatch, lines, loser):
-    world, both = World(monkeypatch), two("raise")
+def test_all_ranks_raise_in_the_same_step(lines, loser):
+    world, both = two("raise")
 
     def work(rank):
         for number in range(1, 8):
@@ -207,8 +207,8 @@ def test_all_ranks_raise_in_the_same_step(monkeypatch, lines, loser):
 
 
 @pytest.mark.parametrize("loser", [0, 1])
-def test_all_ranks_contain_what_one_of_them_read(monkeypatch, lines, loser):
-    world, both = World(monkeypatch), two("contain")
+def test_all_ranks_contain_what_one_of_them_read(lines, loser):
+    world, both = two("contain")
 
     def work(rank):
         return [both[rank].step(loses=rank == loser and number == 3) for number in range(1, 6)]
@@ -218,8 +218,8 @@ def test_all_ranks_contain_what_one_of_them_read(monkeypatch, lines, loser):
     assert [wrong and {*wrong.requests} for wrong in first] == [None, None, {"a"}, None, None]
 
 
-def test_ranks_that_wrote_other_rows_are_found_out(monkeypatch, lines):
-    world, both = World(monkeypatch), two()
+def test_ranks_that_wrote_other_rows_are_found_out(lines):
+    world, both = two()
 
     def work(rank):
         for number in range(1, 210):
@@ -231,9 +231,9 @@ def test_ranks_that_wrote_other_rows_are_found_out(monkeypatch, lines):
     assert "ranks" in second
 
 
-def test_ranks_that_nobody_asks_together_do_not_wait_for_each_other(monkeypatch, lines):
+def test_ranks_that_nobody_asks_together_do_not_wait_for_each_other(lines):
     """Where ranks are launched from outside, one of them alone may be asked."""
-    world, both = World(monkeypatch), two()
+    world, both = two()
 
     def work(rank):
         watch = both[rank].watch
@@ -246,7 +246,7 @@ def test_ranks_that_nobody_asks_together_do_not_wait_for_each_other(monkeypatch,
 
 
 def test_a_rank_that_is_gone_ends_the_audit_of_the_others(monkeypatch, lines):
-    world, both = World(monkeypatch), two("contain")
+    world, both = two("contain")
 
     def gone(*args, **kwargs):
         raise RuntimeError("connection closed by peer")
@@ -255,7 +255,7 @@ def test_a_rank_that_is_gone_ends_the_audit_of_the_others(monkeypatch, lines):
         both[rank].step()
         if rank == 1:
             return None
-        monkeypatch.setattr(ranks, "highest", gone)
+        monkeypatch.setattr(world, "highest", gone)
         both[rank].step()
         return both[rank].step(), both[rank].watch.counters()["kvtxn_audit_active"]
 

@@ -160,3 +160,24 @@ def test_the_public_calls_reach_every_worker():
         new_weights(llm, "adapter")
     with pytest.raises(ConfigError, match="no engine"):
         new_weights(object())
+
+
+def test_rotary_positions_tell_each_parameter_of_rope_apart():
+    """In whatever dtype vLLM has the table by now; its first column is the same for each base."""
+
+    class Rotary(nn.Module):
+        def __init__(self, base, scale=1.0, dtype=torch.float32):
+            super().__init__()
+            angles = torch.arange(128)[:, None] / scale * base ** (-torch.arange(8) / 8)
+            table = torch.cat([angles.cos(), angles.sin()], 1).to(dtype)
+            self.register_buffer("cos_sin_cache", table, persistent=False)
+
+    def positions(*of):
+        model = nn.ModuleList([Rotary(*each) for each in of])
+        found = weights.rotary_positions(SimpleNamespace(get_model=lambda: model))
+        return [each.tolist() for each in found]
+
+    assert positions((1e4,)) == positions((1e4, 1.0, torch.bfloat16))
+    assert len({str(positions(each)) for each in ((1e4,), (1e6,), (1e4, 2.0))}) == 3
+    assert len(positions((1e4,), (1e6,))) == 2
+    assert positions() == []

@@ -1,0 +1,200 @@
+"""Identities of blocks that several processes share: the store, and its errors.
+
+Processes that have one key (``key_from_file``) have one checksum for the same bytes, and one digest
+for the same tokens. So a store can say of a block that came from another process whose rows it
+holds. It has nothing of a user's text: keyed checksums and digests, positions, a hash of the
+weights, and a label of who wrote the block.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+import attrs
+
+from ..errors import ConfigError, KVTxnError
+
+#: Blocks that a store remembers, and about what one takes on disk with its index.
+MOST_BLOCKS: Final = 1 << 20
+BYTES_PER_BLOCK: Final = 256
+
+_SQLITE: Final = "sqlite:///"
+#: The store's format, as SQLite's ``user_version``.
+_VERSION: Final = 1
+#: Seconds for which SQLite waits for another process that writes.
+_WAIT: Final = 5.0
+#: Contents that are asked for in one query.
+_AT_ONCE: Final = 256
+
+_CREATE: Final = """
+CREATE TABLE IF NOT EXISTS blocks (
+    number INTEGER PRIMARY KEY,
+    scope BLOB NOT NULL,
+    content BLOB NOT NULL,
+    digest INTEGER NOT NULL,
+    weights INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    who TEXT NOT NULL,
+    UNIQUE (scope, content, digest, weights)
+);
+"""
+_PUT: Final = (
+    "INSERT OR IGNORE INTO blocks (scope, content, digest, weights, position, who)"
+    " VALUES (?, ?, ?, ?, ?, ?)"
+)
+_GET: Final = (
+    "SELECT content, digest, weights, position, who FROM blocks WHERE scope = ? AND content IN ({})"
+)
+_PRUNE: Final = "DELETE FROM blocks WHERE number <= (SELECT max(number) FROM blocks) - ?"
+
+
+class StoreError(KVTxnError, RuntimeError):
+    """A store of identities cannot be read or written."""
+
+    default_hint = "rows that others bring count as unverified until it can be"
+
+
+@attrs.frozen
+class StoredBlock:
+    """What a store has of a full block.
+
+    Attributes:
+        content: 16 bytes, the keyed checksum of the block's bytes.
+        digest: the digest of the prefix up to the block's last row, extras included; an int64.
+        weights: a hash of the weights that computed it; an int64.
+        position: the position of the block's last row.
+        who: the process and the request that wrote it, in words.
+    """
+
+    content: bytes
+    digest: int
+    weights: int
+    position: int
+    who: str
+
+
+class IdentityStore(Protocol):
+    """Identities of blocks that several processes read and write; used by one thread."""
+
+    def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
+        """Remember blocks; the oldest are forgotten where there are too many.
+
+        Args:
+            scope: blocks of other scopes are never compared with these: the layout of the bytes.
+            blocks: the blocks.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+
+    def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
+        """Return what is known of blocks by their bytes; unknown ones are left out.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    def close(self) -> None:
+        """Let go of the store."""
+
+
+class SqliteStore:
+    """A store in a file of SQLite, for the processes of one machine.
+
+    A process that is killed in the middle of a write leaves what was there before. The file must
+    lie on a disk of the machine: SQLite cannot share it over a network.
+
+    Args:
+        path: the file; made if it does not exist, readable by its owner alone.
+        most_blocks: blocks beyond are forgotten, oldest first.
+
+    Raises:
+        StoreError: the file cannot be opened, or is no store of this version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], most_blocks: int = MOST_BLOCKS) -> None:
+        self._path: Final = Path(path)
+        self._most: Final = most_blocks
+        try:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._file: Final = sqlite3.connect(self._path, timeout=_WAIT)
+        except (OSError, sqlite3.Error) as error:
+            raise self._failed("opened", error) from error
+        try:
+            self._prepare()
+        except (sqlite3.Error, StoreError) as error:
+            self._file.close()
+            if isinstance(error, StoreError):
+                raise
+            raise self._failed("opened", error) from error
+
+    def _prepare(self) -> None:
+        """Make the table of a new file, and refuse the file of another version."""
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")
+        (version,) = self._file.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            with self._file:
+                self._file.execute(_CREATE)
+                self._file.execute(f"PRAGMA user_version={_VERSION}")
+        elif version != _VERSION:
+            raise StoreError(
+                "audit_store", f"{self._path} is of another version", expected=str(_VERSION),
+                got=str(version), hint="name another file",
+            )  # fmt: skip
+
+    def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
+        """Remember blocks, as ``IdentityStore`` says."""
+        rows = [(scope, *attrs.astuple(each)) for each in blocks]
+        try:
+            with self._file:
+                self._file.executemany(_PUT, rows)
+                self._file.execute(_PRUNE, (self._most,))
+        except sqlite3.Error as error:
+            raise self._failed("written", error) from error
+
+    def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
+        """Return what is known of blocks, as ``IdentityStore`` says."""
+        found: dict[bytes, list[StoredBlock]] = {}
+        try:
+            for at in range(0, len(contents), _AT_ONCE):
+                some = contents[at : at + _AT_ONCE]
+                query = _GET.format(", ".join("?" * len(some)))
+                with closing(self._file.execute(query, (scope, *some))) as rows:
+                    for row in rows:
+                        found.setdefault(row[0], []).append(StoredBlock(*row))
+        except sqlite3.Error as error:
+            raise self._failed("read", error) from error
+        return found
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _failed(self, what: str, error: Exception) -> StoreError:
+        return StoreError("audit_store", f"{self._path} cannot be {what}", got=repr(error))
+
+
+def store_path(url: object) -> Path:
+    """Return the file that a store's URL names.
+
+    Args:
+        url: ``sqlite:///`` and a path: ``sqlite:////data/kvtxn.db`` is ``/data/kvtxn.db``.
+
+    Raises:
+        ConfigError: the URL is of another kind.
+    """
+    path = url.removeprefix(_SQLITE) if isinstance(url, str) else ""
+    if not isinstance(url, str) or not url.startswith(_SQLITE) or not path:
+        raise ConfigError(
+            "audit_store", "audit_store is not valid",
+            expected="sqlite:///PATH, such as sqlite:////data/kvtxn.db", got=repr(url),
+            hint="name a file on a disk of this machine",
+        )  # fmt: skip
+    return Path(unquote(path))

@@ -1,0 +1,135 @@
+"""The table of identities: what it remembers, forgets, and takes."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvtxn import ConfigError
+from kvtxn.audit import Ledger, RowGroup
+from kvtxn.audit.identities import CAPACITY, WAYS, Identity, IdentityTable
+
+words = st.integers(2, 5)
+#: Pairs of checksums, few enough to meet again, and more than a small table has places for.
+contents = st.tuples(st.integers(-6, 6), st.integers(0, 1))
+
+
+def identity(word, *, serial=3, step=7):
+    return Identity(step, serial, word // 2 + 9, (10, 11, -12), word)
+
+
+def remember(table, *pairs):
+    """Put contents with their identities."""
+    rows = [[i.step, i.serial, i.first, *i.terms, i.last] for _, i in pairs]
+    table.remember(torch.tensor([content for content, _ in pairs]), torch.tensor(rows))
+
+
+def lookup(table, *contents):
+    return table.lookup(torch.tensor(contents))
+
+
+def test_bytes_lead_to_whose_they_are():
+    table = IdentityTable(64)
+    first, second = identity(-(1 << 63)), identity((1 << 63) - 1, step=1 << 30, serial=1 << 31)
+    remember(table, ((1, 2), first), ((-3, 1 << 62), second))
+    assert lookup(table, (1, 2), (1, 3), (-3, 1 << 62)) == [[first], [], [second]]
+    assert len(table) == 2
+    table.clear()
+    assert lookup(table, (1, 2)) == [[]]
+
+
+def test_the_origin_of_a_first_row():
+    """What ``Ledger.origins`` says of it, from less."""
+    ledger = Ledger([RowGroup("full", 4, 10)], max_requests=2, max_length=32, backend="torch")
+    ledger.admit("a", range(20, 32))
+    ledger.hand_out("full", [1, 2])
+    ledger.import_rows("a", "full", [1, 2], 0, 8)
+    origins = ledger.origins("a", "full", [0, 4])
+    identities = ledger.identities("a", "full", [1, 2], [0, 4])
+    table = IdentityTable(8)
+    table.remember(torch.tensor([[5, 6], [7, 8]]), identities)
+    for found, origin in zip(lookup(table, (5, 6), (7, 8)), origins, strict=True):
+        (known,) = found
+        assert known.origin(ledger.books.key).tolist()[:5] == origin.tolist()[:5]
+    assert known.origin(ledger.books.key).tolist() == origin.tolist()
+    words = ledger.expected("a", "full", 0, 8).tolist()
+    assert identities[:, (2, -1)].tolist() == [[words[0], words[3]], [words[4], words[7]]]
+
+
+def test_the_same_bytes_may_be_of_several_prefixes():
+    table = IdentityTable(64)
+    remember(table, ((1, 2), identity(8)), ((1, 2), identity(9)))
+    remember(table, ((1, 2), identity(8, serial=5)))  # written again: the last writer counts
+    (found,) = lookup(table, (1, 2))
+    assert sorted(found, key=lambda each: each.last) == [identity(8, serial=5), identity(9)]
+
+
+def test_what_nobody_has_written_is_left_out():
+    table = IdentityTable(64)
+    remember(table, ((1, 2), identity(0)), ((3, 4), identity(1)))
+    assert len(table) == 0
+
+
+def test_nothing_of_nothing():
+    table = IdentityTable(64)
+    table.remember(torch.empty((0, 2), dtype=torch.int64), torch.empty((0, 7), dtype=torch.int64))
+    assert table.lookup(torch.empty((0, 2), dtype=torch.int64)) == []
+
+
+def test_a_full_table_forgets_the_oldest():
+    table = IdentityTable(WAYS)
+    for number in range(WAYS + 3):
+        remember(table, ((number, 0), identity(number + 2)))
+    found = lookup(table, *((number, 0) for number in range(WAYS + 3)))
+    assert found == [[]] * 3 + [[identity(number + 2)] for number in range(3, WAYS + 3)]
+    assert (len(table), table.forgotten) == (WAYS, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(contents, words), min_size=1, max_size=30), max_size=6))
+def test_against_a_model_that_forgets_nothing(batches):
+    """What the table knows is right; what it does not know any more it has counted."""
+    table, model = IdentityTable(2 * WAYS), {}
+    for batch in batches:
+        remember(table, *((content, identity(word)) for content, word in batch))
+        for content, word in batch:
+            model.setdefault(content, set()).add(word)
+        known = 0
+        for content, found in zip(model, lookup(table, *model), strict=True):
+            have = [each.last for each in found]
+            assert len(set(have)) == len(have)
+            assert set(have) <= model[content]
+            assert all(each == identity(each.last) for each in found)
+            known += len(have)
+        assert len(table) == known
+        assert known <= 2 * WAYS
+        missing = sum(map(len, model.values())) - known
+        assert missing <= table.forgotten
+        assert (missing == 0) == (table.forgotten == 0)
+
+
+def test_what_a_million_blocks_take():
+    """As the guide says."""
+    assert CAPACITY == 1 << 20
+    assert IdentityTable().num_bytes <= 65 << 20
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2.0, None, True])
+def test_a_capacity_that_is_none(capacity):
+    with pytest.raises(ConfigError, match="capacity"):
+        IdentityTable(capacity)
+
+
+@pytest.mark.parametrize("wrong", [
+    torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
+    [[1, 2]], torch.zeros((1, 2), dtype=torch.int64, device="meta"),
+])  # fmt: skip
+def test_tensors_that_do_not_fit(wrong):
+    table = IdentityTable(8)
+    with pytest.raises(ConfigError, match="one row per block"):
+        table.lookup(wrong)
+    with pytest.raises(ConfigError, match="one row per block"):
+        table.remember(torch.zeros((1, 2), dtype=torch.int64), wrong)
+    assert len(table) == 0

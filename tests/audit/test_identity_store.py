@@ -1,0 +1,284 @@
+"""The store of identities, and the thread that reads and writes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvtxn import ConfigError
+from kvtxn.audit.identity_store import (
+    BYTES_PER_BLOCK,
+    SqliteStore,
+    StoredBlock,
+    StoreError,
+    store_path,
+)
+from kvtxn.audit.store_thread import StoreThread
+
+SCOPE, OTHER = b"a" * 16, b"b" * 16
+
+
+def block(number, digest=5, weights=6, who="engine 1: request a"):
+    return StoredBlock(b"%016d" % number, digest, weights, 15, who)
+
+
+def contents(*numbers):
+    return [b"%016d" % number for number in numbers]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "identities.db"
+
+
+def test_a_second_process_knows_what_the_first_has_written(path):
+    first, second = SqliteStore(path), SqliteStore(path)
+    first.put(SCOPE, [block(1), block(2, digest=-(1 << 63)), block(2, weights=(1 << 63) - 1)])
+    found = second.get(SCOPE, contents(1, 2, 3))
+    assert found == {
+        block(1).content: [block(1)],
+        block(2).content: [block(2, digest=-(1 << 63)), block(2, weights=(1 << 63) - 1)],
+    }
+    assert second.get(OTHER, contents(1, 2, 3)) == {}
+    first.put(SCOPE, [block(1, who="engine 2: request b")])  # the first who wrote it
+    assert second.get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first.close()
+    second.close()
+
+
+def test_many_at_once(path):
+    store = SqliteStore(path)
+    store.put(SCOPE, [block(number) for number in range(1000)])
+    assert len(store.get(SCOPE, contents(*range(500, 1500)))) == 500
+    assert store.get(SCOPE, []) == {}
+
+
+def test_a_store_forgets_the_oldest(path):
+    store = SqliteStore(path, most_blocks=100)
+    for begin in range(0, 1000, 50):
+        store.put(SCOPE, [block(number) for number in range(begin, begin + 50)])
+    assert sorted(store.get(SCOPE, contents(*range(1000)))) == contents(*range(900, 1000))
+
+
+def test_a_store_stays_as_small_as_the_guide_says(path):
+    store = SqliteStore(path, most_blocks=4000)
+    who = "engine 0123456789abcdef rank 0: request 0123456789abcdef"
+    for begin in range(0, 20_000, 1000):
+        many = [block(number, -(1 << 60), 1 << 60, who) for number in range(begin, begin + 1000)]
+        store.put(SCOPE, many)
+    store.close()
+    assert path.stat().st_size < 4000 * BYTES_PER_BLOCK
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1)),
+            max_size=8,
+        ),
+        max_size=5,
+    )
+)
+def test_against_a_dict(tmp_path_factory, batches):
+    store = SqliteStore(tmp_path_factory.mktemp("store") / "identities.db")
+    model = {}
+    for batch in batches:
+        for scope in (SCOPE, OTHER):
+            some = [block(*each[1:]) for each in batch if each[0] == (scope == SCOPE)]
+            store.put(scope, some)
+            for each in some:
+                model.setdefault((scope, each.content), set()).add(each)
+    for scope in (SCOPE, OTHER):
+        found = store.get(scope, contents(*range(7)))
+        assert {(scope, content): set(each) for content, each in found.items()} == {
+            key: each for key, each in model.items() if key[0] == scope
+        }
+        assert all(len(set(each)) == len(each) for each in found.values())
+    store.close()
+
+
+KILLED = """
+import sys
+from kvtxn.audit.identity_store import SqliteStore, StoredBlock
+store = SqliteStore(sys.argv[1])
+store.put(b"a" * 16, [StoredBlock(b"%016d" % 1, 5, 6, 15, "engine 1: request a")])
+store._file.execute("BEGIN IMMEDIATE")
+store._file.execute("DELETE FROM blocks")
+print("now", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(path):
+    """In the middle of a transaction, with the lock in its hands."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout.readline() == "now\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    store = SqliteStore(path)
+    store.put(SCOPE, [block(2)])
+    assert store.get(SCOPE, contents(1, 2)) == {
+        block(number).content: [block(number)] for number in (1, 2)
+    }
+
+
+def test_a_full_disk(path):
+    store = SqliteStore(path)
+    store.put(SCOPE, [block(0)])
+    store._file.execute("PRAGMA max_page_count=8")
+    with pytest.raises(StoreError, match="full"):
+        store.put(SCOPE, [block(number) for number in range(5000)])
+    assert store.get(SCOPE, contents(*range(50))) == {block(0).content: [block(0)]}
+
+
+@pytest.mark.parametrize("damage", ["text", "version", "folder"])
+def test_a_file_that_is_no_store(path, damage):
+    if damage == "text":
+        path.write_bytes(b"nothing that SQLite knows " * 500)
+    elif damage == "folder":
+        path.mkdir()
+    else:
+        SqliteStore(path).close()
+        file = sqlite3.connect(path)
+        file.execute("PRAGMA user_version=7")
+        file.close()
+    with pytest.raises(StoreError, match=str(path)):
+        SqliteStore(path)
+
+
+def test_a_file_that_is_damaged_later(path):
+    store = SqliteStore(path)
+    store.put(SCOPE, [block(number) for number in range(2000)])
+    store.close()
+    raw = bytearray(path.read_bytes())
+    raw[4096:-4096] = os.urandom(len(raw) - 8192)
+    path.write_bytes(raw)
+    with pytest.raises(StoreError):
+        SqliteStore(path).get(SCOPE, contents(*range(2000)))
+
+
+def test_urls():
+    assert str(store_path("sqlite:////data/a%20b.db")) == "/data/a b.db"
+    assert str(store_path("sqlite:///a.db")) == "a.db"
+    for wrong in ("sqlite:///", "/data/a.db", "mysql://x", "", None, 3):
+        with pytest.raises(ConfigError, match="sqlite:///PATH"):
+            store_path(wrong)
+
+
+# -- the thread ------------------------------------------------------------------------------
+
+LONG = 60.0  # seconds, of which a healthy run takes none
+
+
+@pytest.fixture
+def thread(path):
+    made = StoreThread(lambda: SqliteStore(path))
+    yield made
+    made.close(LONG)
+
+
+def test_questions_are_answered_later(thread):
+    thread.put(SCOPE, [block(1)])
+    question = thread.ask(SCOPE, contents(1, 2))
+    assert thread.wait(LONG)
+    assert question.answer == [[block(1)], ()]
+    assert thread.dropped == 0
+
+
+def test_what_waits_is_written_at_the_end(path):
+    thread = StoreThread(lambda: SqliteStore(path))
+    for number in range(300):
+        thread.put(SCOPE, [block(number)])
+    thread.close(LONG)
+    assert len(SqliteStore(path).get(SCOPE, contents(*range(300)))) == 300
+    question = thread.ask(SCOPE, contents(1))
+    assert question.answer == [()]
+
+
+class Stuck:
+    """A store that answers nobody until it may."""
+
+    def __init__(self):
+        self.begun, self.may = threading.Event(), threading.Event()
+
+    def put(self, scope, blocks):
+        self.begun.set()
+        self.may.wait(LONG)
+
+    def get(self, scope, contents):
+        return {}
+
+    def close(self):
+        pass
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting():
+    store = Stuck()
+    thread = StoreThread(lambda: store, waiting=10)
+    thread.put(SCOPE, [block(1)])
+    store.begun.wait(LONG)
+    thread.put(SCOPE, [block(number) for number in range(9)])
+    thread.put(SCOPE, [block(20), block(21)])  # the queue is full
+    question = thread.ask(SCOPE, contents(1))
+    assert question.answer == [()]
+    assert thread.dropped == 3
+    assert not thread.wait(0.0)
+    store.may.set()
+    thread.close(LONG)
+
+
+def test_a_store_that_cannot_be_reached_is_one_line_in_the_log(tmp_path, caplog):
+    thread = StoreThread(lambda: SqliteStore(tmp_path / "no folder" / "a.db"), again=0.0)
+    for _ in range(3):
+        thread.put(SCOPE, [block(1)])
+        question = thread.ask(SCOPE, contents(1))
+        assert thread.wait(LONG)
+        assert question.answer == [()]
+    thread.close(LONG)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "kvtxn.audit_store_failed" in line
+    assert thread.dropped == 6
+
+
+def test_a_store_that_comes_back_is_used_again(tmp_path):
+    folder = tmp_path / "later"
+    thread = StoreThread(lambda: SqliteStore(folder / "a.db"), again=0.0)
+    thread.put(SCOPE, [block(1)])
+    assert thread.wait(LONG)
+    folder.mkdir()
+    thread.put(SCOPE, [block(2)])
+    question = thread.ask(SCOPE, contents(1, 2))
+    assert thread.wait(LONG)
+    assert question.answer == [(), [block(2)]]
+    thread.close(LONG)
+
+
+def test_a_store_that_failed_is_left_alone_for_a_while(tmp_path):
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise RuntimeError("no store")
+
+    thread = StoreThread(fail, again=LONG * 60)
+    for _ in range(3):
+        thread.put(SCOPE, [block(1)])
+    assert thread.wait(LONG)
+    assert len(calls) == 1
+    thread.close(LONG)
