@@ -38,6 +38,7 @@ from .step_forms import (
     PublishedBlocks,
     StepForms,
     admissions,
+    count_repeated,
     fresh_blocks,
     launch_all,
     leave_out,
@@ -264,11 +265,7 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
-        for each in changes.arrivals:
-            if each.had is not None:
-                prompt = len(each.tokens) if each.prompt is None else each.prompt
-                length = len(each.tokens)
-                self.repeated.begin_again(each.name, length, each.had, each.computed, prompt)
+        count_repeated(self.repeated, changes.arrivals)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
