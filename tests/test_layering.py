@@ -142,7 +142,6 @@ def test_one_package_uses_ctypes(folder):
 
 #: Why a file of more than 600 lines is one subject, and not two; by its path.
 LONG = {
-    "integrations/serving/ledger/watch.py": "one worker's audit: each event needs the others' notes",
     "kvtxn/audit/ledger.py": "the documented calls of one public class; its parts do the work",
 }
 
