@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from ....log import get_logger
 from .engine_protocols import BeforeInputs
-from .hooks import follow, is_swapped, precede, swap_class
+from .hooks import follow, follow_async, is_swapped, precede, swap_class
 from .lora_adapters import hash_of
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ def follow_media(engine: VllmEngine) -> None:
     with ExitStack() as undo:
         undo.callback(precede(processor, "apply", before))
         undo.callback(follow(engine.input_processor, "process_inputs", send_contents))
+        if hasattr(engine.input_processor, "process_inputs_async"):  # has kept the method before
+            undo.callback(
+                follow_async(engine.input_processor, "process_inputs_async", send_contents)
+            )
         _undo[engine] = undo.pop_all().close
 
 
