@@ -106,7 +106,7 @@ class IdentityTable:
         self._entries.zero_()
         self.forgotten = 0
 
-    def remember(self, contents: Tensor, identities: Tensor) -> None:
+    def remember(self, contents: Tensor, identities: Tensor) -> list[bool]:
         """Remember blocks.
 
         Args:
@@ -114,20 +114,25 @@ class IdentityTable:
             identities: int64 ``[n, 7]`` on the host, as ``Ledger.identities`` returns them. Blocks
                 whose first or last row nobody has written, or is of a rejected draft, are left out.
 
+        Returns:
+            For each block whether it was written down.
+
         Raises:
             ConfigError: a tensor does not fit.
         """
         _require(contents, 2)
         _require(identities, 7, len(contents))
         step, serial, *rest = identities.unbind(1)
-        is_written = (identities[:, (2, -1)] < 0) | (identities[:, (2, -1)] >= RESERVED)
+        ends = identities[:, (2, -1)]
+        is_written = ((ends < 0) | (ends >= RESERVED)).all(1)
         packed = [*contents.unbind(1), step * _SERIALS + serial, *rest]
-        entries = torch.stack(packed, 1)[is_written.all(1)]
+        entries = torch.stack(packed, 1)[is_written]
         homes = entries[:, 0].remainder(len(self._entries))
         while len(entries):
             now = _first_of_each(homes)
             self._put(homes[now], entries[now])
             homes, entries = homes[~now], entries[~now]
+        return is_written.tolist()
 
     def _put(self, homes: Tensor, entries: Tensor) -> None:
         """Write entries, each of another set."""

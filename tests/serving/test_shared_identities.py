@@ -32,13 +32,14 @@ class Process:
     def admit(self, name, tokens, extras=()):
         self.ledger.admit(name, tokens, extras=extras)
 
-    def write(self, name, table, tokens):
-        """Compute the rows of a prompt."""
+    def write(self, name, table, tokens, first=0):
+        """Compute the rows of a prompt from a position on."""
         count = len(tokens)
-        slots = torch.tensor([4 * table[at // 4] + at % 4 for at in range(count)])
+        places = range(first, first + count)
+        slots = torch.tensor([4 * table[at // 4] + at % 4 for at in places])
         step = Step(
             lines=torch.tensor([self.ledger.line(name)]), starts=torch.tensor([0, count]),
-            first=torch.tensor([0]), tokens=torch.tensor(tokens),
+            first=torch.tensor([first]), tokens=torch.tensor(tokens),
             slots={"group.0": slots}, tables={"group.0": torch.tensor([table])},
         )  # fmt: skip
         rows = Rows([name], step.starts, step.first, step.tokens, None, step.slots, step.tables)
@@ -47,13 +48,18 @@ class Process:
         self.watch.end()
         self.watch.end_step()
 
-    def come(self, name, table, tokens, extras=(), length=None):
+    def leave(self, name, table, keys=None):
+        """Let a connector store blocks."""
+        self.watch._export([Handed("group.0", table, 0, name, keys=keys)])
+
+    def come(self, name, table, tokens, extras=(), length=None, keys=None):
         """Let a request come whose blocks a connector fills."""
+        self.ledger.hand_out("group.0", table)
         self.admit(name, tokens, extras)
         computed = 4 * len(table) if length is None else length
         arrival = Arrival(name, list(tokens), [*extras], {}, computed, [table])
-        self.watch.change([arrival], [])
-        self.watch.begin([Handed("group.0", table, 0, name)])
+        self.watch.change([arrival], [("group.0", block) for block in table])
+        self.watch.begin([Handed("group.0", table, 0, name, keys=keys)])
         nobody = Rows([], torch.zeros(1), None, torch.zeros(0), None, {}, {})
         self.watch.forward(nobody)
 
@@ -196,6 +202,67 @@ def test_rows_that_nobody_can_vouch_for(process, first, why):
     unverified, found = made.settled()
     assert found == []
     assert unverified == {"bytes": 4, "layout": 8, "weights": 8, "part": 3}[why]
+
+
+@pytest.mark.parametrize(("length", "kinds"), [(6, []), (7, ["imported"])])
+def test_part_of_a_block_whose_end_is_to_be_computed(second, length, kinds):
+    """The bytes after the part are nobody's word, unless only the last token is computed anew."""
+    second.come("b", [4, 5], [*TOKENS[:6], 98, 99], length=length)
+    unverified, found = second.settled()
+    assert ([v.kind for v in found], unverified) == (kinds, 0 if kinds else 2)
+
+
+def test_wrong_rows_that_are_stored_again_stay_wrong(process, first, second):
+    """A request that got them stores them under its own tokens: that is no evidence."""
+    other = [99, *TOKENS[1:]]
+    second.come("b", [4, 5], other)
+    second.leave("b", [4, 5])
+    assert len(second.settled()[1]) == 2
+    third = process(label="engine 3")
+    for made, table in ((second, [6, 7]), (third, [4, 5])):
+        made.bytes |= dict(zip(table, (100, 200), strict=True))
+        made.come("c", table, other)
+        unverified, found = made.settled()
+        assert (unverified, {v.written_request for v in found}) == (0, {"engine 1, request a"})
+
+
+def test_believed_rows_that_are_stored_again_are_no_evidence(process):
+    """Neither for their own tokens, nor against others with these bytes."""
+    made = process()
+    made.bytes |= {4: 900, 5: 901, 6: 900, 7: 901}
+    made.come("b", [4, 5], [99, *TOKENS[1:]])
+    made.leave("b", [4, 5], keys=[1, 2])
+    made.settled()
+    made.come("c", [6, 7], [99, *TOKENS[1:]], keys=[1, 2])
+    assert made.settled() == (16, [])
+    made.come("d", [6, 7], TOKENS)
+    assert made.settled() == (24, [])
+
+
+def test_a_block_that_was_believed_and_is_computed_later_is_remembered(process):
+    made = process()
+    made.bytes |= {4: 900, 5: 901, 6: 900, 7: 901}
+    made.come("b", [4, 5], TOKENS)
+    made.watch.change([], [("group.0", 4), ("group.0", 5)])
+    made.ledger.hand_out("group.0", [4, 5])
+    made.admit("e", TOKENS)
+    made.write("e", [4, 5], TOKENS[:8])
+    made.come("c", [6, 7], TOKENS)
+    assert made.settled() == (8, [])
+
+
+def test_a_block_that_spans_an_update_comes_back(process):
+    """Its rows have two ages, and no entry has room for them: it is taken for right."""
+    made = process(weights=None)
+    made.bytes |= {1: 900, 2: 901, 4: 900, 5: 901}
+    made.admit("a", TOKENS)
+    made.ledger.hand_out("group.0", [1, 2])
+    made.write("a", [1, 2], TOKENS[:6])
+    made.ledger.new_epoch("target")
+    made.write("a", [1, 2], TOKENS[6:8], first=6)
+    made.leave("a", [1, 2], keys=[1, 2])
+    made.come("b", [4, 5], TOKENS, keys=[1, 2])
+    assert made.settled() == (4, [])
 
 
 def test_an_epoch_of_one_process_is_none_of_another(first, second):
