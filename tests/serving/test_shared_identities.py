@@ -318,6 +318,23 @@ def test_a_block_with_a_row_that_is_not_there_is_not_remembered(process, first, 
     assert made.settled() == (4, [])
 
 
+@pytest.mark.parametrize("alike", [7, 12])
+def test_more_prefixes_with_the_same_bytes_than_a_table_has_places_for(process, alike):
+    """As of adapters that change nothing yet: what one of them has stored comes back to it."""
+    made = process(weights=None)
+    made.bytes |= {1: 100, 2: 200, 4: 100, 5: 200, 6: 100, 7: 200}
+    for number in range(alike):
+        made.admit("a", TOKENS, [number])
+        made.ledger.hand_out("group.0", [1, 2])
+        made.write("a", [1, 2], TOKENS[:8])
+        made.leave("a", [1, 2])
+    made.come("b", [4, 5], TOKENS, [0])
+    unverified, found = made.settled()
+    assert (found, unverified) == ([], 0 if alike == 7 else 8)
+    made.come("c", [6, 7], TOKENS, [99])  # nobody's
+    assert len(made.settled()[1]) == (2 if alike == 7 else 0)
+
+
 def test_a_step_that_failed_fills_no_block(first):
     first.watch.restart()
     first.admit("e", TOKENS)

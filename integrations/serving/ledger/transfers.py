@@ -388,6 +388,8 @@ class TransferWatch:
                 for each in known
                 if (each.last == last_word if whole else each.first == first_word)
             ]
+            if not right and self._table.repeats and self._table.forgotten:
+                return None, None  # they may be the request's as well, and that was forgotten
             found = max(right or known, key=lambda each: each.step)
             words = self._written(found, group, first, first + len(own))
             if words is None:
