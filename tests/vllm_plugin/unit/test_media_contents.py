@@ -127,6 +127,20 @@ def test_a_name_alone_means_what_was_sent_with_it_last(engine):
     assert hashes(media, engine.send([None], ["x"])) == blue
 
 
+def test_a_name_alone_means_the_same_when_a_request_comes_again(engine):
+    """After it was put back: somebody else has sent another item with the name since then."""
+    media = Media()
+    red = hashes(media, engine.send(["red"], ["x"]))
+    named = engine.send([None], ["x"])
+    named.req_id = "a"
+    assert hashes(media, named) == red
+    blue = engine.send(["blue"], ["x"])
+    blue.req_id = "b"
+    assert hashes(media, blue) != red
+    assert hashes(media, named) == red
+    assert hashes(media, engine.send([None], ["x"])) == hashes(media, blue)
+
+
 def test_one_name_for_two_items_of_a_request_is_neither(engine):
     media = Media()
     request = engine.send(["red", "blue"], ["x", "x"])
