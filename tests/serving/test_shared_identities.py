@@ -76,8 +76,9 @@ def process(tmp_path):
     """Make processes with one store."""
     threads = []
 
-    def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None):
-        ledger = Ledger([GROUP], max_requests=4, max_length=32, key=KEY)
+    def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None, drafter=None):
+        group = GROUP if drafter is None else attrs.evolve(GROUP, drafter=False)
+        ledger = Ledger([group], max_requests=4, max_length=32, key=KEY)
         opens = opens or (lambda: SqliteStore(tmp_path / "identities.db"))
         thread, contents = StoreThread(opens), {}
         threads.append(thread)
@@ -87,11 +88,12 @@ def process(tmp_path):
 
         made = Process(ledger, thread, None, contents, weights)
         shared = SharedIdentities(
-            ledger, thread, {"group.0": scope}, lambda: made.weights,
+            ledger, thread, {"group.0": scope},
+            lambda counts: drafter if counts and drafter else made.weights,
             lambda request: f"{label}, request {request}",
         )  # fmt: skip
         made.watch = TransferWatch(
-            ledger, {"group.0": GROUP}, {}, lambda loads: Transfers([], [], loads, opaque=False),
+            ledger, {"group.0": group}, {}, lambda loads: Transfers([], [], loads, opaque=False),
             lambda group, blocks: torch.tensor([[contents[each], 5] for each in blocks]),
             stop, shared,
         )  # fmt: skip
@@ -176,6 +178,19 @@ def test_rows_of_other_weights(second):
     unverified, found = second.settled()
     assert unverified == 0
     assert {(v.kind, v.differs) for v in found} == {("imported", "weights")}
+
+
+def test_rows_of_a_group_without_a_drafter_know_no_drafter(process):
+    """Engines with other drafters, or a drafter that was trained meanwhile, share such rows."""
+    first, second = process(drafter=100), process(drafter=200)
+    first.bytes |= {1: 100, 2: 200}
+    first.admit("a", TOKENS)
+    first.ledger.hand_out("group.0", [1, 2])
+    first.write("a", [1, 2], TOKENS[:8])
+    assert first.settled() == (0, [])
+    second.bytes |= {4: 100, 5: 200}
+    second.come("b", [4, 5], TOKENS)
+    assert second.settled() == (0, [])
 
 
 def test_rows_that_both_weights_have_computed_alike(process, first, second):
