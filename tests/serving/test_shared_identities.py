@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
@@ -28,6 +31,7 @@ class Process:
     watch: TransferWatch
     bytes: dict[int, int]
     weights: int | None
+    path: Path
 
     def admit(self, name, tokens, extras=()):
         self.ledger.admit(name, tokens, extras=extras)
@@ -79,14 +83,15 @@ def process(tmp_path):
     def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None, drafter=None):
         group = GROUP if drafter is None else attrs.evolve(GROUP, drafter=False)
         ledger = Ledger([group], max_requests=4, max_length=32, key=KEY)
-        opens = opens or (lambda: SqliteStore(tmp_path / "identities.db"))
+        path = tmp_path / "identities.db"
+        opens = opens or (lambda: SqliteStore(path))
         thread, contents = StoreThread(opens), {}
         threads.append(thread)
 
         def stop(error):
             raise error
 
-        made = Process(ledger, thread, None, contents, weights)
+        made = Process(ledger, thread, None, contents, weights, path)
         shared = SharedIdentities(
             ledger, thread, {"group.0": scope},
             lambda counts: drafter if counts and drafter else made.weights,
@@ -380,6 +385,48 @@ def test_a_store_that_cannot_be_reached(process, first):
     made.ledger.hand_out("group.0", [4, 5])
     made.come("b", [4, 5], TOKENS)
     assert made.settled() == (8, [])
+
+
+def test_a_store_that_hangs_is_waited_for_once(process, first, monkeypatch):
+    """A server asks for its counters every few seconds, and no step runs while they wait."""
+    may, patience = threading.Event(), []
+
+    class Hanging(SqliteStore):
+        def get(self, *asked):
+            may.wait(LONG)
+            return super().get(*asked)
+
+    made = process(opens=lambda: Hanging(first.path))
+    wait = made.thread.wait
+    monkeypatch.setattr(made.thread, "wait", lambda some: patience.append(some) or wait(some / 100))
+    made.bytes |= {4: 100, 5: 200}
+    for name in "bcd":
+        made.come(name, [4, 5], TOKENS)
+        made.watch.settle()
+    assert patience == [1.0, 0.0, 0.0]
+    may.set()
+    assert wait(LONG)
+    made.watch.settle()
+    made.come("b", [4, 5], TOKENS)
+    made.watch.settle()
+    assert patience[3:] == [0.0, 1.0]
+
+
+def test_a_store_that_fails_is_not_waited_for(process, first, monkeypatch):
+    class Failing(SqliteStore):
+        def get(self, *asked):
+            raise OSError("gone")
+
+    patience = []
+    made = process(opens=lambda: Failing(first.path))
+    wait = made.thread.wait
+    made.bytes |= {4: 100, 5: 200}
+    for _ in range(2):
+        made.come("b", [4, 5], TOKENS)
+        assert wait(LONG)
+        monkeypatch.setattr(made.thread, "wait", lambda some: patience.append(some) or wait(some))
+        made.watch.settle()
+    assert patience == [0.0, 0.0]
 
 
 def test_a_block_that_comes_back_to_its_own_process_asks_nobody(first):

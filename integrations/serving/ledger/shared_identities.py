@@ -91,6 +91,7 @@ class SharedIdentities:
         self._drafters: Final = {group.name: group.drafter for group in rows}
         self._weights: dict[bool, tuple[int, int | None]] = {}  # with the epoch
         self._asked: list[_Asked] = []
+        self._hangs = False
 
     def close(self) -> None:
         """Write what waits, for a moment, and let go of the store."""
@@ -184,9 +185,14 @@ class SharedIdentities:
         self._asked = waiting
 
     def settle(self) -> None:
-        """Wait a moment for the store, and judge what it has answered; not for a step."""
+        """Wait a moment for the store, and judge what it has answered; not for a step.
+
+        No step runs meanwhile, and a server asks for counters again and again. So a store that
+        fails or hangs is waited for once, and then no more until it has answered.
+        """
         if self._asked:
-            self._thread.wait(_PATIENCE)
+            in_vain = self._hangs or self._thread.fails
+            self._hangs = not self._thread.wait(0.0 if in_vain else _PATIENCE)
             self.look()
 
     def _judge(self, asked: _Asked, known: Sequence[StoredBlock]) -> None:
