@@ -73,7 +73,7 @@ class StoredBlock:
         content: 16 bytes, the keyed checksum of the block's bytes.
         digest: the digest of the prefix up to the block's last row, extras included; an int64.
         weights: a hash of the weights that computed it; an int64.
-        position: the position of the block's last row.
+        position: the position of the block's first row.
         who: the process and the request that wrote it, in words.
     """
 
