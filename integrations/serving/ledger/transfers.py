@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
+from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
 from ..step import Arrival, Rows
 from .shared_identities import SharedIdentities
@@ -120,6 +121,7 @@ class TransferWatch:
         self._loads: dict[Place, tuple[str, Hashable | None]] = {}
         self._arrivals: Sequence[Arrival] = ()
         self._before: dict[Place, Content] = {}
+        self._doubtful: set[Place] = set()  # with rows that nobody vouches for, or not yet
         self._received: set[str] = set()
         self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
         self._failed: set[int] = set()
@@ -134,6 +136,7 @@ class TransferWatch:
         self._stored.clear()
         self._loads.clear()
         self._before.clear()
+        self._doubtful.clear()
         self._received.clear()
         self._came.clear()
         self._failed.clear()
@@ -191,10 +194,14 @@ class TransferWatch:
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
-            self._remember(each.request, each.group, table, each.begin)
+            known = self._remember(each.request, each.group, table, each.begin)
             if other is not None:
                 self._ledger.release(name)
-            self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
+            for key, is_known in zip(each.keys or (), known, strict=False):
+                if is_known:
+                    self._stored[each.group, key] = None
+                else:  # its bytes may come back from there
+                    self._stored.pop((each.group, key), None)
         if self._table.forgotten > self._forgotten:
             self._forgotten = self._table.forgotten
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
@@ -220,19 +227,29 @@ class TransferWatch:
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
 
-    def _remember(self, name: str, group: str, table: list[int], begin: int) -> None:
-        """Remember the blocks of a request's table from a column on, by their bytes."""
+    def _remember(self, name: str, group: str, table: list[int], begin: int) -> list[bool]:
+        """Remember the blocks of a request's table from a column on, by their bytes.
+
+        Returns:
+            For each block whether it is remembered. Left out are blocks with rows that nobody
+            vouches for: a row that was believed once is no evidence.
+        """
         size = self._groups[group].block_size
         firsts = range(begin * size, len(table) * size, size)
         if not firsts:
-            return
+            return []
         identities = self._ledger.identities(name, group, table, firsts).cpu()
+        doubtful = [
+            number for number, block in enumerate(table[begin:]) if (group, block) in self._doubtful
+        ]
+        identities[doubtful, 2:] = UNWRITTEN
         contents = self._contents(group, table[begin:])
-        self._table.remember(contents, identities)
+        is_known = self._table.remember(contents, identities)
         if self._shared is not None:
             expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
             lasts = expected.view(-1, size)[:, -1].cpu()
             self._shared.remember(name, group, contents, identities[:, -1], lasts, firsts.start)
+        return is_known
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -249,6 +266,7 @@ class TransferWatch:
                     self._believe(each, place)
         for place in handed_out:
             self._loads.pop(place, None)
+            self._doubtful.discard(place)
 
     def forward(self, rows: Rows) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step.
@@ -275,6 +293,10 @@ class TransferWatch:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
                 words, origin = self._rows_of(lengths[name], name, place, now[place], first, end)
+                if origin is None:
+                    self._doubtful.add(place)
+                else:
+                    self._doubtful.discard(place)
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
@@ -297,6 +319,7 @@ class TransferWatch:
         """
         failed, self._failed, self._loading = self._failed, set(), False
         names = {name: None for name, block in self._came if block in failed}
+        self._doubtful = {place for place in self._doubtful if place[1] not in failed}
         if self._shared is not None:
             self._shared.drop(failed)
         return [*names], sorted(failed)
@@ -365,6 +388,8 @@ class TransferWatch:
                 for each in known
                 if (each.last == last_word if whole else each.first == first_word)
             ]
+            if not right and self._table.repeats and self._table.forgotten:
+                return None, None  # they may be the request's as well, and that was forgotten
             found = max(right or known, key=lambda each: each.step)
             words = self._written(found, group, first, first + len(own))
             if words is None:
@@ -377,7 +402,9 @@ class TransferWatch:
         _, key = self._loads.get(place, ("", None))
         if key is not None and (group, key) in self._stored:
             return torch.zeros(end - first, dtype=torch.int64), None
-        if self._shared is not None and whole:
+        # A request computes its last token anew, also where all of its rows have come.
+        came = whole and end >= min(first + size, length - 1)
+        if self._shared is not None and came:
             rows, last = end - first, int(own[-1])
             if self._shared.ask(name, place, contents[0], first, rows, last):
                 return own[:rows], None

@@ -73,8 +73,7 @@ class Watch:
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
-        lines: the most requests that the ledger knows at one time; None: the running ones and as
-            many that wait.
+        lines: the most requests known at one time; None: the running ones and as many that wait.
         stale: ``"count"``, ``"alarm"`` or ``"contain"``, what becomes of rows of earlier weights
             that are read.
 
@@ -88,8 +87,7 @@ class Watch:
         transfers: follows the rows of a KV connector; None without a connector.
         weights: begins an epoch when weights have changed; None if nobody can tell.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
-        drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
-            that a step leaves are known when it ends.
+        drafts_late: the drafter writes rows of its own after the sampling; bytes are known then.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         repeated: counts requests that were put back, and the rows that they compute again.
@@ -97,8 +95,7 @@ class Watch:
         begun: False until ``begin``, as while the engine warms up: no step is watched.
         steps: how many steps with a forward the ledger was told of since then.
         stopped: the audit has ended by an error of its own.
-        peers: the other ranks, which act together with this one; None without any, or once all of
-            them have ended their audits.
+        peers: the other ranks, which act with this one; None without any, or once audits ended.
         asks_peers: a call for counters or a report reaches all ranks.
     """
 
