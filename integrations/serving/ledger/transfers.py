@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Final
 
 import attrs
@@ -37,6 +37,9 @@ Place = tuple[str, int]
 
 #: The checksum of a block's bytes.
 Content = tuple[int, int]
+
+#: Blocks of a request's table: its name, the group, the table, and the column of the first of them.
+Span = tuple[str, str, list[int], int]
 
 
 @attrs.frozen(eq=False)
@@ -180,6 +183,7 @@ class TransferWatch:
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
+        spans: list[Span] = []
         for each in stores:
             group = self._groups.get(each.group)
             if group is None or each.request not in self._ledger:
@@ -191,10 +195,11 @@ class TransferWatch:
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
-            self._remember(each.request, each.group, table, each.begin)
+            spans.append((each.request, each.group, table, each.begin))
             if other is not None:
                 self._ledger.release(name)
             self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
+        self._remember(spans)
         if self._table.forgotten > self._forgotten:
             self._forgotten = self._table.forgotten
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
@@ -206,6 +211,7 @@ class TransferWatch:
         settled = settled if rows.drafts is None else settled - rows.drafts
         spans = [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
         groups = {name: each for name, each in self._groups.items() if each.ring is None}
+        full: list[Span] = []
         for name, group in groups.items():
             for number, (request, first, end) in enumerate(spans):
                 begin = self._full.get((request, name), max(first, 0) // group.block_size)
@@ -214,25 +220,40 @@ class TransferWatch:
                     table = rows.tables[name][number, :end].tolist()
                     while begin < end and not table[begin]:  # it has left a sliding window
                         begin += 1
-                    self._remember(request, name, table, begin)
+                    full.append((request, name, table, begin))
                     self._full[request, name] = end
+        self._remember(full)
         if len(self._full) > _FULL * (1 + len(rows.names)) * len(self._groups):
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
 
-    def _remember(self, name: str, group: str, table: list[int], begin: int) -> None:
-        """Remember the blocks of a request's table from a column on, by their bytes."""
-        size = self._groups[group].block_size
-        firsts = range(begin * size, len(table) * size, size)
-        if not firsts:
-            return
-        identities = self._ledger.identities(name, group, table, firsts).cpu()
-        contents = self._contents(group, table[begin:])
-        self._table.remember(contents, identities)
-        if self._shared is not None:
-            expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
-            lasts = expected.view(-1, size)[:, -1].cpu()
-            self._shared.remember(name, group, contents, identities[:, -1], lasts, firsts.start)
+    def _remember(self, spans: Iterable[Span]) -> None:
+        """Remember blocks by their bytes; the device is waited for once per group."""
+        taken: dict[str, list[tuple[str, list[int], int, Tensor, Tensor]]] = {}
+        for name, group, table, begin in spans:
+            size = self._groups[group].block_size
+            firsts = range(begin * size, len(table) * size, size)
+            if not firsts:
+                continue
+            identities = lasts = self._ledger.identities(name, group, table, firsts)
+            if self._shared is not None:
+                expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
+                lasts = expected.view(-1, size)[:, -1]
+            taken.setdefault(group, []).append(
+                (name, table[begin:], firsts.start, identities, lasts)
+            )
+        for group, found in taken.items():
+            names, blocks, begins, identities_of, lasts_of = zip(*found, strict=True)
+            contents = self._contents(group, [*chain.from_iterable(blocks)])
+            known = torch.cat(identities_of).cpu()
+            self._table.remember(contents, known)
+            if self._shared is not None:
+                numbers = [len(each) for each in blocks]
+                own = torch.cat(lasts_of).cpu().split(numbers)
+                ends = known[:, -1].split(numbers)
+                runs = zip(names, contents.split(numbers), ends, own, begins, strict=True)
+                for name, content, last, expected, first in runs:
+                    self._shared.remember(name, group, content, last, expected, first)
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -266,6 +287,8 @@ class TransferWatch:
             if name in self._received or place in self._loads or place in self._before
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
+        ends = (*lengths.values(), *(end for *_, end in coming))
+        own = _OwnWords(self._ledger, max(ends, default=0))
         now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
         for each, place in states:
             filled = place in self._before and self._before[place] != now[place]
@@ -274,7 +297,9 @@ class TransferWatch:
         for name, place, blocks, first, end in coming:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
-                words, origin = self._rows_of(lengths[name], name, place, now[place], first, end)
+                words, origin = self._rows_of(
+                    *(own, lengths[name], name, place, now[place], first, end)
+                )
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
@@ -337,11 +362,19 @@ class TransferWatch:
         }
 
     def _rows_of(
-        self, length: int, name: str, place: Place, content: Content, first: int, end: int
+        self,
+        words_of: _OwnWords,
+        length: int,
+        name: str,
+        place: Place,
+        content: Content,
+        first: int,
+        end: int,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the words of rows that came for a request, and the origin of the first of them.
 
         Args:
+            words_of: the words that requests should have.
             length: the number of the request's tokens.
             name: the request.
             place: the block that has the rows.
@@ -356,7 +389,7 @@ class TransferWatch:
         group, _ = place
         size = self._groups[group].block_size
         contents, whole = torch.tensor([content]), first + size <= length
-        own = self._ledger.expected(name, group, first, first + size if whole else end).cpu()
+        own = words_of(name, group, first, first + size if whole else end)
         (known,) = self._table.lookup(contents)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
@@ -366,7 +399,7 @@ class TransferWatch:
                 if (each.last == last_word if whole else each.first == first_word)
             ]
             found = max(right or known, key=lambda each: each.step)
-            words = self._written(found, group, first, first + len(own))
+            words = self._written(words_of, found, group, first, first + len(own))
             if words is None:
                 words = own + (found.first - own[0])
             if whole:
@@ -383,7 +416,9 @@ class TransferWatch:
                 return own[:rows], None
         return None, None
 
-    def _written(self, known: Identity, group: str, first: int, end: int) -> Tensor | None:
+    def _written(
+        self, words_of: _OwnWords, known: Identity, group: str, first: int, end: int
+    ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
         They tell at which row a block begins to be another one; its ends alone do not.
@@ -391,7 +426,7 @@ class TransferWatch:
         writer = self._ledger.name_of(known.serial)
         if writer is None or writer not in self._ledger:
             return None
-        words = self._ledger.expected(writer, group, first, end).cpu()
+        words = words_of(writer, group, first, end)
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 
@@ -420,3 +455,25 @@ class TransferWatch:
                 if index < len(blocks) and blocks[index]:  # block 0 belongs to nobody
                     first = index * size
                     yield (name, blocks[index]), blocks, first, min(first + size, arrival.computed)
+
+
+class _OwnWords:
+    """The words that requests' rows should have; the device is waited for once per request.
+
+    Args:
+        ledger: the ledger.
+        end: the position after the last that is asked for.
+    """
+
+    def __init__(self, ledger: Ledger, end: int) -> None:
+        self._ledger: Final = ledger
+        self._end: Final = end
+        self._known: Final[dict[tuple[str, str], Tensor]] = {}
+
+    def __call__(self, name: str, group: str, first: int, end: int) -> Tensor:
+        """Return a copy of a request's words, int64 ``[end - first]`` on the host."""
+        words = self._known.get((name, group))
+        if words is None:
+            words = self._ledger.expected(name, group, 0, self._end).cpu()
+            self._known[name, group] = words
+        return words[first:end].clone()
