@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
 from ....audit.books import REFUSED
+from ....audit.repeated_work import RepeatedWork
 from ....audit.rows import first_of
 from ....host_values import to_device
 from ..step import Arrival, Changes, Rows, States
@@ -38,6 +39,32 @@ def fresh_blocks(
             elif not arrival.computed:
                 known += blocks
     return fresh
+
+
+def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
+    """Name one group of each pool: the words of copied blocks are there once for all its groups.
+
+    Args:
+        groups: the watched groups with a row per token, by name.
+    """
+    found: dict[str, str] = {}
+    for name, group in groups.items():
+        found.setdefault(group.pool or name, name)
+    return [*found.values()]
+
+
+def count_restarts(repeated: RepeatedWork, arrivals: Iterable[Arrival]) -> None:
+    """Count the requests that were put back and come again.
+
+    Args:
+        repeated: counts them.
+        arrivals: the requests that come.
+    """
+    for each in arrivals:
+        if each.had is not None:
+            length = len(each.tokens)
+            prompt = length if each.prompt is None else each.prompt
+            repeated.begin_again(each.name, length, each.had, each.computed, prompt)
 
 
 def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
