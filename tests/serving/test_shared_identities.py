@@ -313,7 +313,7 @@ def test_stale_rows_are_not_written(process, first):
     made.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8)
     made.ledger.new_epoch("target")
     made.weights = 9
-    made.watch._remember("a", "group.0", [1, 2], 0)
+    made.watch._remember([("a", "group.0", [1, 2], 0)])
     other = process(weights=9)
     other.bytes |= {4: 500, 5: 600}
     other.ledger.hand_out("group.0", [4, 5])
@@ -332,7 +332,7 @@ def test_a_block_with_a_row_that_is_not_there_is_not_remembered(process, first, 
     words[position] = 1  # of a draft that was taken back
     made.ledger.import_rows("a", "group.0", [1, 2], 0, 8, words)
     made.ledger.violations()
-    made.watch._remember("a", "group.0", [1, 2], 0)
+    made.watch._remember([("a", "group.0", [1, 2], 0)])
     assert made.thread.wait(LONG)
     made.come("b", [4, 5], TOKENS)
     assert made.settled() == (4, [])

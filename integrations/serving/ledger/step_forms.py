@@ -41,6 +41,18 @@ def fresh_blocks(
     return fresh
 
 
+def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
+    """Name one group of each pool: the words of copied blocks are there once for all its groups.
+
+    Args:
+        groups: the watched groups with a row per token, by name.
+    """
+    found: dict[str, str] = {}
+    for name, group in groups.items():
+        found.setdefault(group.pool or name, name)
+    return [*found.values()]
+
+
 def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
     """Describe requests that come for the ledger, which looks at an array quicker than at a list.
 

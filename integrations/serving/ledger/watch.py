@@ -42,6 +42,7 @@ from .step_forms import (
     fresh_blocks,
     launch_all,
     leave_out,
+    one_of_each_pool,
 )
 from .transfers import TransferWatch
 from .violation_log import AuditError, FoundViolations
@@ -59,6 +60,7 @@ class Watch:
 
     Args:
         groups: the watched KV-cache groups with a row per token, by name, in the engine's order.
+            Each is named ``group.N``, N being its number among all groups of the caches.
         room: the runner's sizes, by which the ledger is sized.
         rank: the worker's rank, for the log.
         on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
@@ -124,6 +126,7 @@ class Watch:
         self._numbers: Final = [
             (name, int(name.partition(".")[2])) for name in (*groups, *self.states)
         ]
+        self._copied: Final = one_of_each_pool(groups)
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
@@ -159,8 +162,7 @@ class Watch:
         self._awaits = False  # a step was told whose samples are not known yet
         self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
-        number = self.ledger.books.sizes.max_requests
-        self._buffer: Final = LineBuffer(self.ledger, number, device)
+        self._buffer: Final = LineBuffer(self.ledger, self.ledger.books.sizes.max_requests, device)
         self._published: Final[FilledBlocks | PublishedBlocks] = (
             FilledBlocks(self.ledger, groups.values())
             if drafts is None
@@ -269,8 +271,8 @@ class Watch:
             given = [(name, block) for name, blocks in fresh.items() for block in blocks]
             self.transfers.change(changes.arrivals, given)
         if changes.copies:
-            for name in list(self.groups)[:1]:  # all groups share the blocks
-                source, target = zip(*changes.copies, strict=True)
+            source, target = zip(*changes.copies, strict=True)
+            for name in self._copied:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
@@ -517,10 +519,7 @@ class Watch:
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
-        """Look for violations of the step that ends, if they are contained: waits for the device.
-
-        On a CPU they are found at once.
-        """
+        """Wait for a GPU's violations, if they are contained; those of a CPU are found at once."""
         if self._counters is not None and self.on_violation == "contain" and not self.stopped:
             self._settle_loads()
             self._say()
