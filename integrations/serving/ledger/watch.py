@@ -256,6 +256,8 @@ class Watch:
         self.under_way = None
         if self._unsealed is not None:
             self._seal()
+        if self.transfers is not None:  # the step before may have been dropped after its forward
+            self.transfers.take_back()
         self._settle_loads()
         if changes is NO_CHANGES:
             return
