@@ -210,6 +210,20 @@ def test_rows_that_both_weights_have_computed_alike(process, first, second):
     assert second.settled() == (0, [])
 
 
+def test_bytes_of_several_prefixes_say_nothing_of_one_more(process, first):
+    """Such as of tokens with equal embeddings: the store may have lost the reader's own."""
+    second, reader = process(label="engine 2"), process(label="engine 3")
+    other = [99, *TOKENS[1:]]
+    second.bytes |= {1: 100, 2: 200}
+    second.admit("b", other)
+    second.ledger.hand_out("group.0", [1, 2])
+    second.write("b", [1, 2], other[:8])
+    assert second.settled() == (0, [])
+    reader.bytes |= {4: 100, 5: 200}
+    reader.come("c", [4, 5], [98, *TOKENS[1:]])
+    assert reader.settled() == (8, [])
+
+
 @pytest.mark.parametrize("why", ["bytes", "layout", "weights", "part"])
 def test_rows_that_nobody_can_vouch_for(process, first, why):
     """Of other bytes, of another layout, by weights that nobody knows, of a block in part."""

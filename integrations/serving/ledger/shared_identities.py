@@ -196,11 +196,12 @@ class SharedIdentities:
             self.look()
 
     def _judge(self, asked: _Asked, known: Sequence[StoredBlock]) -> None:
-        if not known:
-            self._ledger.believe(asked.rows)
-            return
         own = [each for each in known if each.digest == asked.digest]
         if any(each.weights == asked.weights for each in own):
+            return
+        if not own and len({each.digest for each in known}) != 1:
+            # Unknown bytes; or rows of several prefixes, and so perhaps of this one, which is lost.
+            self._ledger.believe(asked.rows)
             return
         other = (own or known)[0]
         self._ledger.findings.add(
