@@ -67,7 +67,7 @@ class StoreError(KVTxnError, RuntimeError):
 
 @attrs.frozen
 class StoredBlock:
-    """What a store has of a full block.
+    """A full block as a store has it.
 
     Attributes:
         content: 16 bytes, the keyed checksum of the block's bytes.

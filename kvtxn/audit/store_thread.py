@@ -25,7 +25,7 @@ _AT_ONCE: Final = 64
 
 @attrs.define(eq=False)
 class Question:
-    """What is asked about some blocks.
+    """A question about some blocks, and its answer.
 
     Attributes:
         scope: as for ``IdentityStore.get``.

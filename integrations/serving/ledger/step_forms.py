@@ -66,7 +66,7 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
 
 
 def count_repeated(work: RepeatedWork, arrivals: Iterable[Arrival]) -> None:
-    """Count the requests among those that come which the engine had put back.
+    """Count the arriving requests that the engine had put back.
 
     Args:
         work: counts them.

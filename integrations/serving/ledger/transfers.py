@@ -160,7 +160,7 @@ class TransferWatch:
         self._export(self._read(metadata).at_once)
 
     def begin(self, metadata: object) -> None:
-        """Note the blocks that the connector stores after the step, and those that it loads."""
+        """Note the blocks that the connector loads, and those to be stored after the step."""
         found = self._read(metadata)
         self._stores = found.stores
         for each in found.loads:

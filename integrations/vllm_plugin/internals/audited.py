@@ -80,7 +80,7 @@ def foreign_scheduler(config: VllmConfig) -> str | None:
 
 
 def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
-    """Name the KV-cache groups that are not among those that are watched, and vLLM's kind of each.
+    """Name the KV-cache groups that are not watched, and vLLM's kind of each.
 
     The guide says of each kind why its rows are not compared.
     """
