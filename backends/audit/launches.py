@@ -103,8 +103,8 @@ class Launches:
             arguments: all arguments, constants included, in the order of the kernel's signature.
             kind: stands for all that the compiled kernel depends on; None finds that out, which
                 takes a look at every argument.
-            vary: places, among ``arguments``, of those that may differ between launches of one
-                ``kind``; empty: all may.
+            vary: indices of the arguments that may differ between launches of one ``kind``;
+                empty: all may.
 
         Returns:
             What Triton compiled; None where nothing was compiled, as by the interpreter.

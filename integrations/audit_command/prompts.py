@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeGuard
@@ -155,7 +155,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _is_time(value: object) -> TypeGuard[float]:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf  # type: ignore[operator]
+    return number and 0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _are_ids(value: object) -> TypeGuard[list[int]]:

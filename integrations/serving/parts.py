@@ -173,7 +173,11 @@ class Part:
         """
 
     def step_failed(self) -> None:
-        """Hear that the last call of a step raised; ``step_ended`` does not come."""
+        """Hear that the last call of a step raised; ``step_ended`` does not come.
+
+        Tokens that ``sampled`` told stand. An engine that repeats such a step with others has to
+        let the request arrive again.
+        """
 
     def raised(self, error: Exception) -> None:
         """Hear of an error on its way out of the runner, whichever call of a step raised it."""

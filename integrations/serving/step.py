@@ -87,7 +87,8 @@ class Arrival:
         embedded: for positions with an embedded vector instead of a token, the vector's hash.
         computed: number of positions whose rows are in the cache already, by a prefix hit or from
             the session's last turn.
-        tables: the request's blocks in each KV-cache group, groups in the engine's order.
+        tables: the request's blocks in each KV-cache group, groups in the engine's order. Where a
+            connector brings rows, block 0 belongs to nobody.
         prompt: number of tokens of the prompt; None if that is not known.
         had: rows that the request had when the engine put it back, before it came again; None if it
             was not put back, or if that is not known.
@@ -111,7 +112,8 @@ class Changes:
         gone: names of the requests that ended.
         arrivals: requests that are new, resumed or continued.
         grown: blocks that running requests got, by KV-cache group, in the engine's order.
-        copies: blocks that are copied before the forward: pairs of source and target.
+        copies: blocks that are copied before the forward: pairs of source and target, which hold in
+            all groups of rows.
     """
 
     gone: Sequence[str]

@@ -67,7 +67,7 @@ class IdentityTable:
     """The identities of blocks by their bytes, bounded in size.
 
     The same bytes may be the rows of several prefixes, such as of tokens with equal embeddings, or
-    of earlier weights: then each of them is remembered.
+    of earlier weights: then each of them is remembered, as long as there is room.
 
     Args:
         capacity: the most blocks to remember, 64 bytes of host memory each; rounded up to a
@@ -75,6 +75,8 @@ class IdentityTable:
 
     Attributes:
         forgotten: number of blocks that were pushed out by others.
+        repeats: the same bytes were once the rows of several prefixes or weights. If blocks were
+            forgotten as well, bytes that are known may be somebody else's, too.
 
     Raises:
         ConfigError: ``capacity`` is not a positive int.
@@ -90,7 +92,7 @@ class IdentityTable:
         with torch.inference_mode(False):  # remembered in inference mode or not
             self._entries: Final = torch.zeros((sets, WAYS, _ENTRY), dtype=torch.int64)
             self._next: Final = torch.zeros(sets, dtype=torch.uint8)
-        self.forgotten = 0
+        self.forgotten, self.repeats = 0, False
 
     @property
     def num_bytes(self) -> int:
@@ -104,9 +106,9 @@ class IdentityTable:
     def clear(self) -> None:
         """Forget every block."""
         self._entries.zero_()
-        self.forgotten = 0
+        self.forgotten, self.repeats = 0, False
 
-    def remember(self, contents: Tensor, identities: Tensor) -> None:
+    def remember(self, contents: Tensor, identities: Tensor) -> list[bool]:
         """Remember blocks.
 
         Args:
@@ -114,27 +116,34 @@ class IdentityTable:
             identities: int64 ``[n, 7]`` on the host, as ``Ledger.identities`` returns them. Blocks
                 whose first or last row nobody has written, or is of a rejected draft, are left out.
 
+        Returns:
+            For each block whether it was written down.
+
         Raises:
             ConfigError: a tensor does not fit.
         """
         _require(contents, 2)
         _require(identities, 7, len(contents))
         step, serial, *rest = identities.unbind(1)
-        is_written = (identities[:, (2, -1)] < 0) | (identities[:, (2, -1)] >= RESERVED)
+        ends = identities[:, (2, -1)]
+        is_written = ((ends < 0) | (ends >= RESERVED)).all(1)
         packed = [*contents.unbind(1), step * _SERIALS + serial, *rest]
-        entries = torch.stack(packed, 1)[is_written.all(1)]
+        entries = torch.stack(packed, 1)[is_written]
         homes = entries[:, 0].remainder(len(self._entries))
         while len(entries):
             now = _first_of_each(homes)
             self._put(homes[now], entries[now])
             homes, entries = homes[~now], entries[~now]
+        return is_written.tolist()
 
     def _put(self, homes: Tensor, entries: Tensor) -> None:
         """Write entries, each of another set."""
         there = self._entries[homes]
-        same = (there[..., :2] == entries[:, None, :2]).all(2)
+        same = (there[..., :2] == entries[:, None, :2]).all(2) & (there[..., _WORD] != 0)
+        had = same.any(1)
         same &= there[..., _WORD] == entries[:, None, _WORD]
         is_new = ~same.any(1)
+        self.repeats |= bool((had & is_new).any())
         way = torch.where(is_new, self._next[homes].long(), same.int().argmax(1))
         self.forgotten += int((is_new & (self._entries[homes, way, _WORD] != 0)).sum())
         self._entries[homes, way] = entries

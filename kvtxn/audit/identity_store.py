@@ -44,6 +44,11 @@ CREATE TABLE IF NOT EXISTS blocks (
     UNIQUE (scope, content, digest, weights)
 );
 """
+_COLUMNS: Final = ("number", "scope", "content", "digest", "weights", "position", "who")
+#: SQLite's own tables, whose names begin so, are no other program's.
+_TABLES: Final = (
+    "SELECT name FROM sqlite_master WHERE type != 'index' AND substr(name, 1, 7) != 'sqlite_'"
+)
 _PUT: Final = (
     "INSERT OR IGNORE INTO blocks (scope, content, digest, weights, position, who)"
     " VALUES (?, ?, ?, ?, ?, ?)"
@@ -62,13 +67,13 @@ class StoreError(KVTxnError, RuntimeError):
 
 @attrs.frozen
 class StoredBlock:
-    """What a store has of a full block.
+    """A full block as a store has it.
 
     Attributes:
         content: 16 bytes, the keyed checksum of the block's bytes.
         digest: the digest of the prefix up to the block's last row, extras included; an int64.
         weights: a hash of the weights that computed it; an int64.
-        position: the position of the block's last row.
+        position: the position of the block's first row.
         who: the process and the request that wrote it, in words.
     """
 
@@ -135,19 +140,27 @@ class SqliteStore:
             raise self._failed("opened", error) from error
 
     def _prepare(self) -> None:
-        """Make the table of a new file, and refuse the file of another version."""
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=NORMAL")
+        """Make the table of a new file; leave a file of another program or version as it is."""
         (version,) = self._file.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            with self._file:
-                self._file.execute(_CREATE)
-                self._file.execute(f"PRAGMA user_version={_VERSION}")
-        elif version != _VERSION:
+        if version not in (0, _VERSION):
             raise StoreError(
                 "audit_store", f"{self._path} is of another version", expected=str(_VERSION),
                 got=str(version), hint="name another file",
             )  # fmt: skip
+        # The table is there before the version: another process may be making them now.
+        tables = {name for (name,) in self._file.execute(_TABLES)}
+        columns = [row[1] for row in self._file.execute("PRAGMA table_info(blocks)")]
+        if tables and (tables != {"blocks"} or columns != [*_COLUMNS]):
+            raise StoreError(
+                "audit_store", f"{self._path} is another program's", expected="a store, or no file",
+                got=f"the tables {', '.join(sorted(tables))}", hint="name another file",
+            )  # fmt: skip
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")
+        if version == 0:
+            with self._file:
+                self._file.execute(_CREATE)
+                self._file.execute(f"PRAGMA user_version={_VERSION}")
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
         """Remember blocks, as ``IdentityStore`` says."""

@@ -33,12 +33,12 @@ def key_from_file(path: str | os.PathLike[str]) -> Key:
             _write(where, Key.new())
         with where.open("rb") as file:
             text = file.read(_MOST_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path may have a null byte
         raise _invalid(where, str(error)) from error
     try:
         found = json.loads(text)
         return Key(tuple(int(word, 16) for word in found["kvtxn audit key"]))  # type: ignore[arg-type]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _invalid(where, "a file with something else") from error
 
 

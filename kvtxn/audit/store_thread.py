@@ -25,7 +25,7 @@ _AT_ONCE: Final = 64
 
 @attrs.define(eq=False)
 class Question:
-    """What is asked about some blocks.
+    """A question about some blocks, and its answer.
 
     Attributes:
         scope: as for ``IdentityStore.get``.
@@ -72,6 +72,7 @@ class StoreThread:
         self._queue: Final[deque[Question | _Write]] = deque()
         self._changed: Final = threading.Condition()
         self._waiting = self._dropped = 0
+        self._fails = False
         self._store: IdentityStore | None = None
         self._failed_at: float | None = None
         self._says, self._closes = True, False
@@ -84,6 +85,11 @@ class StoreThread:
     def dropped(self) -> int:
         """Number of blocks that were neither written nor asked for."""
         return self._dropped
+
+    @property
+    def fails(self) -> bool:
+        """Tell whether the store has done nothing since it failed."""
+        return self._fails
 
     def put(self, scope: bytes, blocks: Sequence[StoredBlock]) -> None:
         """Have blocks written."""
@@ -145,9 +151,11 @@ class StoreThread:
                 self._dropped += len(entry.contents)
             elif isinstance(entry, _Write):
                 store.put(entry.scope, entry.contents)
+                self._fails = False
             else:
                 found = store.get(entry.scope, entry.contents)
                 answer = [found.get(content, ()) for content in entry.contents]
+                self._fails = False
         except Exception as error:  # no error of a store's may end an engine
             self._fail(error)
             self._dropped += len(entry.contents)
@@ -166,6 +174,7 @@ class StoreThread:
     def _fail(self, error: Exception) -> None:
         """Let go of a store that has failed; say so once."""
         store, self._store, self._failed_at = self._store, None, time.monotonic()
+        self._fails = True
         if self._says:
             why = str(error) if isinstance(error, StoreError) else repr(error)
             effect = "rows that others bring count as unverified"

@@ -105,7 +105,7 @@ class WeightWatch:
         for each in self._weights.values():  # whose memory may be given away
             each.forget()
 
-    def content(self, beside: Iterable[Tensor] = ()) -> int | None:
+    def content(self, beside: Iterable[Tensor] = (), *, drafter: bool = True) -> int | None:
         """Return a hash of a sample of the weights, for other processes with the ledger's key.
 
         Waits for the device. Weights that differ in none of the elements of the sample have one
@@ -113,11 +113,14 @@ class WeightWatch:
 
         Args:
             beside: what rows depend on besides, such as some rotary positions; hashed whole.
+            drafter: the drafter's weights count as well; no row of the target depends on them.
 
         Returns:
             An int64; None if no parameter can be read.
         """
-        samples = [[*each.now()] for each in self._weights.values()]
+        samples = [
+            [*each.now()] for name, each in self._weights.items() if drafter or name != "drafter"
+        ]
         if not any(samples):
             return None
         samples += [[[each.flatten()]] for each in beside]

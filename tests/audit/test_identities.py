@@ -66,6 +66,16 @@ def test_the_same_bytes_may_be_of_several_prefixes():
     assert sorted(found, key=lambda each: each.last) == [identity(8, serial=5), identity(9)]
 
 
+def test_it_tells_whether_bytes_have_been_of_several_prefixes():
+    table = IdentityTable(64)
+    remember(table, ((1, 2), identity(8)), ((1, 3), identity(9)), ((1, 2), identity(8)))
+    assert not table.repeats
+    remember(table, ((1, 2), identity(9)))
+    assert table.repeats
+    table.clear()
+    assert not table.repeats
+
+
 def test_what_nobody_has_written_is_left_out():
     table = IdentityTable(64)
     remember(table, ((1, 2), identity(0)), ((3, 4), identity(1)))

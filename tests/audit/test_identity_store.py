@@ -108,6 +108,28 @@ def test_against_a_dict(tmp_path_factory, batches):
     store.close()
 
 
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("table", ["orders (number)", "blocks (number, name)"])
+def test_another_programs_file_stays_as_it_is(path, table, version):
+    with sqlite3.connect(path) as file:
+        file.execute(f"CREATE TABLE {table}")
+        file.execute(f"INSERT INTO {table.partition(' ')[0]} (number) VALUES (1), (9000000)")
+        file.execute(f"PRAGMA user_version={version}")
+    file.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="another program's"):
+        SqliteStore(path, most_blocks=1)
+    assert path.read_bytes() == before
+
+
+def test_a_store_whose_making_was_cut_short_is_made_whole(path):
+    store = SqliteStore(path)
+    store.put(SCOPE, [block(1)])
+    store._file.execute("PRAGMA user_version=0")
+    store.close()
+    assert SqliteStore(path).get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
+
+
 KILLED = """
 import sys
 from kvtxn.audit.identity_store import SqliteStore, StoredBlock

@@ -25,6 +25,7 @@ def test_the_first_writes_it_and_all_have_it(tmp_path):
     b"", b"not json", b"[1, 2]", b'{"kvtxn audit key": ["1", "2", "3"]}',
     b'{"kvtxn audit key": [1, 2, 3, 4]}', b'{"kvtxn audit key": ["x", "2", "3", "4"]}', b"\xff\xfe",
     b'{"kvtxn audit key": ["1", "2", "3", "1ffffffffffffffff"]}', b"null",
+    b"[" * 4000,
 ])  # fmt: skip
 def test_a_file_without_a_key_stays_as_it_is(tmp_path, content):
     path = tmp_path / "key"
@@ -37,3 +38,8 @@ def test_a_file_without_a_key_stays_as_it_is(tmp_path, content):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="in a folder that exists"):
         key_from_file(tmp_path / "no folder" / "key")
+
+
+def test_a_path_that_no_file_can_have(tmp_path):
+    with pytest.raises(ConfigError, match="has no key"):
+        key_from_file(tmp_path / "a\0b")

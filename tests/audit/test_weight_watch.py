@@ -146,6 +146,20 @@ def test_processes_with_one_key_have_one_hash_of_the_same_weights():
     assert content(other) != known
 
 
+def test_a_drafters_weights_count_where_they_compute_rows():
+    key, model = Key.new(), Model()
+
+    def content(drafts_by=None, **kwargs):
+        ledger = Ledger([RowGroup("full", 4, 10)], max_requests=4, max_length=32, key=key)
+        weights = {"target": model.parameters}
+        if drafts_by is not None:
+            weights["drafter"] = drafts_by.parameters
+        return WeightWatch(ledger, weights).content(**kwargs)
+
+    assert len({content(), content(Model()), content(Model())}) == 3
+    assert len({content(each, drafter=False) for each in (Model(), Model())} | {content()}) == 1
+
+
 def test_weights_that_cannot_be_read_have_no_hash(ledger):
     model = nn.Linear(4, 4, device="meta")
     assert WeightWatch(ledger, {"target": model.parameters}).content() is None

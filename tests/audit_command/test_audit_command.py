@@ -103,6 +103,10 @@ def trace_line(**changes):
         ('{"prompt": "a", "at": NaN}', "has an 'at' that is not a number of seconds"),
         ('{"prompt": "a", "leave_after": 0}', "has a leave_after that is not a positive number"),
         (trace_line(timestamp="soon"), "has a timestamp that is not a number of milliseconds"),
+        pytest.param(trace_line(timestamp=10**400), "has a timestamp that is not", id="late"),
+        pytest.param(
+            f'{{"prompt": "a", "at": {10**400}}}', "has an 'at' that is not", id="at late"
+        ),
         (trace_line(output_length=0), "has a length that is not a positive number"),
         (trace_line(input_length=1025), "needs a hash id for each 512 tokens of its input"),
         (trace_line(hash_ids=[0, -1]), "needs a hash id for each 512 tokens of its input"),

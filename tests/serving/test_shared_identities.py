@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
@@ -28,17 +31,19 @@ class Process:
     watch: TransferWatch
     bytes: dict[int, int]
     weights: int | None
+    path: Path
 
     def admit(self, name, tokens, extras=()):
         self.ledger.admit(name, tokens, extras=extras)
 
-    def write(self, name, table, tokens):
-        """Compute the rows of a prompt."""
+    def write(self, name, table, tokens, first=0):
+        """Compute the rows of a prompt from a position on."""
         count = len(tokens)
-        slots = torch.tensor([4 * table[at // 4] + at % 4 for at in range(count)])
+        places = range(first, first + count)
+        slots = torch.tensor([4 * table[at // 4] + at % 4 for at in places])
         step = Step(
             lines=torch.tensor([self.ledger.line(name)]), starts=torch.tensor([0, count]),
-            first=torch.tensor([0]), tokens=torch.tensor(tokens),
+            first=torch.tensor([first]), tokens=torch.tensor(tokens),
             slots={"group.0": slots}, tables={"group.0": torch.tensor([table])},
         )  # fmt: skip
         rows = Rows([name], step.starts, step.first, step.tokens, None, step.slots, step.tables)
@@ -47,13 +52,18 @@ class Process:
         self.watch.end()
         self.watch.end_step()
 
-    def come(self, name, table, tokens, extras=(), length=None):
+    def leave(self, name, table, keys=None):
+        """Let a connector store blocks."""
+        self.watch._export([Handed("group.0", table, 0, name, keys=keys)])
+
+    def come(self, name, table, tokens, extras=(), length=None, keys=None):
         """Let a request come whose blocks a connector fills."""
+        self.ledger.hand_out("group.0", table)
         self.admit(name, tokens, extras)
         computed = 4 * len(table) if length is None else length
         arrival = Arrival(name, list(tokens), [*extras], {}, computed, [table])
-        self.watch.change([arrival], [])
-        self.watch.begin([Handed("group.0", table, 0, name)])
+        self.watch.change([arrival], [("group.0", block) for block in table])
+        self.watch.begin([Handed("group.0", table, 0, name, keys=keys)])
         nobody = Rows([], torch.zeros(1), None, torch.zeros(0), None, {}, {})
         self.watch.forward(nobody)
 
@@ -70,22 +80,25 @@ def process(tmp_path):
     """Make processes with one store."""
     threads = []
 
-    def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None):
-        ledger = Ledger([GROUP], max_requests=4, max_length=32, key=KEY)
-        opens = opens or (lambda: SqliteStore(tmp_path / "identities.db"))
+    def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None, drafter=None):
+        group = GROUP if drafter is None else attrs.evolve(GROUP, drafter=False)
+        ledger = Ledger([group], max_requests=4, max_length=32, key=KEY)
+        path = tmp_path / "identities.db"
+        opens = opens or (lambda: SqliteStore(path))
         thread, contents = StoreThread(opens), {}
         threads.append(thread)
 
         def stop(error):
             raise error
 
-        made = Process(ledger, thread, None, contents, weights)
+        made = Process(ledger, thread, None, contents, weights, path)
         shared = SharedIdentities(
-            ledger, thread, {"group.0": scope}, lambda: made.weights,
+            ledger, thread, {"group.0": scope},
+            lambda counts: drafter if counts and drafter else made.weights,
             lambda request: f"{label}, request {request}",
         )  # fmt: skip
         made.watch = TransferWatch(
-            ledger, {"group.0": GROUP}, {}, lambda loads: Transfers([], [], loads, opaque=False),
+            ledger, {"group.0": group}, {}, lambda loads: Transfers([], [], loads, opaque=False),
             lambda group, blocks: torch.tensor([[contents[each], 5] for each in blocks]),
             stop, shared,
         )  # fmt: skip
@@ -172,6 +185,19 @@ def test_rows_of_other_weights(second):
     assert {(v.kind, v.differs) for v in found} == {("imported", "weights")}
 
 
+def test_rows_of_a_group_without_a_drafter_know_no_drafter(process):
+    """Engines with other drafters, or a drafter that was trained meanwhile, share such rows."""
+    first, second = process(drafter=100), process(drafter=200)
+    first.bytes |= {1: 100, 2: 200}
+    first.admit("a", TOKENS)
+    first.ledger.hand_out("group.0", [1, 2])
+    first.write("a", [1, 2], TOKENS[:8])
+    assert first.settled() == (0, [])
+    second.bytes |= {4: 100, 5: 200}
+    second.come("b", [4, 5], TOKENS)
+    assert second.settled() == (0, [])
+
+
 def test_rows_that_both_weights_have_computed_alike(process, first, second):
     """As where the weights differ after the last layer's keys and values."""
     third = process(weights=8)
@@ -182,6 +208,20 @@ def test_rows_that_both_weights_have_computed_alike(process, first, second):
     third.settled()
     second.come("b", [4, 5], TOKENS)
     assert second.settled() == (0, [])
+
+
+def test_bytes_of_several_prefixes_say_nothing_of_one_more(process, first):
+    """Such as of tokens with equal embeddings: the store may have lost the reader's own."""
+    second, reader = process(label="engine 2"), process(label="engine 3")
+    other = [99, *TOKENS[1:]]
+    second.bytes |= {1: 100, 2: 200}
+    second.admit("b", other)
+    second.ledger.hand_out("group.0", [1, 2])
+    second.write("b", [1, 2], other[:8])
+    assert second.settled() == (0, [])
+    reader.bytes |= {4: 100, 5: 200}
+    reader.come("c", [4, 5], [98, *TOKENS[1:]])
+    assert reader.settled() == (8, [])
 
 
 @pytest.mark.parametrize("why", ["bytes", "layout", "weights", "part"])
@@ -196,6 +236,67 @@ def test_rows_that_nobody_can_vouch_for(process, first, why):
     unverified, found = made.settled()
     assert found == []
     assert unverified == {"bytes": 4, "layout": 8, "weights": 8, "part": 3}[why]
+
+
+@pytest.mark.parametrize(("length", "kinds"), [(6, []), (7, ["imported"])])
+def test_part_of_a_block_whose_end_is_to_be_computed(second, length, kinds):
+    """The bytes after the part are nobody's word, unless only the last token is computed anew."""
+    second.come("b", [4, 5], [*TOKENS[:6], 98, 99], length=length)
+    unverified, found = second.settled()
+    assert ([v.kind for v in found], unverified) == (kinds, 0 if kinds else 2)
+
+
+def test_wrong_rows_that_are_stored_again_stay_wrong(process, first, second):
+    """A request that got them stores them under its own tokens: that is no evidence."""
+    other = [99, *TOKENS[1:]]
+    second.come("b", [4, 5], other)
+    second.leave("b", [4, 5])
+    assert len(second.settled()[1]) == 2
+    third = process(label="engine 3")
+    for made, table in ((second, [6, 7]), (third, [4, 5])):
+        made.bytes |= dict(zip(table, (100, 200), strict=True))
+        made.come("c", table, other)
+        unverified, found = made.settled()
+        assert (unverified, {v.written_request for v in found}) == (0, {"engine 1, request a"})
+
+
+def test_believed_rows_that_are_stored_again_are_no_evidence(process):
+    """Neither for their own tokens, nor against others with these bytes."""
+    made = process()
+    made.bytes |= {4: 900, 5: 901, 6: 900, 7: 901}
+    made.come("b", [4, 5], [99, *TOKENS[1:]])
+    made.leave("b", [4, 5], keys=[1, 2])
+    made.settled()
+    made.come("c", [6, 7], [99, *TOKENS[1:]], keys=[1, 2])
+    assert made.settled() == (16, [])
+    made.come("d", [6, 7], TOKENS)
+    assert made.settled() == (24, [])
+
+
+def test_a_block_that_was_believed_and_is_computed_later_is_remembered(process):
+    made = process()
+    made.bytes |= {4: 900, 5: 901, 6: 900, 7: 901}
+    made.come("b", [4, 5], TOKENS)
+    made.watch.change([], [("group.0", 4), ("group.0", 5)])
+    made.ledger.hand_out("group.0", [4, 5])
+    made.admit("e", TOKENS)
+    made.write("e", [4, 5], TOKENS[:8])
+    made.come("c", [6, 7], TOKENS)
+    assert made.settled() == (8, [])
+
+
+def test_a_block_that_spans_an_update_comes_back(process):
+    """Its rows have two ages, and no entry has room for them: it is taken for right."""
+    made = process(weights=None)
+    made.bytes |= {1: 900, 2: 901, 4: 900, 5: 901}
+    made.admit("a", TOKENS)
+    made.ledger.hand_out("group.0", [1, 2])
+    made.write("a", [1, 2], TOKENS[:6])
+    made.ledger.new_epoch("target")
+    made.write("a", [1, 2], TOKENS[6:8], first=6)
+    made.leave("a", [1, 2], keys=[1, 2])
+    made.come("b", [4, 5], TOKENS, keys=[1, 2])
+    assert made.settled() == (4, [])
 
 
 def test_an_epoch_of_one_process_is_none_of_another(first, second):
@@ -226,7 +327,7 @@ def test_stale_rows_are_not_written(process, first):
     made.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8)
     made.ledger.new_epoch("target")
     made.weights = 9
-    made.watch._remember("a", "group.0", [1, 2], 0)
+    made.watch._remember([("a", "group.0", [1, 2], 0)])
     other = process(weights=9)
     other.bytes |= {4: 500, 5: 600}
     other.ledger.hand_out("group.0", [4, 5])
@@ -245,10 +346,27 @@ def test_a_block_with_a_row_that_is_not_there_is_not_remembered(process, first, 
     words[position] = 1  # of a draft that was taken back
     made.ledger.import_rows("a", "group.0", [1, 2], 0, 8, words)
     made.ledger.violations()
-    made.watch._remember("a", "group.0", [1, 2], 0)
+    made.watch._remember([("a", "group.0", [1, 2], 0)])
     assert made.thread.wait(LONG)
     made.come("b", [4, 5], TOKENS)
     assert made.settled() == (4, [])
+
+
+@pytest.mark.parametrize("alike", [7, 12])
+def test_more_prefixes_with_the_same_bytes_than_a_table_has_places_for(process, alike):
+    """As of adapters that change nothing yet: what one of them has stored comes back to it."""
+    made = process(weights=None)
+    made.bytes |= {1: 100, 2: 200, 4: 100, 5: 200, 6: 100, 7: 200}
+    for number in range(alike):
+        made.admit("a", TOKENS, [number])
+        made.ledger.hand_out("group.0", [1, 2])
+        made.write("a", [1, 2], TOKENS[:8])
+        made.leave("a", [1, 2])
+    made.come("b", [4, 5], TOKENS, [0])
+    unverified, found = made.settled()
+    assert (found, unverified) == ([], 0 if alike == 7 else 8)
+    made.come("c", [6, 7], TOKENS, [99])  # nobody's
+    assert len(made.settled()[1]) == (2 if alike == 7 else 0)
 
 
 def test_a_step_that_failed_fills_no_block(first):
@@ -281,6 +399,48 @@ def test_a_store_that_cannot_be_reached(process, first):
     made.ledger.hand_out("group.0", [4, 5])
     made.come("b", [4, 5], TOKENS)
     assert made.settled() == (8, [])
+
+
+def test_a_store_that_hangs_is_waited_for_once(process, first, monkeypatch):
+    """A server asks for its counters every few seconds, and no step runs while they wait."""
+    may, patience = threading.Event(), []
+
+    class Hanging(SqliteStore):
+        def get(self, *asked):
+            may.wait(LONG)
+            return super().get(*asked)
+
+    made = process(opens=lambda: Hanging(first.path))
+    wait = made.thread.wait
+    monkeypatch.setattr(made.thread, "wait", lambda some: patience.append(some) or wait(some / 100))
+    made.bytes |= {4: 100, 5: 200}
+    for name in "bcd":
+        made.come(name, [4, 5], TOKENS)
+        made.watch.settle()
+    assert patience == [1.0, 0.0, 0.0]
+    may.set()
+    assert wait(LONG)
+    made.watch.settle()
+    made.come("b", [4, 5], TOKENS)
+    made.watch.settle()
+    assert patience[3:] == [0.0, 1.0]
+
+
+def test_a_store_that_fails_is_not_waited_for(process, first, monkeypatch):
+    class Failing(SqliteStore):
+        def get(self, *asked):
+            raise OSError("gone")
+
+    patience = []
+    made = process(opens=lambda: Failing(first.path))
+    wait = made.thread.wait
+    made.bytes |= {4: 100, 5: 200}
+    for _ in range(2):
+        made.come("b", [4, 5], TOKENS)
+        assert wait(LONG)
+        monkeypatch.setattr(made.thread, "wait", lambda some: patience.append(some) or wait(some))
+        made.watch.settle()
+    assert patience == [0.0, 0.0]
 
 
 def test_a_block_that_comes_back_to_its_own_process_asks_nobody(first):

@@ -1,1 +1,1 @@
-"""The ledger of any engine: what it is told of each step, what it finds, what becomes of that."""
+"""The ledger's part of an engine: it hears each step and logs wrong reads."""

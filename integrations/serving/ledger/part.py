@@ -21,7 +21,7 @@ from .watch import Watch
 
 
 class LedgerReader(Protocol):
-    """What the adapter of an engine brings for the ledger: it opens watches and reads steps.
+    """The side of an engine's adapter that the ledger needs: it opens watches and reads steps.
 
     Attributes:
         watch: the watch over the present caches; None while nothing is watched. Whoever runs steps

@@ -68,7 +68,8 @@ class SharedIdentities:
         ledger: the worker's ledger; its key is the one of all processes.
         thread: reads and writes the store.
         scopes: by name of a group, what the layout of a block's bytes depends on.
-        weights: returns a hash of the content of the weights; None if it cannot be known.
+        weights: returns a hash of the content of the weights, the drafter's included or not; None
+            if it cannot be known.
         written_by: returns who writes a block, in words, given the request.
     """
 
@@ -77,7 +78,7 @@ class SharedIdentities:
         ledger: Ledger,
         thread: StoreThread,
         scopes: Mapping[str, bytes],
-        weights: Callable[[], int | None],
+        weights: Callable[[bool], int | None],
         written_by: Callable[[str], str],
     ) -> None:
         self._ledger: Final = ledger
@@ -85,11 +86,12 @@ class SharedIdentities:
         self._scopes: Final = scopes
         self._weights_now: Final = weights
         self._written_by: Final = written_by
-        self._sizes: Final = {
-            group.name: group.block_size for group in ledger.groups if isinstance(group, RowGroup)
-        }
-        self._weights: tuple[int, int | None] | None = None  # by epoch
+        rows = [group for group in ledger.groups if isinstance(group, RowGroup)]
+        self._sizes: Final = {group.name: group.block_size for group in rows}
+        self._drafters: Final = {group.name: group.drafter for group in rows}
+        self._weights: dict[bool, tuple[int, int | None]] = {}  # with the epoch
         self._asked: list[_Asked] = []
+        self._hangs = False
 
     def close(self) -> None:
         """Write what waits, for a moment, and let go of the store."""
@@ -103,14 +105,15 @@ class SharedIdentities:
     def restart(self) -> None:
         """Forget what was asked, and the hash of the weights."""
         self._asked.clear()
-        self._weights = None
+        self._weights.clear()
 
-    def _content(self) -> int | None:
-        """Return the hash of the weights, which is taken once in an epoch."""
-        epoch = self._ledger.epoch
-        if self._weights is None or self._weights[0] != epoch:
-            self._weights = epoch, self._weights_now()
-        return self._weights[1]
+    def _content(self, group: str) -> int | None:
+        """Return the hash of the weights that compute a group's rows; taken once in an epoch."""
+        epoch, drafter = self._ledger.epoch, self._drafters[group]
+        known = self._weights.get(drafter)
+        if known is None or known[0] != epoch:
+            known = self._weights[drafter] = epoch, self._weights_now(drafter)
+        return known[1]
 
     def remember(
         self, request: str, group: str, contents: Tensor, last: Tensor, expected: Tensor, first: int
@@ -126,7 +129,7 @@ class SharedIdentities:
             expected: int64 ``[n]`` on the host, the words that these rows should have.
             first: the position of the first row of the first block.
         """
-        weights = self._content()
+        weights = self._content(group)
         if weights is None:
             return
         epoch, size, who = self._ledger.epoch, self._sizes[group], self._written_by(request)
@@ -156,10 +159,10 @@ class SharedIdentities:
         Returns:
             False if nothing was asked, because nobody knows what the weights are.
         """
-        weights = self._content()
+        group, block = place
+        weights = self._content(group)
         if weights is None:
             return False
-        group, block = place
         question = self._thread.ask(self._scopes[group], _raw(content[None]))
         digest, step = signed(own + self._ledger.epoch), self._ledger.steps
         self._asked.append(
@@ -182,17 +185,23 @@ class SharedIdentities:
         self._asked = waiting
 
     def settle(self) -> None:
-        """Wait a moment for the store, and judge what it has answered; not for a step."""
+        """Wait a moment for the store, and judge what it has answered; not for a step.
+
+        No step runs meanwhile, and a server asks for counters again and again. So a store that
+        fails or hangs is waited for once, and then no more until it has answered.
+        """
         if self._asked:
-            self._thread.wait(_PATIENCE)
+            in_vain = self._hangs or self._thread.fails
+            self._hangs = not self._thread.wait(0.0 if in_vain else _PATIENCE)
             self.look()
 
     def _judge(self, asked: _Asked, known: Sequence[StoredBlock]) -> None:
-        if not known:
-            self._ledger.believe(asked.rows)
-            return
         own = [each for each in known if each.digest == asked.digest]
         if any(each.weights == asked.weights for each in own):
+            return
+        if not own and len({each.digest for each in known}) != 1:
+            # Unknown bytes; or rows of several prefixes, and so perhaps of this one, which is lost.
+            self._ledger.believe(asked.rows)
             return
         other = (own or known)[0]
         self._ledger.findings.add(
@@ -232,7 +241,7 @@ def share(
     ledger: Ledger,
     url: str,
     layouts: Mapping[str, object],
-    weights: Callable[[], int | None],
+    weights: Callable[[bool], int | None],
     place: str,
     *,
     names: bool,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
 from ....audit.books import REFUSED
+from ....audit.repeated_work import RepeatedWork
 from ....audit.rows import first_of
 from ....host_values import to_device
 from ..step import Arrival, Changes, Rows, States
@@ -40,6 +41,18 @@ def fresh_blocks(
     return fresh
 
 
+def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
+    """Name one group of each pool: the words of copied blocks are there once for all its groups.
+
+    Args:
+        groups: the watched groups with a row per token, by name.
+    """
+    found: dict[str, str] = {}
+    for name, group in groups.items():
+        found.setdefault(group.pool or name, name)
+    return [*found.values()]
+
+
 def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
     """Describe requests that come for the ledger, which looks at an array quicker than at a list.
 
@@ -50,6 +63,20 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
         Admission(each.name, _in_array(each.tokens), each.extras, each.embedded)
         for each in arrivals
     ]
+
+
+def count_repeated(work: RepeatedWork, arrivals: Iterable[Arrival]) -> None:
+    """Count the arriving requests that the engine had put back.
+
+    Args:
+        work: counts them.
+        arrivals: the requests.
+    """
+    for each in arrivals:
+        if each.had is not None:
+            length = len(each.tokens)
+            prompt = length if each.prompt is None else each.prompt
+            work.begin_again(each.name, length, each.had, each.computed, prompt)
 
 
 def _in_array(tokens: list[int]) -> array[int]:

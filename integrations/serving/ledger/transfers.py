@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Final
 
 import attrs
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
+from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
 from ..step import Arrival, Rows
 from .shared_identities import SharedIdentities
@@ -37,6 +38,9 @@ Place = tuple[str, int]
 
 #: The checksum of a block's bytes.
 Content = tuple[int, int]
+
+#: Blocks of a request's table: its name, the group, the table, and the column of the first of them.
+Span = tuple[str, str, list[int], int]
 
 
 @attrs.frozen(eq=False)
@@ -120,6 +124,7 @@ class TransferWatch:
         self._loads: dict[Place, tuple[str, Hashable | None]] = {}
         self._arrivals: Sequence[Arrival] = ()
         self._before: dict[Place, Content] = {}
+        self._doubtful: set[Place] = set()  # with rows that nobody vouches for, or not yet
         self._received: set[str] = set()
         self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
         self._failed: set[int] = set()
@@ -134,6 +139,7 @@ class TransferWatch:
         self._stored.clear()
         self._loads.clear()
         self._before.clear()
+        self._doubtful.clear()
         self._received.clear()
         self._came.clear()
         self._failed.clear()
@@ -154,7 +160,7 @@ class TransferWatch:
         self._export(self._read(metadata).at_once)
 
     def begin(self, metadata: object) -> None:
-        """Note the blocks that the connector stores after the step, and those that it loads."""
+        """Note the blocks that the connector loads, and those to be stored after the step."""
         found = self._read(metadata)
         self._stores = found.stores
         for each in found.loads:
@@ -180,6 +186,8 @@ class TransferWatch:
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
+        spans: list[Span] = []
+        kept: list[Handed] = []
         for each in stores:
             group = self._groups.get(each.group)
             if group is None or each.request not in self._ledger:
@@ -191,10 +199,17 @@ class TransferWatch:
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
-            self._remember(each.request, each.group, table, each.begin)
+            spans.append((each.request, each.group, table, each.begin))
+            kept.append(each)
             if other is not None:
                 self._ledger.release(name)
-            self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
+        known = self._remember(spans)
+        for each in kept:
+            for block, key in zip(each.blocks, each.keys or (), strict=False):
+                if (each.group, block) in known:
+                    self._stored[each.group, key] = None
+                else:  # its bytes may come back from there
+                    self._stored.pop((each.group, key), None)
         if self._table.forgotten > self._forgotten:
             self._forgotten = self._table.forgotten
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
@@ -206,6 +221,7 @@ class TransferWatch:
         settled = settled if rows.drafts is None else settled - rows.drafts
         spans = [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
         groups = {name: each for name, each in self._groups.items() if each.ring is None}
+        full: list[Span] = []
         for name, group in groups.items():
             for number, (request, first, end) in enumerate(spans):
                 begin = self._full.get((request, name), max(first, 0) // group.block_size)
@@ -214,25 +230,51 @@ class TransferWatch:
                     table = rows.tables[name][number, :end].tolist()
                     while begin < end and not table[begin]:  # it has left a sliding window
                         begin += 1
-                    self._remember(request, name, table, begin)
+                    full.append((request, name, table, begin))
                     self._full[request, name] = end
+        self._remember(full)
         if len(self._full) > _FULL * (1 + len(rows.names)) * len(self._groups):
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
 
-    def _remember(self, name: str, group: str, table: list[int], begin: int) -> None:
-        """Remember the blocks of a request's table from a column on, by their bytes."""
-        size = self._groups[group].block_size
-        firsts = range(begin * size, len(table) * size, size)
-        if not firsts:
-            return
-        identities = self._ledger.identities(name, group, table, firsts).cpu()
-        contents = self._contents(group, table[begin:])
-        self._table.remember(contents, identities)
-        if self._shared is not None:
-            expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
-            lasts = expected.view(-1, size)[:, -1].cpu()
-            self._shared.remember(name, group, contents, identities[:, -1], lasts, firsts.start)
+    def _remember(self, spans: Iterable[Span]) -> set[Place]:
+        """Remember blocks by their bytes; the device is waited for once per group.
+
+        Returns:
+            The blocks that are remembered. Left out are blocks with rows that nobody vouches for: a
+            row that was believed once is no evidence.
+        """
+        taken: dict[str, list[tuple[str, list[int], int, Tensor, Tensor]]] = {}
+        for name, group, table, begin in spans:
+            size = self._groups[group].block_size
+            firsts = range(begin * size, len(table) * size, size)
+            if not firsts:
+                continue
+            identities = lasts = self._ledger.identities(name, group, table, firsts)
+            if self._shared is not None:
+                expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
+                lasts = expected.view(-1, size)[:, -1]
+            taken.setdefault(group, []).append(
+                (name, table[begin:], firsts.start, identities, lasts)
+            )
+        remembered: set[Place] = set()
+        for group, found in taken.items():
+            names, blocks, begins, identities_of, lasts_of = zip(*found, strict=True)
+            places = [(group, block) for block in chain.from_iterable(blocks)]
+            contents = self._contents(group, [block for _, block in places])
+            known = torch.cat(identities_of).cpu()
+            doubtful = [at for at, place in enumerate(places) if place in self._doubtful]
+            known[doubtful, 2:] = UNWRITTEN
+            is_known = self._table.remember(contents, known)
+            remembered |= {place for place, here in zip(places, is_known, strict=True) if here}
+            if self._shared is not None:
+                numbers = [len(each) for each in blocks]
+                own = torch.cat(lasts_of).cpu().split(numbers)
+                ends = known[:, -1].split(numbers)
+                runs = zip(names, contents.split(numbers), ends, own, begins, strict=True)
+                for name, content, last, expected, first in runs:
+                    self._shared.remember(name, group, content, last, expected, first)
+        return remembered
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -249,6 +291,7 @@ class TransferWatch:
                     self._believe(each, place)
         for place in handed_out:
             self._loads.pop(place, None)
+            self._doubtful.discard(place)
 
     def forward(self, rows: Rows) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step.
@@ -266,6 +309,8 @@ class TransferWatch:
             if name in self._received or place in self._loads or place in self._before
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
+        ends = (*lengths.values(), *(end for *_, end in coming))
+        own = _OwnWords(self._ledger, max(ends, default=0))
         now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
         for each, place in states:
             filled = place in self._before and self._before[place] != now[place]
@@ -274,7 +319,13 @@ class TransferWatch:
         for name, place, blocks, first, end in coming:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
-                words, origin = self._rows_of(lengths[name], name, place, now[place], first, end)
+                words, origin = self._rows_of(
+                    *(own, lengths[name], name, place, now[place], first, end)
+                )
+                if origin is None:
+                    self._doubtful.add(place)
+                else:
+                    self._doubtful.discard(place)
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
@@ -297,6 +348,7 @@ class TransferWatch:
         """
         failed, self._failed, self._loading = self._failed, set(), False
         names = {name: None for name, block in self._came if block in failed}
+        self._doubtful = {place for place in self._doubtful if place[1] not in failed}
         if self._shared is not None:
             self._shared.drop(failed)
         return [*names], sorted(failed)
@@ -337,11 +389,19 @@ class TransferWatch:
         }
 
     def _rows_of(
-        self, length: int, name: str, place: Place, content: Content, first: int, end: int
+        self,
+        words_of: _OwnWords,
+        length: int,
+        name: str,
+        place: Place,
+        content: Content,
+        first: int,
+        end: int,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the words of rows that came for a request, and the origin of the first of them.
 
         Args:
+            words_of: the words that requests should have.
             length: the number of the request's tokens.
             name: the request.
             place: the block that has the rows.
@@ -356,7 +416,7 @@ class TransferWatch:
         group, _ = place
         size = self._groups[group].block_size
         contents, whole = torch.tensor([content]), first + size <= length
-        own = self._ledger.expected(name, group, first, first + size if whole else end).cpu()
+        own = words_of(name, group, first, first + size if whole else end)
         (known,) = self._table.lookup(contents)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
@@ -365,8 +425,10 @@ class TransferWatch:
                 for each in known
                 if (each.last == last_word if whole else each.first == first_word)
             ]
+            if not right and self._table.repeats and self._table.forgotten:
+                return None, None  # they may be the request's as well, and that was forgotten
             found = max(right or known, key=lambda each: each.step)
-            words = self._written(found, group, first, first + len(own))
+            words = self._written(words_of, found, group, first, first + len(own))
             if words is None:
                 words = own + (found.first - own[0])
             if whole:
@@ -377,13 +439,17 @@ class TransferWatch:
         _, key = self._loads.get(place, ("", None))
         if key is not None and (group, key) in self._stored:
             return torch.zeros(end - first, dtype=torch.int64), None
-        if self._shared is not None and whole:
+        # A request computes its last token anew, also where all of its rows have come.
+        came = whole and end >= min(first + size, length - 1)
+        if self._shared is not None and came:
             rows, last = end - first, int(own[-1])
             if self._shared.ask(name, place, contents[0], first, rows, last):
                 return own[:rows], None
         return None, None
 
-    def _written(self, known: Identity, group: str, first: int, end: int) -> Tensor | None:
+    def _written(
+        self, words_of: _OwnWords, known: Identity, group: str, first: int, end: int
+    ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
         They tell at which row a block begins to be another one; its ends alone do not.
@@ -391,7 +457,7 @@ class TransferWatch:
         writer = self._ledger.name_of(known.serial)
         if writer is None or writer not in self._ledger:
             return None
-        words = self._ledger.expected(writer, group, first, end).cpu()
+        words = words_of(writer, group, first, end)
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 
@@ -420,3 +486,25 @@ class TransferWatch:
                 if index < len(blocks) and blocks[index]:  # block 0 belongs to nobody
                     first = index * size
                     yield (name, blocks[index]), blocks, first, min(first + size, arrival.computed)
+
+
+class _OwnWords:
+    """The words that requests' rows should have; the device is waited for once per request.
+
+    Args:
+        ledger: the ledger.
+        end: the position after the last that is asked for.
+    """
+
+    def __init__(self, ledger: Ledger, end: int) -> None:
+        self._ledger: Final = ledger
+        self._end: Final = end
+        self._known: Final[dict[tuple[str, str], Tensor]] = {}
+
+    def __call__(self, name: str, group: str, first: int, end: int) -> Tensor:
+        """Return a copy of a request's words, int64 ``[end - first]`` on the host."""
+        words = self._known.get((name, group))
+        if words is None:
+            words = self._ledger.expected(name, group, 0, self._end).cpu()
+            self._known[name, group] = words
+        return words[first:end].clone()

@@ -38,9 +38,11 @@ from .step_forms import (
     PublishedBlocks,
     StepForms,
     admissions,
+    count_repeated,
     fresh_blocks,
     launch_all,
     leave_out,
+    one_of_each_pool,
 )
 from .transfers import TransferWatch
 from .violation_log import AuditError, FoundViolations
@@ -58,6 +60,7 @@ class Watch:
 
     Args:
         groups: the watched KV-cache groups with a row per token, by name, in the engine's order.
+            Each is named ``group.N``, N being its number among all groups of the caches.
         room: the runner's sizes, by which the ledger is sized.
         rank: the worker's rank, for the log.
         on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
@@ -72,8 +75,7 @@ class Watch:
         device: of the runner's tensors.
         drafts: the most drafts of a request in one step, where the device runs behind the host;
             None where the host knows all numbers of a step, as on a CPU.
-        lines: the most requests that the ledger knows at one time; None: the running ones and as
-            many that wait.
+        lines: the most requests known at one time; None: the running ones and as many that wait.
         stale: ``"count"``, ``"alarm"`` or ``"contain"``, what becomes of rows of earlier weights
             that are read.
 
@@ -87,8 +89,7 @@ class Watch:
         transfers: follows the rows of a KV connector; None without a connector.
         weights: begins an epoch when weights have changed; None if nobody can tell.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
-        drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
-            that a step leaves are known when it ends.
+        drafts_late: the drafter writes rows of its own after the sampling; bytes are known then.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         repeated: counts requests that were put back, and the rows that they compute again.
@@ -96,8 +97,7 @@ class Watch:
         begun: False until ``begin``, as while the engine warms up: no step is watched.
         steps: how many steps with a forward the ledger was told of since then.
         stopped: the audit has ended by an error of its own.
-        peers: the other ranks, which act together with this one; None without any, or once all of
-            them have ended their audits.
+        peers: the other ranks, which act with this one; None without any, or once audits ended.
         asks_peers: a call for counters or a report reaches all ranks.
     """
 
@@ -126,6 +126,7 @@ class Watch:
         self._numbers: Final = [
             (name, int(name.partition(".")[2])) for name in (*groups, *self.states)
         ]
+        self._copied: Final = one_of_each_pool(groups)
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
@@ -161,8 +162,7 @@ class Watch:
         self._awaits = False  # a step was told whose samples are not known yet
         self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
-        number = self.ledger.books.sizes.max_requests
-        self._buffer: Final = LineBuffer(self.ledger, number, device)
+        self._buffer: Final = LineBuffer(self.ledger, self.ledger.books.sizes.max_requests, device)
         self._published: Final[FilledBlocks | PublishedBlocks] = (
             FilledBlocks(self.ledger, groups.values())
             if drafts is None
@@ -256,6 +256,8 @@ class Watch:
         self.under_way = None
         if self._unsealed is not None:
             self._seal()
+        if self.transfers is not None:  # the step before may have been dropped after its forward
+            self.transfers.take_back()
         self._settle_loads()
         if changes is NO_CHANGES:
             return
@@ -264,19 +266,15 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
-        for each in changes.arrivals:
-            if each.had is not None:
-                prompt = len(each.tokens) if each.prompt is None else each.prompt
-                length = len(each.tokens)
-                self.repeated.begin_again(each.name, length, each.had, each.computed, prompt)
+        count_repeated(self.repeated, changes.arrivals)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
             given = [(name, block) for name, blocks in fresh.items() for block in blocks]
             self.transfers.change(changes.arrivals, given)
         if changes.copies:
-            for name in list(self.groups)[:1]:  # all groups share the blocks
-                source, target = zip(*changes.copies, strict=True)
+            source, target = zip(*changes.copies, strict=True)
+            for name in self._copied:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
@@ -523,10 +521,7 @@ class Watch:
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
-        """Look for violations of the step that ends, if they are contained: waits for the device.
-
-        On a CPU they are found at once.
-        """
+        """Wait for a GPU's violations, if they are contained; those of a CPU are found at once."""
         if self._counters is not None and self.on_violation == "contain" and not self.stopped:
             self._settle_loads()
             self._say()

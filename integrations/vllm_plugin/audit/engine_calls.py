@@ -1,4 +1,4 @@
-"""What users ask and tell the audit of a running engine."""
+"""The calls by which users ask and tell the audit of a running engine."""
 
 from __future__ import annotations
 

@@ -394,9 +394,9 @@ def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities |
         for name in watch.groups
     }
 
-    def weights() -> int | None:
-        known = watch.weights
-        return None if known is None else known.content(engine_weights.rotary_positions(runner))
+    def weights(drafter: bool) -> int | None:
+        known, beside = watch.weights, engine_weights.rotary_positions(runner, drafter=drafter)
+        return None if known is None else known.content(beside, drafter=drafter)
 
     place = f"process {os.getpid()} on {socket.gethostname()}, rank {runner.kvtxn_rank}"
     shared = share(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from typing import Final
@@ -79,7 +80,7 @@ def foreign_scheduler(config: VllmConfig) -> str | None:
 
 
 def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
-    """Name the KV-cache groups that are not among those that are watched, and vLLM's kind of each.
+    """Name the KV-cache groups that are not watched, and vLLM's kind of each.
 
     The guide says of each kind why its rows are not compared.
     """
@@ -272,27 +273,29 @@ def arrival_of(
     return Arrival(name, list(tokens), extras, embedded, int(computed), tables, length, had)
 
 
+#: Steps that are remembered: a request may sit some of them out, or be in another stage's batch.
+_STEPS: Final = 16
+
+
 class PutBack:
     """The rows that requests had when the scheduler put them back, until they come again.
 
-    A step names the requests that it puts back. How far each had come is in the step before.
+    A step names the requests that it puts back. How far each had come is in the last step in which
+    it took part; for one that sat out more steps than are remembered, no row counts.
     """
 
     def __init__(self) -> None:
-        self._before: SchedulerOutput | None = None
+        self._before: Final[deque[SchedulerOutput]] = deque(maxlen=_STEPS)
         self._rows: Final[dict[str, int]] = {}
 
     def hear(self, told: SchedulerOutput) -> None:
         """Note the requests that a step puts back; call this for each step."""
-        before, self._before = self._before, told
         for name in told.finished_req_ids:
             self._rows.pop(name, None)
-        if before is None:
-            return
         for name in told.preempted_req_ids or ():
-            rows = _rows_after(before, name)
-            if rows is not None:
-                self._rows[name] = rows
+            rows = (_rows_after(step, name) for step in reversed(self._before))
+            self._rows[name] = next((each for each in rows if each is not None), 0)
+        self._before.append(told)
 
     def take(self, name: str) -> int | None:
         """Return the rows that a request which comes had; None if it was not put back."""

@@ -140,6 +140,18 @@ def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[],
     return shadow(target, name, call)
 
 
+def follow_async(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a function with each result of a coroutine method; else as ``follow``."""
+    own = getattr(target, name)
+
+    async def call(*args: Any, **kwargs: Any) -> object:
+        result = await own(*args, **kwargs)
+        after(result)
+        return result
+
+    return shadow(target, name, call)
+
+
 def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
     """Call a function with the arguments of an object's method, before it; else as ``follow``."""
     own = getattr(target, name)

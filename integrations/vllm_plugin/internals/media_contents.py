@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from ....log import get_logger
 from .engine_protocols import BeforeInputs
-from .hooks import follow, is_swapped, precede, swap_class
+from .hooks import follow, follow_async, is_swapped, precede, swap_class
 from .lora_adapters import hash_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         RequestContent,
         VllmEngine,
     )
+
+T = TypeVar("T")
 
 log = get_logger()
 
@@ -71,17 +73,17 @@ class ContentHashes(BeforeInputs):
             return names
         assert given is not None  # it has names
         # A name alone stands for an item that was sent before: there is nothing to hash.
-        self.mm_uuid_items = {
-            modality: [
-                name if item is None else None
-                for name, item in zip(
-                    given[modality], items.get_all_items_for_hash(), strict=True
-                )
-            ]
-            for modality, items in self.mm_data_items.items()
-            if modality in given
-        }  # fmt: skip
         try:
+            self.mm_uuid_items = {
+                modality: [
+                    name if item is None else None
+                    for name, item in zip(
+                        given[modality], items.get_all_items_for_hash(), strict=False
+                    )
+                ]
+                for modality, items in self.mm_data_items.items()
+                if modality in given
+            }  # fmt: skip
             contents = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
         except Exception as error:  # of what the engine would not have hashed
             log.warning("kvtxn.media_by_name", why=repr(error), effect=BY_NAME)
@@ -119,6 +121,10 @@ def follow_media(engine: VllmEngine) -> None:
     with ExitStack() as undo:
         undo.callback(precede(processor, "apply", before))
         undo.callback(follow(engine.input_processor, "process_inputs", send_contents))
+        if hasattr(engine.input_processor, "process_inputs_async"):  # has kept the method before
+            undo.callback(
+                follow_async(engine.input_processor, "process_inputs_async", send_contents)
+            )
         _undo[engine] = undo.pop_all().close
 
 
@@ -151,10 +157,12 @@ class Media:
     """The content of items that clients have named, as a worker knows it.
 
     A request may use a name without an item; it means the item that was last sent with the name.
+    It means the same one when it comes again, after it was put back or with a session's next turn.
     """
 
     def __init__(self) -> None:
         self._known: Final[OrderedDict[str, str]] = OrderedDict()
+        self._meant: Final[OrderedDict[tuple[str, str], str]] = OrderedDict()  # by request and name
 
     def hashes(self, state: RequestContent) -> list[tuple[Feature, int]]:
         """Return the items of a request, and a hash of the content of each.
@@ -164,14 +172,23 @@ class Media:
         """
         arguments = getattr(getattr(state, "sampling_params", None), "extra_args", None) or {}
         contents: Mapping[str, str] = arguments.get(CONTENTS, {})
-        found = []
+        request, found = str(getattr(state, "req_id", "")), []
         for feature in state.mm_features or ():
             name = str(getattr(feature, "mm_hash", None) or feature.identifier)
-            content = contents.get(name) or self._known.get(name)
+            meant = self._meant.get((request, name)) if request else None
+            content = contents.get(name) or meant or self._known.get(name)
             if content is not None:
-                self._known[name] = content
-                self._known.move_to_end(name)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
+                if content != meant:  # or else the request has come before, and others since then
+                    _remember(self._known, name, content)
+                if request:
+                    _remember(self._meant, (request, name), content)
             found.append((feature, hash_of((content or name).encode())))
         return found
+
+
+def _remember(known: OrderedDict[T, str], key: T, content: str) -> None:
+    """Remember an item's content; what was used first is forgotten."""
+    known[key] = content
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)

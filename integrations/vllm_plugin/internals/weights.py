@@ -147,14 +147,19 @@ def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
     return found if DRAFTER not in models else {**found, DRAFTER: own}
 
 
-def rotary_positions(runner: Runner) -> list[Tensor]:
+def rotary_positions(runner: Runner, *, drafter: bool = True) -> list[Tensor]:
     """Return some rows of each table of rotary positions that a runner's models have.
 
     They are rounded, since vLLM changes a table's dtype when it is used first.
+
+    Args:
+        runner: the runner.
+        drafter: the drafter's tables count as well.
     """
     tables = {
         each.data_ptr(): each
-        for model in _models(runner).values()
+        for weights, model in _models(runner).items()
+        if drafter or weights == TARGET
         for name, each in model.named_buffers()
         if name.endswith("cos_sin_cache") and each.ndim == 2 and len(each)
     }

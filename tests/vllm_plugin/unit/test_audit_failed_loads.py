@@ -35,7 +35,7 @@ class Loads:
     def end_step(self):
         """Remember nothing."""
 
-    settle = end_step
+    settle = take_back = end_step
 
     def take_failed(self):
         found, self.failed, self.unsettled = (self.names, self.failed), [], False

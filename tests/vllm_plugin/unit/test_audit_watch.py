@@ -283,6 +283,18 @@ def test_hits_are_not_handed_out_anew(lines):
     assert "event='kvtxn.audit_violation'" in lines[0] or "kvtxn.audit_violation" in lines[0]
 
 
+@pytest.mark.parametrize("pools", [("blocks", "blocks"), (None, None), ("one", "other")])
+def test_copies_reach_every_group_once(pools, monkeypatch):
+    """Groups of one pool have their words there; others of an engine have blocks of their own."""
+    names = ["group.0", "group.1"]
+    groups = {n: RowGroup(n, 4, 12, pool=pool) for n, pool in zip(names, pools, strict=True)}
+    w, copied = Watch(groups, Room(2, 32, caches_prefixes=False), 0, "log"), []
+    monkeypatch.setattr(w.ledger, "copy", lambda group, *more: copied.append(group))
+    w.change(Changes((), (), ((), ()), [(1, 2)]))
+    assert not w.stopped
+    assert sorted(copied) == (["group.0"] if pools[0] == "blocks" else names)
+
+
 def test_copies_carry_their_rows(lines):
     w = watch()
     w.change(come(arrival("a", [1, 2, 3], [1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,9 @@ class FrontEnd:
     def __init__(self):
         apply = SimpleNamespace(apply=lambda inputs, timing: inputs.get_mm_hashes("m"))
         self.renderer = SimpleNamespace(mm_processor=apply)
-        self.input_processor = SimpleNamespace(process_inputs=self._process)
+        self.input_processor = SimpleNamespace(
+            process_inputs=self._process, process_inputs_async=self._process_async
+        )
 
     @staticmethod
     def _process(names, **more):
@@ -48,12 +51,15 @@ class FrontEnd:
             mm_features=features, sampling_params=SimpleNamespace(extra_args={"their": "own"})
         )
 
-    def send(self, items, names):
+    async def _process_async(self, names, **more):
+        return self._process(names, **more)
+
+    def send(self, items, names, by="process_inputs"):
         """The request that the engine gets for pictures, and their names."""
         inputs = Inputs({"image": items}, None if names is None else {"image": names})
         hashes = self.renderer.mm_processor.apply(inputs, None)
         place = SimpleNamespace(offset=2, length=3, is_embed=None)
-        return self.input_processor.process_inputs(hashes["image"], mm_position=place)
+        return getattr(self.input_processor, by)(hashes["image"], mm_position=place)
 
 
 @pytest.fixture
@@ -79,6 +85,13 @@ def test_named_items_are_hashed_and_others_are_named_by_their_hash(engine):
     for feature, name in zip(request.mm_features, ("x", "m:blue"), strict=True):
         assert type(feature.mm_hash) is type(feature.identifier) is str
         assert feature.mm_hash == feature.identifier == name
+
+
+def test_an_asynchronous_engine_sends_them_as_well(engine):
+    """It has a method of its own for prompts as they come: nothing else than text may go on."""
+    request = asyncio.run(engine.send(["red"], ["x"], "process_inputs_async"))
+    assert contents(request) == {"x": "m:red"}
+    assert {type(feature.mm_hash) for feature in request.mm_features} == {str}
 
 
 @pytest.mark.parametrize("names", [None, [None]])
@@ -112,6 +125,20 @@ def test_a_name_alone_means_what_was_sent_with_it_last(engine):
     assert contents(engine.send([None], ["x"])) is None
     blue = [hashes(media, engine.send([item], ["x"])) for item in ("red", "blue")][1]
     assert hashes(media, engine.send([None], ["x"])) == blue
+
+
+def test_a_name_alone_means_the_same_when_a_request_comes_again(engine):
+    """After it was put back: somebody else has sent another item with the name since then."""
+    media = Media()
+    red = hashes(media, engine.send(["red"], ["x"]))
+    named = engine.send([None], ["x"])
+    named.req_id = "a"
+    assert hashes(media, named) == red
+    blue = engine.send(["blue"], ["x"])
+    blue.req_id = "b"
+    assert hashes(media, blue) != red
+    assert hashes(media, named) == red
+    assert hashes(media, engine.send([None], ["x"])) == hashes(media, blue)
 
 
 def test_one_name_for_two_items_of_a_request_is_neither(engine):
