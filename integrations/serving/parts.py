@@ -33,8 +33,9 @@ class Part:
 
     # -- caches ------------------------------------------------------------------------------
 
-    def memory_wanted(self) -> None:
-        """Hear that the engine is about to measure how much memory it needs beside its caches."""
+    def memory_wanted(self) -> int:
+        """Return the bytes of the device's memory that the part will take beside the caches."""
+        return 0
 
     def caches_wanted(self) -> None:
         """Hear that the engine is about to say which caches it wants."""
@@ -204,10 +205,9 @@ class Parts(Part):
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: Final = tuple(parts)
 
-    def memory_wanted(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.memory_wanted()
+    def memory_wanted(self) -> int:
+        """Return the bytes that all parts will take beside the caches."""
+        return sum(part.memory_wanted() for part in self._parts)
 
     def caches_wanted(self) -> None:
         """Forward the event to every part, in their order."""
