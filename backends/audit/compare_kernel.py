@@ -10,8 +10,10 @@ Memory contract of ``compare_rows`` and ``compare_states``:
 - ``own`` and ``journal`` are read, ``found`` is written by ``reports.record_violation`` alone.
 - ``counters`` and ``ages`` are added to atomically.
 - Padding and malformed requests are left out, as by ``write_rows``.
-- A table is read up to its width; a column beyond, or a block outside the group, leads nowhere and
-  counts as unwritten. Every address is computed in int64.
+- A table is read up to its width, at the request's line; a column beyond, a line that the table
+  does not have, or a block outside the group, leads nowhere and counts as unwritten. The line is
+  read at the request's number from the address that the plan has beside the table's own. Every
+  address is computed in int64.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit import group_lines, passes
-from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
+from .plan import (
+    AT_ADDRESS,
+    AT_COLUMNS,
+    AT_LINES,
+    AT_STRIDE,
+    AT_TABLE_LINES,
+    NUM_TENSOR_FIELDS,
+)
 from .reports import (
     IS_COUNT,
     IS_DRAFT,
@@ -66,6 +75,34 @@ IS_STATE = tl.constexpr(group_lines.IS_STATE)
 OWNERS = tl.constexpr(group_lines.OWNERS)
 AGED_BY = tl.constexpr(group_lines.AGED_BY)
 FIELDS = tl.constexpr(group_lines.FIELDS)
+
+
+@triton.jit
+def table_of(
+    tables: tl.tensor, number: tl.tensor, index: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the line of a group's table that is a request's.
+
+    Args:
+        tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
+        number: the group's number.
+        index: the request's number in the step.
+
+    Returns:
+        True if the group is read; a pointer to int32 ``[width]``; and the width, which is 0 where
+        the table does not have the line.
+    """
+    entry = tables + number * NUM_TENSOR_FIELDS
+    address = tl.load(entry + AT_ADDRESS)
+    named = tl.load(entry + AT_TABLE_LINES)
+    line = index + address * 0
+    if named != 0:
+        line = tl.load(named.to(tl.pointer_type(tl.int64)) + index)
+    inside = (line >= 0) & (line < tl.load(entry + AT_LINES))
+    line = tl.where(inside, line, 0)
+    width = tl.where(inside, tl.load(entry + AT_COLUMNS), 0)
+    table = address.to(tl.pointer_type(tl.int32)) + line * tl.load(entry + AT_STRIDE)
+    return address != 0, table, width
 
 
 @triton.jit
@@ -227,7 +264,7 @@ def compare_rows(
     index = tl.program_id(0)
     number = tl.program_id(1)
     group = groups + number * FIELDS
-    address = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
+    is_read, table, width = table_of(tables, number, index)
     if STEPPING:
         line, _start, first, count, admitted, _skipped, _refused = rows_of(
             index, lines, high, low, facts, num_lines, own_stride, num_rows
@@ -241,10 +278,7 @@ def compare_rows(
         admitted = (line == given) & (tl.load(facts + SERIAL * num_lines + line) >= 0)
         first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
-    end = tl.where(admitted & (address != 0), end, 0)
-    width = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS)
-    stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
-    table = address.to(tl.pointer_type(tl.int32)) + index * stride
+    end = tl.where(admitted & is_read, end, 0)
     digests = own + line * own_stride
     durable = own_stride + 0
     if EXPORTED:

@@ -17,12 +17,15 @@ from ...audit.step import Step
 _MAX_REMEMBERED: Final = 256
 
 
-#: Columns of a table of ``Addresses``, one line per group. The stride is in elements.
-TENSOR: Final = ("address", "stride", "columns")
+#: Columns of a table of ``Addresses``, one line per group. The stride is in elements; the last one
+#: is the address of int64 ``[num_requests]``, each request's line of the tensor, or 0.
+TENSOR: Final = ("address", "stride", "columns", "lines", "table_lines")
 
 #: Columns per line, and where each stands, for kernels.
 NUM_TENSOR_FIELDS = tl.constexpr(len(TENSOR))
-AT_ADDRESS, AT_STRIDE, AT_COLUMNS = (tl.constexpr(column) for column in range(len(TENSOR)))
+AT_ADDRESS, AT_STRIDE, AT_COLUMNS, AT_LINES, AT_TABLE_LINES = (
+    tl.constexpr(column) for column in range(len(TENSOR))
+)
 
 #: The tensors of a step whose elements kernels count from the tensor's address.
 _COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "positions")
@@ -31,14 +34,22 @@ _COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "posi
 def contiguous(step: Step) -> Step:
     """Return a step whose tensors of requests and rows are contiguous; itself if it is that.
 
-    A table from ``Addresses`` says how the tensors by group lie.
+    ``table_lines`` are int64, too. A table from ``Addresses`` says how the tensors by group lie.
     """
     copied = {}
     for name in _COUNTED:
         tensor = getattr(step, name)
         if tensor is not None and not tensor.is_contiguous():
             copied[name] = tensor.contiguous()
+    lines = line_numbers(step.table_lines)
+    if lines is not step.table_lines:
+        copied["table_lines"] = lines
     return attrs.evolve(step, **copied) if copied else step
+
+
+def line_numbers(table_lines: Tensor | None) -> Tensor | None:
+    """Return lines of tables as int64, contiguous; the tensor itself if it is that, or None."""
+    return None if table_lines is None else table_lines.long().contiguous()
 
 
 class Addresses:
@@ -57,19 +68,25 @@ class Addresses:
         self._device: Final = books.words.device
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def of(self, tensors: Mapping[str, Tensor], table_lines: Tensor | None = None) -> Tensor:
         """Return the table of a step's tensors, int64 ``[num_groups, len(TENSOR)]``.
 
         A group that has no tensor here has address 0.
+
+        Args:
+            tensors: by group.
+            table_lines: int64 ``[num_requests]``, contiguous, each request's line of the tensors;
+                None: its own number.
         """
         flat: list[int] = []
+        named = 0 if table_lines is None else table_lines.data_ptr()
         for name in self._names:
             tensor = tensors.get(name)
             if tensor is None:
                 flat += (0,) * len(TENSOR)
             else:
                 stride = tensor.stride(0) if tensor.ndim == 2 else 0
-                flat += (tensor.data_ptr(), stride, tensor.shape[-1])
+                flat += (tensor.data_ptr(), stride, tensor.shape[-1], tensor.shape[0], named)
         key = tuple(flat)
         table = self._tables.get(key)
         if table is None:

@@ -26,7 +26,7 @@ from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import Launches
-from .plan import Addresses, contiguous
+from .plan import Addresses, contiguous, line_numbers
 from .staging import Staging
 from .step_input import TritonStepInput
 
@@ -163,7 +163,7 @@ class TritonPasses(Passes):
             return
         step = contiguous(step)
         first = first_of(self.books, step)
-        given = (step.lines, first, step.starts, step.tables, None, step.num_rows)
+        given = (step.lines, first, step.starts, step.tables, step.table_lines, None, step.num_rows)
         grid, arguments = self._compare(*given)
         recurs = self._as_they_are("tables", step.tables)
         self._checking.first(step, grid, arguments, recurs=recurs)
@@ -173,7 +173,9 @@ class TritonPasses(Passes):
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
-        grid, arguments = self._compare(lines, first, end, stretch.tables, stretch.kind, 0)
+        in_tables = line_numbers(stretch.table_lines)
+        given = (lines, first, end, stretch.tables, in_tables, stretch.kind, 0)
+        grid, arguments = self._compare(*given)
         self._checking.launch(grid, arguments)
 
     def _compare(
@@ -182,6 +184,7 @@ class TritonPasses(Passes):
         low: Tensor,
         high: Tensor,
         tables: Mapping[str, Tensor],
+        table_lines: Tensor | None,
         kind: str | None,
         num_rows: int,
     ) -> tuple[tuple[int, int, int], tuple[object, ...]]:
@@ -193,10 +196,11 @@ class TritonPasses(Passes):
             for name, table in tables.items()
         }
         return (len(lines), self._num_groups, self.splits), (
-            lines, low, high, self._table("tables", tables, torch.int32), self._groups,
-            books.words, books.own, books.facts, books.journal, books.found, books.counters,
-            books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
-            kind is None, kind == "exported", self._num_groups, self.splits, _ENTRIES,
+            lines, low, high, self._table("tables", tables, torch.int32, table_lines),
+            self._groups, books.words, books.own, books.facts, books.journal, books.found,
+            books.counters, books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows,
+            *self._sizes(), kind is None, kind == "exported", self._num_groups, self.splits,
+            _ENTRIES,
         )  # fmt: skip
 
     def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
@@ -242,11 +246,17 @@ class TritonPasses(Passes):
     def _or_unread(self, tensor: Tensor | None) -> Tensor:
         return self._unread if tensor is None else tensor
 
-    def _table(self, what: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the addresses of a step's tensors, one per group."""
+    def _table(
+        self,
+        what: str,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        table_lines: Tensor | None = None,
+    ) -> Tensor:
+        """Return the addresses of a step's tensors, one per group, and of their lines."""
         right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
         self._held[what] = right  # converted ones live until the next launch of this sort
-        return self._addresses[what].of(right)
+        return self._addresses[what].of(right, table_lines)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy
 
 from ...audit import group_lines as line_of
-from .compare_rows import first_read, run_of
+from .compare_rows import first_read, run_of, table_of
 from .requests import rows_of
 from .words import compiled, permuted
 from .write_rows import place_of
@@ -55,7 +55,9 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
 
 
 @compiled
-def due_rows(requests, table, group, words, facts, columns, num_rows, seals, turn, every):
+def due_rows(
+    requests, table, table_lines, group, words, facts, columns, num_rows, seals, turn, every
+):
     """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
     found = numpy.empty(0, numpy.int64)
     for _ in range(2):  # count them, then list them
@@ -63,8 +65,9 @@ def due_rows(requests, table, group, words, facts, columns, num_rows, seals, tur
         for index in range(len(requests[0])):
             _, _, at, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
             if count:
+                own = table_of(index, table, table_lines)
                 number = due_in_table(
-                    *(first_read(at, at + count, group), at, table[index], group),
+                    *(first_read(at, at + count, group), at, own, group),
                     *(words, seals, turn, every, found, number),
                 )
         if number == 0 or len(found):

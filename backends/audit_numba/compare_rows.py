@@ -4,6 +4,7 @@ None of these functions reports or changes anything. Where something is wrong, t
 look at the whole step again, and report it. Arguments are those of ``write_rows``, and:
 
     tables: for each group, int32 ``[num_requests, blocks]``; without lines: the group is not read.
+    table_lines: int64 ``[num_requests]``, each request's line of the tables; empty: its own number.
     sources: for each group, int64 ``[num_requests]``; empty: the step continues no states there.
     told: int64 ``[num_requests]``; empty: the engine never says.
 
@@ -34,6 +35,13 @@ def first_read(first, end, group):
     if group[RING] >= 0:
         low = max(low, end - group[RING])
     return low
+
+
+@compiled
+def table_of(index, table, table_lines):
+    """Return the line of a table that is a request's; without columns if the table has no such."""
+    line = table_lines[index] if len(table_lines) else index
+    return table[line] if 0 <= line < len(table) else table[0][:0]
 
 
 @compiled
@@ -74,7 +82,7 @@ def are_right(first, end, digests, table, group, words):
 
 
 @compiled
-def compare_rows(requests, tables, groups, words, own, facts, num_rows):
+def compare_rows(requests, tables, table_lines, groups, words, own, facts, num_rows):
     """Compare the rows that a step reads; see ``Passes.check``."""
     compared = 0
     for index in range(len(requests[0])):
@@ -86,14 +94,15 @@ def compare_rows(requests, tables, groups, words, own, facts, num_rows):
                 continue
             group, end = groups[number], at + count
             low = max(first_read(at, end, group), facts[TOLD, line])
-            if not are_right(low, end, own[line], tables[number][index], group, words):
+            table = table_of(index, tables[number], table_lines)
+            if not are_right(low, end, own[line], table, group, words):
                 return -1
             compared += max(end - low, 0)
     return compared
 
 
 @compiled
-def compare_stretches(lines, first, end, tables, groups, words, own, facts, exported):
+def compare_stretches(lines, first, end, tables, table_lines, groups, words, own, facts, exported):
     """Compare rows that are published, or leave; see ``Passes.inspect``.
 
     ``first`` and ``end``, int64 ``[num_requests]``, are each request's first position and the one
@@ -112,7 +121,8 @@ def compare_stretches(lines, first, end, tables, groups, words, own, facts, expo
         for number in range(len(tables)):
             if tables[number].shape[0] == 0:
                 continue
-            if not are_right(low, stop, own[line], tables[number][index], groups[number], words):
+            table = table_of(index, tables[number], table_lines)
+            if not are_right(low, stop, own[line], table, groups[number], words):
                 return -1
             compared += stop - low
     return compared

@@ -38,6 +38,8 @@ class StepArrays:
         slots: by number of the group, int64 ``[num_rows]``; empty if nothing is written there.
         tables: by number of the group, int32 ``[num_requests, blocks]``; without lines if the group
             is not read.
+        table_lines: int64 ``[num_requests]``, each request's line of the tables; empty if these
+            have the requests in their order.
         sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
         told: int64 ``[num_requests]``; empty if the engine never says.
         positions: int64 ``[num_rows]``; empty if the engine does not say.
@@ -52,6 +54,7 @@ class StepArrays:
     drafts: Ints
     slots: tuple[Ints, ...]
     tables: tuple[NDArray[numpy.int32], ...]
+    table_lines: Ints
     sources: tuple[Ints, ...]
     told: Ints
     positions: Ints
@@ -120,6 +123,7 @@ class StepReader:
             drafts=ints(step.drafts),
             slots=tuple(ints(step.slots.get(name)) for name in self._groups),
             tables=self.tables(step.tables),
+            table_lines=ints(step.table_lines),
             sources=tuple(ints(step.sources.get(name)) for name in self._groups),
             told=ints(step.told),
             positions=ints(step.positions),
@@ -130,7 +134,7 @@ class StepReader:
 
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
-    maybe = (step.first, step.drafts, step.told, step.positions)
+    maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines)
     several = (*step.slots.values(), *step.sources.values())
     numbers = (step.lines, step.starts, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)

@@ -145,6 +145,8 @@ class Rows:
             rows with the same object have the same tensors, with other values. None if they do not.
         lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
             where they are not those up to its last one; None if they are, or are not known.
+        table_lines: int64 ``[num_requests]``, each request's line of the tables, where these have a
+            line for each request that there can be; None if theirs are the batch's requests.
     """
 
     names: list[str]
@@ -157,6 +159,7 @@ class Rows:
     positions: Tensor | None = None
     buffers: object | None = None
     lengths: dict[str, Tensor] | None = None
+    table_lines: Tensor | None = None
 
 
 @attrs.frozen(eq=False)

@@ -17,7 +17,17 @@ from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
 from .digest import REJECTED
 from .groups import Place
-from .rows import Batch, fill_first, first_visible, ragged, slots_at, through, word_at
+from .rows import (
+    Batch,
+    fill_first,
+    first_visible,
+    lines_in_table,
+    ragged,
+    slots_at,
+    table_of,
+    through,
+    word_at,
+)
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
 from .violation_record import record_violation
@@ -157,7 +167,7 @@ class TorchBytePasses(BytePasses):
             low = first_visible(place, batch.first, batch.first + batch.counts)
             owner, within = ragged((batch.first - low).clamp(min=0) * batch.live)
             position = low[owner] + within
-            where = through(place, table, owner, position)
+            where = through(place, table, lines_in_table(step.table_lines, owner), position)
             self._compare(source, batch.lines[owner], position, where)
         for name, blocks in step.sources.items():
             place, block = books.layout.places[name], blocks[: len(batch.lines)].long()
@@ -272,7 +282,7 @@ class TorchBytePasses(BytePasses):
             place = books.layout.places[name]
             if name not in step.tables or place.written not in self.books.poisoned:
                 continue
-            table = step.tables[name][index].long()
+            table = table_of(step.tables[name], step.table_lines, index).long()
             inside = (table >= 0) & (table < place.group.num_blocks)
             slots = table[:, None] * place.group.block_size
             slots = slots + torch.arange(place.group.block_size, device=table.device)

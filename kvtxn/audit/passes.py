@@ -40,6 +40,7 @@ class Stretch:
         end: int ``[num_requests]``, the position after each request's last row.
         tables: by group, int ``[num_requests, blocks]``.
         kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
+        table_lines: int ``[num_requests]``, as in ``Step``.
     """
 
     lines: Tensor
@@ -47,6 +48,7 @@ class Stretch:
     end: Tensor
     tables: Mapping[str, Tensor]
     kind: str
+    table_lines: Tensor | None = None
 
 
 class Passes(ABC):

@@ -24,7 +24,7 @@ from .arguments import listed
 from .groups import Group
 from .ledger import Ledger
 from .passes import Stretch
-from .rows import Batch, first_visible, in_ring
+from .rows import Batch, first_visible, in_ring, table_of
 from .step import Step
 from .violation import Violation
 
@@ -154,7 +154,7 @@ class RecordingLedger(Ledger):
                 continue
             if request in self._arrived:
                 self._arrived.remove(request)
-                self._add_stretch("found", step.tables, index, request, 0, first)
+                self._add_stretch("found", step, index, request, 0, first)
             settled = count - draft
             self._add_rows("durable", step, request, first, row, settled)
             self._add_rows("draft", step, request, first + settled, row + settled, draft)
@@ -204,7 +204,7 @@ class RecordingLedger(Ledger):
         for index, line in enumerate(_numbers(stretch.lines)):
             if line in self._by_line:
                 what, request = stretch.kind, self._by_line[line]
-                self._add_stretch(what, stretch.tables, index, request, firsts[index], ends[index])
+                self._add_stretch(what, stretch, index, request, firsts[index], ends[index])
 
     def violations(self) -> list[Violation]:
         """Do what ``Ledger.violations`` says, and record the violations."""
@@ -280,14 +280,14 @@ class RecordingLedger(Ledger):
     def _add_stretch(
         self,
         what: str,
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         index: int,
         request: int,
         first: int,
         end: int,
     ) -> None:
         """Record the rows of a request that its tables lead to, as far as its queries see them."""
-        for name, table in tables.items():
+        for name, table in read.tables.items():
             place = self.books.layout.places[name]
             ends = torch.tensor([end])
             low = max(first, int(first_visible(place, ends, ends))) if what == "found" else first
@@ -295,9 +295,11 @@ class RecordingLedger(Ledger):
                 position = torch.arange(low, end)
                 size = place.group.block_size
                 at = in_ring(place, position)
-                column, width = at // size, table.shape[1]
-                blocks = table[index].cpu().long()[column.clamp(max=width - 1)]
-                inside = (column < width) & (blocks >= 0)
+                own = table_of(table, read.table_lines, index).cpu().long()
+                if not len(own):
+                    continue
+                blocks = own[(at // size).clamp(max=len(own) - 1)]
+                inside = (at // size < len(own)) & (blocks >= 0)
                 slots = torch.where(inside, blocks * size + at % size, -1)
                 self._add(what, place.index, request, low, slots.tolist())
 

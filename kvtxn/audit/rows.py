@@ -199,13 +199,47 @@ def slots_at(place: Place, where: Tensor) -> Tensor:
     return within // place.stride * place.group.block_size + within % place.stride
 
 
-def through(place: Place, table: Tensor, owner: Tensor, position: Tensor) -> Tensor:
-    """Return the index of the word that each position's table leads to; -1 if outside."""
+def lines_in_table(table_lines: Tensor | None, request: Tensor) -> Tensor:
+    """Return the line that each request of a step or stretch has in its tables, int64 ``[n]``.
+
+    Args:
+        table_lines: of the step.
+        request: int64 ``[n]``, numbers of requests in the step.
+    """
+    return request if table_lines is None else table_lines.long()[request]
+
+
+def table_of(table: Tensor, table_lines: Tensor | None, request: int) -> Tensor:
+    """Return the line of a table that is a request's, int ``[blocks]``; waits for the device.
+
+    Args:
+        table: int ``[lines, blocks]``.
+        table_lines: of the step.
+        request: the number of the request in the step.
+
+    Returns:
+        Without columns where the table does not have the line.
+    """
+    line = request if table_lines is None else int(table_lines[request])
+    return table[line] if 0 <= line < len(table) else table.new_empty(0)
+
+
+def through(place: Place, table: Tensor, line: Tensor, position: Tensor) -> Tensor:
+    """Return the index of the word that a table leads to; -1 if outside.
+
+    Args:
+        place: the group.
+        table: int ``[lines, blocks]``.
+        line: int64 ``[n]``, lines of the table; one that is none leads nowhere.
+        position: int64 ``[n]``.
+    """
     at = in_ring(place, position)
     column = at // place.group.block_size
-    if not table.shape[1]:
+    if not table.numel():
         return torch.full_like(position, -1)
-    block = table[owner, column.clamp(max=table.shape[1] - 1)].long()
-    inside = (column < table.shape[1]) & (block >= 0) & (block < place.group.num_blocks)
+    last_line, last_column = (size - 1 for size in table.shape)
+    block = table[line.clamp(0, last_line), column.clamp(max=last_column)].long()
+    inside = (line >= 0) & (line <= last_line) & (column <= last_column)
+    inside &= (block >= 0) & (block < place.group.num_blocks)
     slot = block * place.group.block_size + at % place.group.block_size
     return torch.where(inside, word_at(place, slot), -1)

@@ -44,6 +44,10 @@ class Step:
             that state is not kept.
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
             A group that is left out is not read in this step, and not compared.
+        table_lines: int ``[num_requests]``, the line of each table that is the request's, for
+            tables with a line for each request that there can be: int ``[lines, blocks]``, of at
+            least one line. A line that a table does not have leads nowhere, and its request reads
+            unwritten rows. None: the table's lines are the step's requests, in their order.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
             continues; -1 if it begins with zeros. A request at position 0 has no state to continue,
             so any block that it names is a wrong read. If the engine's kernels ignore the source of
@@ -67,6 +71,7 @@ class Step:
     sources: Mapping[str, Tensor] = attrs.field(factory=dict)
     told: Tensor | None = None
     positions: Tensor | None = None
+    table_lines: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

@@ -26,6 +26,7 @@ from .rows import (
     fill_first,
     first_visible,
     in_ring,
+    lines_in_table,
     next_token,
     ragged,
     same_drafts,
@@ -236,7 +237,7 @@ class TorchPasses(Passes):
             place: (first_visible(place, batch.first, end).maximum(told), end)
             for place in map(self.books.layout.places.__getitem__, step.tables)
         }
-        self._compare(batch.lines, bounds, step.tables, None)
+        self._compare(batch.lines, bounds, step, None)
 
     def inspect(self, stretch: Stretch) -> None:
         """Do what ``Passes.inspect`` says."""
@@ -246,13 +247,13 @@ class TorchPasses(Passes):
         end = torch.where(lines >= 0, stretch.end[:number].long(), 0)
         end = end.clamp(max=self.books.sizes.max_length)
         places = [self.books.layout.places[name] for name in stretch.tables]
-        self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
+        self._compare(lines, dict.fromkeys(places, (first, end)), stretch, stretch.kind)
 
     def _compare(
         self,
         lines: Tensor,
         bounds: Mapping[Place, tuple[Tensor, Tensor]],
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         kind: str | None,
     ) -> None:
         """Compare stretches of rows, and report wrong rows request by request."""
@@ -262,7 +263,8 @@ class TorchPasses(Passes):
             owner, within = ragged(counts)
             self.books.counters[book.ROWS_CHECKED] += len(owner)
             position = first[owner] + within
-            where = through(place, tables[place.group.name], owner, position)
+            there = lines_in_table(read.table_lines, owner)
+            where = through(place, read.tables[place.group.name], there, position)
             found, age = self._found(place, lines[owner], position, where, kind)
             if kind is None:
                 count_ages(self.books, lines[owner], age)
@@ -271,7 +273,7 @@ class TorchPasses(Passes):
         for index in wrong.nonzero().flatten().tolist():
             for place, (first, end) in bounds.items():
                 positions = torch.arange(int(first[index]), int(end[index]), device=lines.device)
-                self._report_rows(place, index, lines[index], positions, tables, kind)
+                self._report_rows(place, index, lines[index], positions, read, kind)
 
     def _found(
         self, place: Place, line: Tensor, position: Tensor, where: Tensor, kind: str | None
@@ -304,12 +306,12 @@ class TorchPasses(Passes):
         index: int,
         line: Tensor,
         position: Tensor,
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         kind: str | None,
     ) -> None:
         """Report one request's wrong rows of one group, and note up to where it was told."""
-        table = tables[place.group.name]
-        where = through(place, table, torch.full_like(position, index), position)
+        there = lines_in_table(read.table_lines, torch.full_like(position, index))
+        where = through(place, read.tables[place.group.name], there, position)
         found, age = self._found(place, line.expand_as(position), position, where, kind)
         wrong = found >= 0
         within = in_ring(place, position) % place.group.block_size
