@@ -143,6 +143,14 @@ class RecordingLedger(Ledger):
         super().copy(group, source, target)
         self._add_blocks("copied", group, _numbers(target))
 
+    def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Do what ``Ledger.carry`` says, and record it; it counts to the end of the last step."""
+        super().carry(copies)
+        for group, (source, target) in copies.items():
+            pairs = zip(_numbers(source), _numbers(target), strict=True)
+            slots = sorted(there for here, there in pairs if 0 <= here != there)
+            self._add("copied", self.books.layout.places[group].index, -1, -1, slots, after=1)
+
     def write(self, step: Step) -> None:
         """Do what ``Ledger.write`` says, and record it."""
         super().write(step)
