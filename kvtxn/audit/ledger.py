@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, WindowStateError
+from ..errors import AcceptanceError, ConfigError, WindowStateError
 from ..manager import TransactionManager
 from . import arguments, checks
 from . import books as book
@@ -417,6 +417,7 @@ class Ledger:
                 If given, the row at the next token's position must be computed from that token,
                 and a draft whose row was computed from another token than the one sampled counts
                 as rejected, with all drafts after it. What follows the next token is not read.
+                Drafts that are trees need it: see ``Step.parents``.
             besides: tokens that ``accepted`` counts beside drafts: 1 for counts of sampled tokens.
 
         Raises:
@@ -428,6 +429,12 @@ class Ledger:
             raise WindowStateError(
                 "resolve", "no step waits to be resolved", expected="one that was written",
                 got="none", hint="call write first, and resolve each step once",
+            )  # fmt: skip
+        if step.parents is not None and sampled is None:
+            raise AcceptanceError(
+                "resolve", "a count says nothing of drafts that are trees",
+                expected="the sampled tokens, too", got="none",
+                hint="give the accepted drafts of each request and its next token; nothing changed",
             )  # fmt: skip
         besides = arguments.tokens_besides("resolve", besides)
         counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
