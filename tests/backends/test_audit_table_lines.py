@@ -178,14 +178,14 @@ def test_a_wrong_entry_of_the_table_is_named(ledger):
     slots = Slots(ledger)
     slots.table[4, 3], slots.table[2, 5] = 37, 60
     slots.step(8, 1)
-    wrong = [("foreign", "a", 3, 37, "b", 1), ("unwritten", "b", 5, 60, None, None)]
-    assert slots.found() == wrong
+    wrong = {("foreign", "a", 3, 37, "b", 1), ("unwritten", "b", 5, 60, None, None)}
+    assert set(slots.found()) == wrong  # on a GPU the kernel's programs end in any order
 
 
 def test_the_line_of_another_request_is_found(ledger):
     slots = Slots(ledger)
     slots.step(8, 1, table_lines=numbers(2, 2, -5))
-    assert slots.found()[0] == ("foreign", "a", 0, 40, "b", 1)
+    assert ("foreign", "a", 0, 40, "b", 1) in slots.found()
 
 
 def test_a_row_that_is_written_elsewhere_is_found(ledger):
