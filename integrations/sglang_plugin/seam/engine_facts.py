@@ -1,0 +1,102 @@
+"""What decides whether an SGLang engine can be watched, read from its scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from ....audit import RowGroup
+from ...serving.step import Room
+from .protocols import Scheduler
+from .steps import ROWS
+
+
+@attrs.frozen
+class EngineFacts:
+    """What the rules of ``supported`` look at.
+
+    Attributes:
+        device: the type of its device.
+        samples: it generates tokens.
+        rows: the class of the pool with the rows of K and V.
+        slots: the class of the allocator of slots.
+        table: the class of the table of requests.
+        algorithm: of speculation; ``"NONE"`` without.
+        topk: drafts that follow each draft; 1 is a chain.
+        settings: arguments of the server that rules name, by name; those that are set.
+    """
+
+    device: str = "cuda"
+    samples: bool = True
+    rows: str = "MHATokenToKVPool"
+    slots: str = "TokenToKVPoolAllocator"
+    table: str = "ReqToTokenPool"
+    algorithm: str = "NONE"
+    topk: int = 1
+    settings: frozenset[str] = frozenset()
+
+
+def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
+    """Read the facts of an engine.
+
+    Args:
+        scheduler: its scheduler.
+        names: the server's arguments that rules name.
+    """
+    args, allocator = scheduler.server_args, scheduler.token_to_kv_pool_allocator
+    return EngineFacts(
+        device=torch.device(scheduler.tp_worker.model_runner.device).type,
+        samples=bool(scheduler.is_generation),
+        rows=type(allocator.get_kvcache()).__name__,
+        slots=type(allocator).__name__,
+        table=type(scheduler.req_to_token_pool).__name__,
+        algorithm=str(scheduler.spec_algorithm.name),
+        topk=_argument(args, "speculative_eagle_topk", 1) or 1,
+        settings=frozenset(name for name in names if _is_set(args, name)),
+    )
+
+
+def _argument(args: object, name: str, missing: Any) -> Any:
+    """Return an argument of the server; not every release has all of them."""
+    return getattr(args, name, missing)
+
+
+def _is_set(args: object, name: str) -> bool:
+    value = _argument(args, name, None)
+    if name.endswith("_size"):
+        return (value or 1) > 1
+    return value not in (None, False, "", "null", "none")
+
+
+def most_drafts(scheduler: Scheduler) -> int:
+    """Return the most drafts of a request in one step."""
+    if scheduler.spec_algorithm.name == "NONE":
+        return 0
+    rows = _argument(scheduler.server_args, "speculative_num_draft_tokens", None)
+    return max(int(rows or 1) - 1, 0)
+
+
+def room(scheduler: Scheduler) -> Room:
+    """Return the sizes of an engine's requests: one per line of its table, the padding's included.
+
+    A request may be as long as a line, and its drafts lie behind.
+    """
+    lines, positions = scheduler.req_to_token_pool.req_to_token.shape
+    caches = not _argument(scheduler.server_args, "disable_radix_cache", False)
+    return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
+
+
+def row_group(scheduler: Scheduler) -> RowGroup:
+    """Return the group of the rows of all layers: one slot per block, as the table names slots."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    number = int(allocator.size) + max(int(allocator.page_size), 1)
+    return RowGroup(ROWS, 1, number, drafter=False)
+
+
+def rank() -> int:
+    """Return this process's rank; 0 for an engine on one GPU."""
+    import torch.distributed as ranks
+
+    return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0
