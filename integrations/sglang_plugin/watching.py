@@ -13,6 +13,7 @@ from ...audit import WeightWatch
 from ...log import get_logger
 from ..serving.ledger.part import LedgerPart
 from ..serving.ledger.rank_agreement import Wrong
+from ..serving.ledger.step_forms import StepForms
 from ..serving.ledger.watch import Watch
 from ..serving.step import Arrival, PlannedStep, Rows, States
 from .seam import engine_facts
@@ -105,11 +106,21 @@ class Watching:
         )
         reader = StepReader(scheduler.req_to_token_pool, room.requests, device)
         self.part: Final = LedgerPart(Steps(self.watch, reader))
-        with self._on_forward_stream():
+        with self._on_forward_stream(), torch.inference_mode():
+            self._compile(reader, engine_facts.most_drafts(scheduler))
             self.watch.begin()
         self.adapter: Final = Adapter(
             scheduler, self.part, reader, Requests(room.requests), self.watch.stop
         )
+
+    def _compile(self, reader: StepReader, drafts: int) -> None:
+        """Launch every pass over steps of padding, like this engine's; no request waits for it."""
+        ledger, forms = self.watch.ledger, StepForms()
+        for rows, counts, ids in reader.paddings(drafts):
+            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), None, copies=False)
+            ledger.write_and_check(step)
+            ledger.resolve(counts, ids, besides=1)
+        ledger.restart()
 
     def _on_forward_stream(self) -> AbstractContextManager[object]:
         """Launch what follows where the forwards are launched."""

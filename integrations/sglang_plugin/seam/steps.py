@@ -7,6 +7,8 @@ step whose tensors stay where they are is launched with the arguments of the las
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Final
 
 import attrs
@@ -139,16 +141,16 @@ class StepReader:
         total = self._check(batch, number, each)
         buffers, size = self._buffers_for(total)
         key = mode, number, each, size
+        names = list(batch.rids or ())
         rows = self._known.get(key)
         if rows is None:
-            rows = self._known[key] = self._new(step, number, each, buffers, size)
+            rows = self._known[key] = self._new(names, each, buffers, size)
         own = buffers.tokens, buffers.positions, buffers.slots
         torch._foreach_copy_(
             [*(copy[:total] for copy in own), self._lines[:number]],
             [batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices],
         )
         self._place_requests(batch, number)
-        names = list(batch.rids or ())
         if rows.names != names:
             rows = self._known[key] = attrs.evolve(rows, names=names)
         return rows
@@ -196,15 +198,23 @@ class StepReader:
             buffers = self._buffers = _Buffers.of(max(size, self._requests), self._device)
         return buffers, size
 
-    def _new(self, step: ForwardStep, number: int, each: int, buffers: _Buffers, size: int) -> Rows:
-        """Describe rows in the buffers."""
+    def _new(self, names: list[str], each: int, buffers: _Buffers, size: int) -> Rows:
+        """Describe rows in the buffers.
+
+        Args:
+            names: the requests.
+            each: rows of each request; 0 if requests differ.
+            buffers: the buffers.
+            size: how much of them is looked at.
+        """
+        number = len(names)
         if each not in self._starts:
             with torch.inference_mode(False):
                 steps = torch.arange(self._requests + 1, device=self._device)
                 self._starts[each] = steps * each
                 self._drafts[each] = self._ones * (each - 1)
         return Rows(
-            names=list(step.batch.rids or ()),
+            names=names,
             starts=self._starts[each][: number + 1],
             first=self._first[:number],
             tokens=buffers.tokens[:size],
@@ -215,6 +225,20 @@ class StepReader:
             positions=buffers.positions[:size],
             buffers=object(),
         )
+
+    def paddings(self, drafts: int) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+        """Return rows, counts and ids like those of each kind of step, of requests of nobody's.
+
+        Args:
+            drafts: the drafts of a verify step; 0 without drafts.
+        """
+        for number, each in product((1, min(2, self._requests)), {0, drafts + 1}):
+            total = number * max(each, 1)
+            buffers, size = self._buffers_for(total)
+            kind = torch.int32 if each > 1 else torch.int64
+            ids = torch.zeros(number, max(each, 1), dtype=kind, device=self._device)
+            counts = self._ones[:number].to(torch.int32) if each > 1 else self._ones[:number]
+            yield self._new([""] * number, each, buffers, size), counts, ids
 
     def _place_requests(self, batch: ForwardBatch, number: int) -> None:
         """Put in place where each request's rows begin, and the position of the first of them."""
