@@ -7,6 +7,9 @@ from typing import Final
 
 from .seam.engine_facts import EngineFacts
 
+#: Releases whose engines were seen running beside the ledger, on a GPU.
+SEEN: Final = ("0.5.23",)
+
 #: Pools with one row of each layer per slot, and allocators and tables without a second space.
 _POOLS: Final = ("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MLATokenToKVPool")
 _ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")

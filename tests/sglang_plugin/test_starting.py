@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
-from kvtxn.integrations.sglang_plugin import plugin, starting, supported
+from kvtxn.integrations.sglang_plugin import doctor, plugin, starting, supported
 from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
 from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_settings
@@ -311,3 +311,32 @@ def test_the_state_of_a_scheduler_has_the_report(monkeypatch, hooks, release):
     assert output.internal_state["a"] == 1
     assert output.internal_state["kvtxn"]["counters"]["kvtxn_audit_active"] == 1
     json.dumps(output.internal_state)
+
+
+# -- the doctor ------------------------------------------------------------------------------
+
+
+def test_the_doctor_says_that_sglang_is_not_there(monkeypatch):
+    monkeypatch.setattr(hook_points, "release", lambda: None)
+    assert doctor.report(None) == {"version": "SGLang is not installed"}
+
+
+def test_the_doctor_says_whether_the_hooks_fit(monkeypatch, release):
+    """And what the settings come to."""
+    where = release()
+    monkeypatch.setattr(hook_points, "release", lambda: "0.5.23")
+    monkeypatch.setattr(hook_points, "folder", lambda: where)
+    found = doctor.report({"model": "of vLLM"})
+    assert found["version"].startswith("0.5.23 (")
+    assert found["hook points"] == "as expected"
+    assert "can watch" in found["audit"]
+    assert "is not set" in found["settings"]
+    monkeypatch.setenv(plugin.VARIABLE, '{"audit": "bytes"}')
+    assert "bytes are not compared" in doctor.report(None)["settings"]
+    monkeypatch.setenv(plugin.VARIABLE, '{"audit": "ledger"}')
+    assert "audit='ledger'" in doctor.report(None)["settings"]
+    release(scheduler={"def flush_cache": "def flush", "def get_internal_state": "def state"})
+    found = doctor.report(None)
+    assert found["hook points"] == ["Scheduler.flush_cache is gone"]
+    assert found["left out"] == ["Scheduler.get_internal_state is gone"]
+    assert "cannot watch" in found["audit"]
