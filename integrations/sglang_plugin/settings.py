@@ -12,13 +12,14 @@ from typing import Any, Final
 
 import attrs
 
+from ...audit.byte_books import EVERY
 from ...audit.weights import EVERY as WEIGHTS_EVERY
 from ...errors import ConfigError, meant
 
 #: Where the settings are, for messages.
 WHERE: Final = "KVTXN_SGLANG"
 
-AUDITS: Final = ("off", "ledger")
+AUDITS: Final = ("off", "ledger", "bytes")
 ON_VIOLATION: Final = ("log", "raise")
 STALE: Final = ("count", "alarm")
 #: Numbers of steps are below this one.
@@ -29,14 +30,12 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "policy": "kvtxn opens no windows in SGLang; it only watches",
     "recurrent": "kvtxn holds no recurrent states in SGLang",
     "unchecked": "the hooks are compared with the installed release at each start",
-    "audit_every": "bytes are not compared beside SGLang",
-    "poison": "bytes are not compared beside SGLang",
+    "poison": "it was not seen which of SGLang's attention kernels skip masked rows",
     "audit_store": "the rows of HiCache, which a store would verify, are not followed yet",
     "audit_key_file": "the rows of HiCache, which a store would verify, are not followed yet",
 }
 #: Values of settings that work in vLLM alone, and why.
 _VALUES_ELSEWHERE: Final[Mapping[tuple[str, str], str]] = {
-    ("audit", "bytes"): "bytes are not compared beside SGLang",
     ("on_violation", "contain"): "SGLang's radix tree cannot be told to drop a node yet",
     ("stale", "contain"): "SGLang's radix tree cannot be told to drop a node yet",
 }
@@ -47,7 +46,8 @@ class Settings:
     """The checked settings.
 
     Attributes:
-        audit: ``"off"`` or ``"ledger"``.
+        audit: ``"off"``, ``"ledger"``, or ``"bytes"``: checksums of rows are compared, too.
+        audit_every: audit "bytes" compares one slot in this many in each step.
         on_violation: ``"log"``, or ``"raise"``: the scheduler ends with an error.
         stale: ``"count"``, or ``"alarm"``: rows of earlier weights that are read are violations.
         weights_every: a sample of each parameter is hashed every so many steps.
@@ -57,6 +57,7 @@ class Settings:
     """
 
     audit: str = "off"
+    audit_every: int = EVERY
     on_violation: str = "log"
     stale: str = "count"
     weights_every: int = WEIGHTS_EVERY
@@ -85,8 +86,14 @@ def read_settings(text: str) -> Settings:
             hint="""write {"audit": "ledger"}, or leave the variable out""",
         )  # fmt: skip
     _check_names(given)
+    if "audit_every" in given and given.get("audit") != "bytes":
+        raise ConfigError(
+            WHERE, "audit_every has no effect without an audit of bytes",
+            got=repr(given["audit_every"]), hint='add "audit": "bytes", or leave audit_every out',
+        )  # fmt: skip
     return Settings(
         audit=_one_of(given, "audit", AUDITS),
+        audit_every=_steps(given, "audit_every", EVERY),
         on_violation=_one_of(given, "on_violation", ON_VIOLATION),
         stale=_one_of(given, "stale", STALE),
         weights_every=_steps(given, "weights_every", WEIGHTS_EVERY),

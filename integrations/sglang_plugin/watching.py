@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from ...audit import WeightWatch
+from ...audit import Scrub, WeightWatch
+from ...errors import LayerError
 from ...log import get_logger
 from ..serving.ledger.part import LedgerPart
 from ..serving.ledger.rank_agreement import Wrong
@@ -104,6 +105,8 @@ class Watching:
         self.watch.weights = WeightWatch(
             self.watch.ledger, {"target": _parameters(runner)}, settings.weights_every
         )
+        if settings.audit == "bytes":
+            self._compare_bytes(scheduler, settings, rank)
         reader = StepReader(scheduler.req_to_token_pool, room.requests, device)
         self.part: Final = LedgerPart(Steps(self.watch, reader))
         with self._on_forward_stream(), torch.inference_mode():
@@ -115,12 +118,31 @@ class Watching:
 
     def _compile(self, reader: StepReader, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""
-        ledger, forms = self.watch.ledger, StepForms()
+        ledger, scrub, forms = self.watch.ledger, self.watch.scrub, StepForms()
         for rows, counts, ids in reader.paddings(drafts):
             step = forms.step(rows, torch.full_like(rows.starts[1:], -1), None, copies=False)
+            if scrub is not None:
+                scrub.compare(step)
             ledger.write_and_check(step)
             ledger.resolve(counts, ids, besides=1)
+            if scrub is not None:
+                scrub.seal(step, counts, besides=1)
         ledger.restart()
+
+    def _compare_bytes(self, scheduler: Scheduler, settings: Settings, rank: int) -> None:
+        """Let the watch compare the bytes of rows, too; if that is impossible, log why.
+
+        Raises:
+            LayerError: it is impossible, and the user requires the audit.
+        """
+        try:
+            refs = engine_facts.layer_refs(scheduler)
+            self.watch.scrub = Scrub(self.watch.ledger, refs, every=settings.audit_every)
+        except LayerError as error:
+            if settings.required:
+                raise
+            effect = "digests are compared, and no bytes"
+            log.warning("kvtxn.audit_without_bytes", rank=rank, why=str(error), effect=effect)
 
     def _on_forward_stream(self) -> AbstractContextManager[object]:
         """Launch what follows where the forwards are launched."""

@@ -24,7 +24,13 @@ from kvtxn import ConfigError, KVTxnError
 
 def test_settings_are_read():
     given = {"audit": "ledger", "on_violation": "raise", "stale": "alarm", "weights_every": 7}
-    given |= {"record": True, "log_tokens": True, "required": True}
+    given |= {
+        "audit": "bytes",
+        "audit_every": 3,
+        "record": True,
+        "log_tokens": True,
+        "required": True,
+    }
     assert attrs.asdict(read_settings(json.dumps(given))) == given
     assert read_settings("{}") == Settings()
 
@@ -49,8 +55,12 @@ WRONG = {
     "misspelled": ('{"audits": "ledger"}', "there is no setting 'audits'"),
     "of vLLM": ('{"policy": "auto"}', "policy does not work beside SGLang: kvtxn opens no windows"),
     "a value of vLLM": (
-        '{"audit": "bytes"}',
-        "audit 'bytes' does not work: bytes are not compared",
+        '{"on_violation": "contain"}',
+        "on_violation 'contain' does not work: SGLang's radix tree",
+    ),
+    "no bytes": (
+        '{"audit": "ledger", "audit_every": 3}',
+        "has no effect without an audit of bytes",
     ),
     "no value": ('{"on_violation": "stop"}', "expected one of 'log', 'raise', got 'stop'"),
     "no number": ('{"weights_every": 0}', "weights_every is not valid"),
@@ -247,7 +257,7 @@ def test_an_error_of_kvtxns_ends_the_audit_alone(hooks, caplog):
 
     def fault(toy, batch):
         if toy.events["steps"] == 9:
-            batch.forward_batch.positions = batch.forward_batch.positions[:-1]
+            batch.forward_batch.seq_lens = batch.forward_batch.seq_lens[:-1]
 
     toy.fault = fault
     toy.serve(6)
@@ -331,8 +341,8 @@ def test_the_doctor_says_whether_the_hooks_fit(monkeypatch, release):
     assert found["hook points"] == "as expected"
     assert "can watch" in found["audit"]
     assert "is not set" in found["settings"]
-    monkeypatch.setenv(plugin.VARIABLE, '{"audit": "bytes"}')
-    assert "bytes are not compared" in doctor.report(None)["settings"]
+    monkeypatch.setenv(plugin.VARIABLE, '{"audits": "ledger"}')
+    assert "there is no setting 'audits'" in doctor.report(None)["settings"]
     monkeypatch.setenv(plugin.VARIABLE, '{"audit": "ledger"}')
     assert "audit='ledger'" in doctor.report(None)["settings"]
     release(scheduler={"def flush_cache": "def flush", "def get_internal_state": "def state"})

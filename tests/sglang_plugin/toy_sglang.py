@@ -22,7 +22,20 @@ LINES, POSITIONS, SLOTS = 9, 96, 400
 
 
 class MHATokenToKVPool:
-    """Nothing is in it."""
+    """Two layers, whose rows are made of a token and a position."""
+
+    start_layer = 0
+
+    def __init__(self) -> None:
+        self.k_buffer, self.v_buffer = (
+            [torch.zeros(SLOTS + 1, 2, 4) for _ in range(2)] for _ in "kv"
+        )
+
+    def write(self, forward_batch) -> None:
+        b = forward_batch
+        for number, rows in enumerate(zip(self.k_buffer, self.v_buffer, strict=True), 1):
+            for plane, values in zip(rows, (b.input_ids, b.positions), strict=True):
+                plane[b.out_cache_loc] = (values * number).to(plane.dtype)[:, None, None]
 
 
 class TokenToKVPoolAllocator:
@@ -31,6 +44,7 @@ class TokenToKVPoolAllocator:
     page_size, size = 1, SLOTS
 
     def __init__(self) -> None:
+        self.pool = MHATokenToKVPool()
         self.clear()
 
     def clear(self) -> None:
@@ -43,7 +57,7 @@ class TokenToKVPoolAllocator:
         self.free_slots += slots
 
     def get_kvcache(self):
-        return MHATokenToKVPool()
+        return self.pool
 
 
 class ReqToTokenPool:
@@ -117,14 +131,13 @@ class ModelRunner:
 
     is_draft_worker, device = False, "cpu"
 
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(2, 2)
-        self.forwards = 0
+    def __init__(self, pool) -> None:
+        self.model, self.pool = torch.nn.Linear(2, 2), pool
 
     def forward(self, forward_batch, skip_attn_backend_init=None, pp_proxy_tensors=None):
-        self.forwards += 1
         if forward_batch.fails:
             raise ArithmeticError("the forward failed")
+        self.pool.write(forward_batch)
         return SimpleNamespace(logits_output=None)
 
 
@@ -185,7 +198,7 @@ class ToySglang:
         self.req_to_token_pool = ReqToTokenPool()
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator()
         self.tree_cache = Tree()
-        runner = ModelRunner()
+        runner = ModelRunner(self.token_to_kv_pool_allocator.pool)
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.model_worker = Worker(self, runner)
         self.waiting: list[Req] = []

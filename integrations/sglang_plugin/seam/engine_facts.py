@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 
 from ....audit import RowGroup
+from ....errors import LayerError
+from ....layers import LayerRef
 from ...serving.step import Room
 from .protocols import Scheduler
 from .steps import ROWS
@@ -93,6 +95,34 @@ def row_group(scheduler: Scheduler) -> RowGroup:
     allocator = scheduler.token_to_kv_pool_allocator
     number = int(allocator.size) + max(int(allocator.page_size), 1)
     return RowGroup(ROWS, 1, number, drafter=False)
+
+
+#: Formats of rows whose bytes can be compared: 8-bit ones have scales of their own.
+_FORMATS: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def layer_refs(scheduler: Scheduler) -> list[LayerRef]:
+    """Describe the rows of the target's layers, a block of one row per slot.
+
+    Raises:
+        LayerError: they lie in another way than by slot, or have another format.
+    """
+    pool, refs = scheduler.token_to_kv_pool_allocator.get_kvcache(), []
+    latent = type(pool).__name__ == "MLATokenToKVPool"
+    planes = [(rows,) for rows in pool.kv_buffer] if latent else zip(
+        pool.k_buffer, pool.v_buffer, strict=True
+    )  # fmt: skip
+    for number, parts in enumerate(planes, pool.start_layer):
+        if any(rows.dim() != 3 or rows.dtype not in _FORMATS for rows in parts):
+            got = ", ".join(f"{rows.dtype} {list(rows.shape)}" for rows in parts)
+            raise LayerError("Scrub", "the rows of a layer do not lie by slot", got=got)
+        name = f"layers.{number}"
+        if latent:
+            refs.append(LayerRef.latent(name, parts[0], group=ROWS))
+        else:
+            key, value = (rows.unsqueeze(1) for rows in parts)
+            refs.append(LayerRef(name, key, value, group=ROWS))
+    return refs
 
 
 def rank() -> int:

@@ -128,8 +128,24 @@ class Allocator(Protocol):
     size: int
     page_size: int
 
-    def get_kvcache(self) -> object:
+    def get_kvcache(self) -> RowPool:
         """Return the pool with the rows."""
+
+
+class RowPool(Protocol):
+    """``sglang.srt.mem_cache.memory_pool.KVCache``.
+
+    Attributes:
+        k_buffer: by layer, ``[slots, heads, size]``; only of ``MHATokenToKVPool``.
+        v_buffer: likewise.
+        kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
+        start_layer: the number of the first layer.
+    """
+
+    k_buffer: Sequence[Tensor]
+    v_buffer: Sequence[Tensor]
+    kv_buffer: Sequence[Tensor]
+    start_layer: int
 
 
 class ModelRunner(Protocol):
