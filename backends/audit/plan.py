@@ -28,7 +28,7 @@ AT_ADDRESS, AT_STRIDE, AT_COLUMNS, AT_LINES, AT_TABLE_LINES = (
 )
 
 #: The tensors of a step whose elements kernels count from the tensor's address.
-_COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "positions")
+_COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "positions", "parents")
 
 
 def contiguous(step: Step) -> Step:

@@ -80,10 +80,10 @@ class TritonPasses(Passes):
         self.staging: Final = Staging(device)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
-        self._writing: Final = Launches(write_kernel.write_rows, 5, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 6, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
-        self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)
+        self._resolving: Final = Launches(resolve_kernel.resolve_rows, 5, device)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
@@ -131,12 +131,12 @@ class TritonPasses(Passes):
         books, requests = self.books, len(step.lines)
         arguments = (
             step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
-            step.tokens, self._or_unread(step.drafts),
+            self._or_unread(step.parents), step.tokens, self._or_unread(step.drafts),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.owners, books.own, books.facts, books.journal, books.counters,
             books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
-            step.drafts is not None, step.positions is not None, step.first is None,
-            self._num_groups, _ROWS,
+            step.drafts is not None, step.positions is not None, _are_trees(step),
+            step.first is None, self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
@@ -225,7 +225,7 @@ class TritonPasses(Passes):
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.own, books.facts, books.counters, step.num_rows, *self._sizes()[:2],
             0 if ids is None else ids.shape[1], besides, REJECTED, step.drafts is not None,
-            self._num_groups, _DRAFTS,
+            _are_trees(step), self._num_groups, _DRAFTS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         grid = (len(step.lines), 1, 1)
@@ -257,6 +257,11 @@ class TritonPasses(Passes):
         right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
         self._held[what] = right  # converted ones live until the next launch of this sort
         return self._addresses[what].of(right, table_lines)
+
+
+def _are_trees(step: Step) -> bool:
+    """Tell whether a step has drafts that are trees."""
+    return step.parents is not None and step.drafts is not None
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,7 +103,7 @@ class NumbaPasses(TorchPasses):
             else:
                 self._counters[book.STATES_CHECKED] += compared
         write_rows(
-            read.requests, read.positions, read.tokens, read.slots, self._groups,
+            read.requests, read.positions, read.parents, read.tokens, read.slots, self._groups,
             self._key, self._words, self._owners, self._own, self._facts, self._entries,
             self._counters, self._fingerprints, read.num_rows,
         )  # fmt: skip
@@ -143,7 +143,7 @@ class NumbaPasses(TorchPasses):
         read = self.reader.read(step)
         ids = _NOTHING if sampled is None else ints(sampled)
         resolve_rows(
-            read.requests, read.tokens, ints(accepted), besides, ids, read.slots,
+            read.requests, read.parents, read.tokens, ints(accepted), besides, ids, read.slots,
             self._groups, self._key, self._words, self._own, self._facts, self._counters,
             read.num_rows,
         )  # fmt: skip

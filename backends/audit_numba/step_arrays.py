@@ -43,6 +43,7 @@ class StepArrays:
         sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
         told: int64 ``[num_requests]``; empty if the engine never says.
         positions: int64 ``[num_rows]``; empty if the engine does not say.
+        parents: int64 ``[num_rows]``; empty if drafts are no trees.
         num_rows: rows for which the tensors have room.
         shared: all arrays are the tensors themselves, and none is a copy.
     """
@@ -58,6 +59,7 @@ class StepArrays:
     sources: tuple[Ints, ...]
     told: Ints
     positions: Ints
+    parents: Ints
     num_rows: int
     shared: bool
 
@@ -127,6 +129,7 @@ class StepReader:
             sources=tuple(ints(step.sources.get(name)) for name in self._groups),
             told=ints(step.told),
             positions=ints(step.positions),
+            parents=ints(step.parents),
             num_rows=step.num_rows,
             shared=_share_memory(step),
         )
@@ -134,7 +137,7 @@ class StepReader:
 
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
-    maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines)
+    maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines, step.parents)
     several = (*step.slots.values(), *step.sources.values())
     numbers = (step.lines, step.starts, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)

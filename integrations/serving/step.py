@@ -147,6 +147,8 @@ class Rows:
             where they are not those up to its last one; None if they are, or are not known.
         table_lines: int64 ``[num_requests]``, each request's line of the tables, where these have a
             line for each request that there can be; None if theirs are the batch's requests.
+        parents: int64 ``[num_rows]``, where drafts are trees, the draft that each draft row
+            follows, as in ``kvtxn.audit.Step``; None if each row follows the one before.
     """
 
     names: list[str]
@@ -160,6 +162,7 @@ class Rows:
     buffers: object | None = None
     lengths: dict[str, Tensor] | None = None
     table_lines: Tensor | None = None
+    parents: Tensor | None = None
 
 
 @attrs.frozen(eq=False)

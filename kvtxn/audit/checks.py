@@ -187,7 +187,7 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
     _fits(operation, books, "starts", step.starts, number + 1)
     _fits(operation, books, "tokens", step.tokens, 0)
     lengths = {"first": number, "drafts": number, "told": number, "positions": 0}
-    lengths["table_lines"] = number
+    lengths |= {"table_lines": number, "parents": 0}
     for name, length in lengths.items():
         tensor = getattr(step, name)
         if tensor is not None:

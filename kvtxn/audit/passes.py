@@ -103,6 +103,9 @@ class Passes(ABC):
 
         A slot outside its group is skipped, like -1. If two rows of one request have one slot
         of a ring, the later row stands.
+
+        Of drafts that are trees, the digests are of the tokens on the way to each; ``KNOWN`` ends
+        before them. See ``draft_trees``.
         """
 
     @abstractmethod
@@ -124,6 +127,7 @@ class Passes(ABC):
             sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
                 one more, which from now on counts as the request's own; -1 stands for no token.
                 A draft whose row is of another token counts as rejected, and so do those after it.
+                Of a tree, the drafts are kept that are of these tokens, one after the other.
             besides: tokens that ``accepted`` counts beside drafts.
         """
 

@@ -59,6 +59,13 @@ class Step:
             first one plus its number within the request: a row computed for another position is
             foreign to every reader. None: rows are taken to be computed for the positions that they
             stand for.
+        parents: int ``[num_rows]``, if drafts are trees: for each draft row the draft that it
+            follows, an earlier one, by its number among the request's drafts; -1 if it follows the
+            last settled row. The drafts lie in the table one after the other, and each is computed
+            for the position after the one that it follows. A number that is none of these is taken
+            for the nearest; of other rows it is not read. ``resolve`` needs the sampled tokens, by
+            which it finds the accepted drafts; then the engine copies their rows to where the
+            request's next step reads them: ``Ledger.carry``. None: each row follows the one before.
     """
 
     lines: Tensor
@@ -72,12 +79,14 @@ class Step:
     told: Tensor | None = None
     positions: Tensor | None = None
     table_lines: Tensor | None = None
+    parents: Tensor | None = attrs.field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
         """Rows for which every tensor of rows has room."""
-        every = [self.tokens, *self.slots.values()]
-        return min(map(len, every if self.positions is None else [*every, self.positions]))
+        some = (self.positions, self.parents)
+        every = [self.tokens, *self.slots.values(), *(each for each in some if each is not None)]
+        return min(map(len, every))
 
     def is_like(self, other: Step) -> bool:
         """Tell whether two steps have the same requests and tokens; waits for their device."""

@@ -208,6 +208,7 @@ def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
         slots=rows.slots if states is None else {**rows.slots, **states.slots},
         tables=rows.tables,
         table_lines=rows.table_lines,
+        parents=rows.parents,
         positions=rows.positions,
         sources={} if states is None else states.sources,
         told=None if states is None else states.told,
