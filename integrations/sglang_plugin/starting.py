@@ -95,9 +95,10 @@ class Hooks:
         error: Exception | None = None
         rank = engine_facts.rank()
         try:
-            why = cannot_watch(engine_facts.facts(scheduler, frozenset(SETTINGS)))
+            facts = engine_facts.facts(scheduler, frozenset(SETTINGS))
+            why = cannot_watch(facts)
             if why is None:
-                watching = Watching(scheduler, self._settings, rank)
+                watching = Watching(scheduler, self._settings, rank, trees=facts.trees)
                 size, release = watching.watch.ledger.books.num_bytes, hook_points.release()
                 log.info("kvtxn.audit_active", rank=rank, bytes=size, sglang=release)
                 return watching

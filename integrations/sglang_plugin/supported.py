@@ -14,8 +14,8 @@ SEEN: Final = ("0.5.23",)
 _POOLS: Final = ("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MLATokenToKVPool")
 _ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 _TABLES: Final = ("ReqToTokenPool",)
-#: Methods of speculation whose drafts are rows of one chain, verified by the target.
-_CHAINS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE")
+#: Methods of speculation whose drafts are rows of a chain or a tree, verified by the target.
+_METHODS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
 #: Arguments of the server that bring rows by another way than a forward, or read them by another
 #: table; and what kvtxn does not follow there.
@@ -55,14 +55,8 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (lambda f: f.slots not in _ALLOCATORS, lambda f: f"the slots of {f.slots} are not known"),
     (lambda f: f.table not in _TABLES, lambda f: f"the table {f.table} is not known"),
     (
-        lambda f: f.algorithm not in _CHAINS,
+        lambda f: f.algorithm not in _METHODS,
         lambda f: f"the drafts of {f.algorithm} are not followed yet",
-    ),
-    (
-        lambda f: f.algorithm != "NONE" and f.topk > 1,
-        lambda f: (
-            "drafts that form a tree are not followed yet; a chain has --speculative-eagle-topk 1"
-        ),
     ),
 )
 

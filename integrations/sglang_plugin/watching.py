@@ -21,7 +21,7 @@ from .seam import engine_facts
 from .seam.adapter import Adapter
 from .seam.protocols import ModelRunner, Scheduler
 from .seam.requests import Requests
-from .seam.steps import ForwardStep, StepReader
+from .seam.steps import ROWS, ForwardStep, StepReader
 from .settings import Settings
 
 log = get_logger()
@@ -77,13 +77,16 @@ class Watching:
         scheduler: SGLang's, with its caches.
         settings: the user's.
         rank: its tensor-parallel rank, for the log.
+        trees: drafts form trees.
 
     Attributes:
         watch: the watch over its rows.
         adapter: overhears its steps.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, rank: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool = False
+    ) -> None:
         runner = scheduler.tp_worker.model_runner
         device, room = torch.device(runner.device), engine_facts.room(scheduler)
         if device.type == "cuda" and device.index is None:
@@ -106,15 +109,24 @@ class Watching:
             self.watch.ledger, {"target": _parameters(runner)}, settings.weights_every
         )
         if settings.audit == "bytes":
-            self._compare_bytes(scheduler, settings, rank)
-        reader = StepReader(scheduler.req_to_token_pool, room.requests, device)
+            self._compare_bytes(scheduler, settings, rank, trees=trees)
+        reader = StepReader(scheduler.req_to_token_pool, room.requests, device, trees=trees)
         self.part: Final = LedgerPart(Steps(self.watch, reader))
         with self._on_forward_stream(), torch.inference_mode():
             self._compile(reader, engine_facts.most_drafts(scheduler))
             self.watch.begin()
         self.adapter: Final = Adapter(
-            scheduler, self.part, reader, Requests(room.requests), self.watch.stop
+            scheduler,
+            self.part,
+            reader,
+            Requests(room.requests),
+            self.watch.stop,
+            self._moved if trees else None,
         )
+
+    def _moved(self, source: Tensor, target: Tensor) -> None:
+        """Tell the ledger which rows were copied."""
+        self.watch.hear(lambda watch: watch.ledger.carry({ROWS: (source, target)}))
 
     def _compile(self, reader: StepReader, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""
@@ -129,13 +141,17 @@ class Watching:
                 scrub.seal(step, counts, besides=1)
         ledger.restart()
 
-    def _compare_bytes(self, scheduler: Scheduler, settings: Settings, rank: int) -> None:
+    def _compare_bytes(
+        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool
+    ) -> None:
         """Let the watch compare the bytes of rows, too; if that is impossible, log why.
 
         Raises:
             LayerError: it is impossible, and the user requires the audit.
         """
         try:
+            if trees:
+                raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
             refs = engine_facts.layer_refs(scheduler)
             self.watch.scrub = Scrub(self.watch.ledger, refs, every=settings.audit_every)
         except LayerError as error:

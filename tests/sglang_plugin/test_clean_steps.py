@@ -6,12 +6,12 @@ import pytest
 from toy_sglang import ToySglang, next_token
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_clean_steps_give_no_alarm(hooks, drafts, overlap, seed):
+def test_clean_steps_give_no_alarm(hooks, drafts, trees, overlap, seed):
     """Hits, chunks, retraction, aborts, samples that come later, flushes, one more forward."""
-    toy = ToySglang(hooks.around(), drafts=drafts, overlap=overlap, seed=seed)
+    toy = ToySglang(hooks.around(), drafts=drafts, trees=trees, overlap=overlap, seed=seed)
     toy.retracts = 0.1
     for _ in range(3):
         toy.serve(12)
@@ -28,10 +28,11 @@ def test_clean_steps_give_no_alarm(hooks, drafts, overlap, seed):
     assert bool(toy.events["later"]) == (not drafts)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_the_engine_computes_what_it_does_without_kvtxn(hooks, drafts):
+@pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
+def test_the_engine_computes_what_it_does_without_kvtxn(hooks, drafts, trees):
     """And each text is the model's."""
-    toys = [ToySglang(around, drafts=drafts, seed=5) for around in (hooks.around(), {})]
+    arounds = (hooks.around(), {})
+    toys = [ToySglang(around, drafts=drafts, trees=trees, seed=5) for around in arounds]
     for toy in toys:
         toy.serve(12)
     one, other = ([(r.tokens, r.aborted) for r in toy.done] for toy in toys)

@@ -116,18 +116,56 @@ def length_one_less(toy, batch):
     return Planted(rid, first + batch.accepted[number] - 1, None, ("foreign",), rid)
 
 
+def moved(toy, batch):
+    """The first row that an accepted draft is moved from: its request and position, or None."""
+    width = toy.drafts + 1
+    for number, kept in enumerate(batch.accepted):
+        for depth in range(1, kept):
+            target, source = (each[number * width + depth] for each in batch.moves)
+            if target != source:
+                return number, depth, int(target), int(source)
+    return None
+
+
+def lost_move(toy, batch):
+    """No accepted row of a tree is moved to the front."""
+    found = moved(toy, batch)
+    if found is None:
+        return None
+    number, depth, slot, _ = found
+    batch.moves[0].zero_()
+    rid, _, first, _ = places(toy, batch, number)
+    return Planted(rid, first + depth, slot, ("rejected", "foreign"), rid)
+
+
+def wrong_branch(toy, batch):
+    """The row of another draft is moved to the front."""
+    found = moved(toy, batch)
+    if found is None:
+        return None
+    number, depth, slot, source = found
+    rid, line, first, _ = places(toy, batch, number)
+    width = toy.drafts + 1
+    others = [each for each in line[first + 1 : first + width].tolist() if each != source]
+    batch.moves[1][number * width + depth] = others[-1]
+    return Planted(rid, first + depth, slot, ("rejected", "foreign"))
+
+
 DECODE = [
     *(wrong_slot, lost_write, foreign_line, swapped_lines, off_by_one),
     *(given_twice, wrong_token, wrong_position, padding_read),
 ]
-CASES = [(plant, drafts) for plant in DECODE for drafts in (0, 3)]
-CASES += [(plant, 3) for plant in (accepts_one_more, length_one_less)]
+CASES = [(plant, drafts, False) for plant in DECODE for drafts in (0, 3)]
+CASES += [(plant, 3, False) for plant in (accepts_one_more, length_one_less)]
+CASES += [(plant, 5, True) for plant in (*DECODE, lost_move, wrong_branch)]
 
 
-@pytest.mark.parametrize(("plant", "drafts"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_a_planted_fault_is_found(hooks, plant, drafts):
+@pytest.mark.parametrize(
+    ("plant", "drafts", "trees"), CASES, ids=lambda x: getattr(x, "__name__", x)
+)
+def test_a_planted_fault_is_found(hooks, plant, drafts, trees):
     """By request, position, slot and writer, in one of the kinds that it can be."""
-    toy = ToySglang(hooks.around(), drafts=drafts, seed=4)
+    toy = ToySglang(hooks.around(), drafts=drafts, trees=trees, seed=4)
     toy.retracts = toy.aborts = 0
     planted = []
 

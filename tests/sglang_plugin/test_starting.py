@@ -205,8 +205,10 @@ REFUSED = {
     "another pool": (EngineFacts(rows="DSATokenToKVPool"), "the rows of DSATokenToKVPool"),
     "another allocator": (EngineFacts(slots="Another"), "the slots of Another are not known"),
     "another table": (EngineFacts(table="Another"), "the table Another is not known"),
-    "n-grams": (EngineFacts(algorithm="NGRAM"), "the drafts of NGRAM are not followed yet"),
-    "a tree": (EngineFacts(algorithm="EAGLE", topk=4), "drafts that form a tree"),
+    "another drafter": (
+        EngineFacts(algorithm="DFLASH"),
+        "the drafts of DFLASH are not followed yet",
+    ),
     "embeddings": (EngineFacts(samples=False), "samples no tokens"),
     "HiCache": (EngineFacts(settings=frozenset(["enable_hierarchical_cache"])), "HiCache"),
     "stages": (EngineFacts(settings=frozenset(["pp_size"])), "pipeline stages"),
@@ -220,9 +222,14 @@ def test_an_engine_that_is_not_watched(case):
 
 
 @pytest.mark.parametrize("rows", ["MHATokenToKVPool", "MLATokenToKVPool"])
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3"])
-def test_an_engine_that_is_watched(rows, algorithm):
-    assert supported.cannot_watch(EngineFacts(rows=rows, algorithm=algorithm)) is None
+@pytest.mark.parametrize(
+    ("algorithm", "topk", "trees"),
+    [("NONE", 1, False), ("EAGLE", 1, False), ("EAGLE3", 4, True), ("NGRAM", 1, True)],
+)
+def test_an_engine_that_is_watched(rows, algorithm, topk, trees):
+    facts = EngineFacts(rows=rows, algorithm=algorithm, topk=topk)
+    assert supported.cannot_watch(facts) is None
+    assert facts.trees == trees
 
 
 def test_the_facts_of_an_engine():

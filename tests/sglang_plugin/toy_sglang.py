@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from itertools import pairwise
 from types import SimpleNamespace
 
 import attrs
@@ -30,6 +31,10 @@ class MHATokenToKVPool:
         self.k_buffer, self.v_buffer = (
             [torch.zeros(SLOTS + 1, 2, 4) for _ in range(2)] for _ in "kv"
         )
+
+    def move_kv_cache(self, target, source) -> None:
+        for plane in (*self.k_buffer, *self.v_buffer):
+            plane[target] = plane[source]
 
     def write(self, forward_batch) -> None:
         b = forward_batch
@@ -126,6 +131,47 @@ def next_token(tokens):
     return random.Random(str(list(tokens))).randrange(1, VOCABULARY)
 
 
+def grown_tree(text, drafts, chance):
+    """A tree of drafts behind a text, which is its root; no two siblings have one token.
+
+    Args:
+        text: the tokens up to the root's.
+        drafts: nodes behind the root.
+        chance: draws it.
+
+    Returns:
+        By node: its token, its depth, its text, its first child and its next sibling (-1 without);
+        and the nodes that the model accepts, the root first.
+    """
+    texts, depths = [list(text)], [0]
+    children = [[] for _ in range(drafts + 1)]
+    for node in range(1, drafts + 1):
+        parent = chance.randrange(node)
+        right = next_token(texts[parent])
+        taken = {texts[child][-1] for child in children[parent]}
+        token = right if chance.random() < 0.6 else chance.randrange(1, VOCABULARY)
+        while token in taken:
+            token = token % (VOCABULARY - 1) + 1
+        children[parent].append(node)
+        texts.append([*texts[parent], token])
+        depths.append(depths[parent] + 1)
+    after = [-1] * (drafts + 1)
+    for family in children:
+        for one, other in pairwise(family):
+            after[one] = other
+    path = [0]
+    while True:
+        right = next_token(texts[path[-1]])
+        kept = [child for child in children[path[-1]] if texts[child][-1] == right]
+        if not kept:
+            break
+        path += kept
+    return SimpleNamespace(
+        tokens=[text[-1] for text in texts], depths=depths, texts=texts, path=path, siblings=after,
+        children=[family[0] if family else -1 for family in children],
+    )  # fmt: skip
+
+
 class ModelRunner:
     """The target's runner, or a drafter's."""
 
@@ -165,6 +211,8 @@ class Worker:
             result.next_token_ids = torch.tensor(batch.sampled, dtype=torch.int32)
         if batch.accepted is not None:
             result.accept_lens = torch.tensor(batch.accepted, dtype=torch.int32)
+        if batch.moves is not None:
+            toy.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(*batch.moves)
         toy.ran(batch)
         return result
 
@@ -176,6 +224,7 @@ class ToySglang:
         hooks: the plug-in's hooks by dotted name; none for a plain engine.
         drafts: rows of drafts of each verify step.
         overlap: results are taken in one step later.
+        trees: the drafts form trees, as those of NGRAM do.
         chunk: the most tokens of a prompt in a step.
         seed: of lengths, prefixes, ends.
     """
@@ -184,12 +233,17 @@ class ToySglang:
     #: How often a request is retracted, and aborted.
     retracts, aborts = 0.05, 0.01
 
-    def __init__(self, hooks=None, *, drafts=0, overlap=True, chunk=12, seed=0) -> None:
+    def __init__(
+        self, hooks=None, *, drafts=0, trees=False, overlap=True, chunk=12, seed=0
+    ) -> None:
+        self.trees = trees
         self.hooks = hooks or {}
         self.drafts, self.chunk, self.random = drafts, chunk, random.Random(seed)
         self.enable_overlap = overlap
         self.forward_stream = None
-        self.spec_algorithm = SimpleNamespace(name="EAGLE" if drafts else "NONE")
+        self.spec_algorithm = SimpleNamespace(
+            name="NGRAM" if trees else "EAGLE" if drafts else "NONE"
+        )
         self.server_args = SimpleNamespace(
             speculative_eagle_topk=1,
             speculative_num_draft_tokens=drafts + 1 if drafts else None,
@@ -325,6 +379,8 @@ class ToySglang:
         if not drafts:
             sampled = [next_token(self.device[req.rid]) for req in reqs]
             return self.batch("DECODE", reqs, before, ends, sampled)
+        if self.trees:
+            return self.verify_trees(reqs, before, ends)
         proposed, sampled, accepted = [], [], []
         for req in reqs:
             tokens, wrong = list(self.device[req.rid]), self.random.randrange(drafts + 1)
@@ -335,6 +391,30 @@ class ToySglang:
             proposed.append(tokens[-drafts - 1 : -1])
             accepted.append(wrong + 1)
         return self.batch("TARGET_VERIFY", reqs, before, ends, sampled, accepted, proposed)
+
+    def verify_trees(self, reqs, before, ends):
+        """Draft a tree for each request; the accepted rows are moved to the front."""
+        width, proposed, sampled, accepted, depths = self.drafts + 1, [], [], [], []
+        links = torch.full((2, len(reqs), width), -1)
+        targets, sources = torch.zeros(2, len(reqs) * width, dtype=torch.int64)
+        for number, (req, first) in enumerate(zip(reqs, before, strict=True)):
+            tree = grown_tree(self.device[req.rid], self.drafts, self.random)
+            proposed.append(tree.tokens[1:])
+            depths += [first + depth for depth in tree.depths]
+            links[:, number] = torch.tensor([tree.children, tree.siblings])
+            kept = [next_token(tree.texts[node]) for node in tree.path]
+            sampled += kept + [0] * (width - len(kept))
+            accepted.append(len(kept))
+            slots = self.row(req)[first : first + width]
+            at = number * width
+            targets[at : at + len(kept)] = slots[: len(kept)]
+            sources[at : at + len(kept)] = slots[tree.path]
+        batch = self.batch("TARGET_VERIFY", reqs, before, ends, sampled, accepted, proposed)
+        spec = batch.forward_batch.spec_info
+        spec.retrieve_next_token, spec.retrieve_next_sibling = links
+        batch.forward_batch.positions = torch.tensor(depths)
+        batch.moves = targets, sources
+        return batch
 
     def batch(self, mode, reqs, before, ends, sampled, accepted=None, proposed=None):
         """Make the batch, and the forward's, as SGLang's init_new does."""
@@ -366,8 +446,10 @@ class ToySglang:
             fails=False,
         )
         later = mode == "DECODE" and self.random.random() < 0.2
-        return SimpleNamespace(reqs=reqs, forward_batch=forward, before=before, ends=ends,
-                               sampled=sampled, accepted=accepted, later=later)  # fmt: skip
+        return SimpleNamespace(
+            reqs=reqs, forward_batch=forward, before=before, ends=ends, sampled=sampled,
+            accepted=accepted, later=later, moves=None,
+        )  # fmt: skip
 
     def run_batch(self, batch, pp_proxy_tensors=None):
         return self.model_worker.forward_batch_generation(batch)

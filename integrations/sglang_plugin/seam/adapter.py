@@ -20,6 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
+from torch import Tensor
+
 from ...serving.ledger.part import LedgerPart
 from ...serving.ledger.violation_log import AuditError
 from .protocols import (
@@ -44,6 +46,10 @@ class Ended(Protocol):
         """End the audit."""
 
 
+#: Hears which slots rows were copied from and to, int ``[n]`` each on the device.
+Moved = Callable[[Tensor, Tensor], None]
+
+
 class Adapter:
     """Tells a part what one scheduler and its target's runner do.
 
@@ -53,6 +59,7 @@ class Adapter:
         reader: reads the forwards.
         requests: the requests that hold rows.
         ended: called if the audit fails.
+        moved: hears of rows that were moved, after the outcome of their step; None if none are.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Adapter:
         reader: StepReader,
         requests: Requests,
         ended: Ended,
+        moved: Moved | None = None,
     ) -> None:
         self._runner: Final[ModelRunner] = scheduler.tp_worker.model_runner
         self._part: Final = part
@@ -74,10 +82,22 @@ class Adapter:
         self._samples_later = False
         self.active = True
         self._follow(scheduler.model_worker)
+        #: Rows that were copied since the step's forward.
+        self._moves: list[tuple[Tensor, Tensor]] = []
+        self._moved: Final = moved
+        if moved is not None:
+            pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            pool.move_kv_cache = partial(self._moves_rows, pool.move_kv_cache)
 
     def _follow(self, worker: ModelWorker) -> None:
         """Hear what a model worker returns; the attribute hides the method of this worker alone."""
         worker.forward_batch_generation = partial(self._generated, worker.forward_batch_generation)
+
+    def _moves_rows(self, move: Moved, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Let a pool copy rows; a slot of padding stands for no row."""
+        move(tgt_loc, src_loc)
+        if self.active:
+            self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tell something; an error ends the audit, unless the user asks for it."""
@@ -142,6 +162,10 @@ class Adapter:
         outcome = None if step is None else self._reader.outcome(step, result)
         if outcome is not None:
             self._part.sampled(*outcome)
+        moves, self._moves = self._moves, []
+        if self._moved is not None:
+            for source, target in moves:
+                self._moved(source, target)
 
     # -- hook B: the forward -----------------------------------------------------------------
 

@@ -39,6 +39,11 @@ class EngineFacts:
     topk: int = 1
     settings: frozenset[str] = frozenset()
 
+    @property
+    def trees(self) -> bool:
+        """True if drafts form trees, whose accepted rows are moved to the front."""
+        return self.algorithm == "NGRAM" or (self.algorithm != "NONE" and self.topk > 1)
+
 
 def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
     """Read the facts of an engine.

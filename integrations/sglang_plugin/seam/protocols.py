@@ -20,11 +20,14 @@ class SpecInput(Protocol):
 
     Attributes:
         draft_token_num: rows of each request: the root, and the drafts behind it.
-        topk: 1 if the drafts are a chain.
+        retrieve_next_token: of a tree, int64 ``[num_requests, draft_token_num]``, the first row
+            that follows each row, by its number within the request; -1 without any.
+        retrieve_next_sibling: of a tree, likewise, the next row that follows the same row.
     """
 
     draft_token_num: int
-    topk: int
+    retrieve_next_token: Tensor
+    retrieve_next_sibling: Tensor
 
 
 class ForwardBatch(Protocol):
@@ -140,12 +143,14 @@ class RowPool(Protocol):
         v_buffer: likewise.
         kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
         start_layer: the number of the first layer.
+        move_kv_cache: copies rows, given their slots on the device, first those that are written.
     """
 
     k_buffer: Sequence[Tensor]
     v_buffer: Sequence[Tensor]
     kv_buffer: Sequence[Tensor]
     start_layer: int
+    move_kv_cache: Callable[[Tensor, Tensor], None]
 
 
 class ModelRunner(Protocol):

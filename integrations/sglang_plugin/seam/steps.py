@@ -18,7 +18,13 @@ from torch import Tensor
 from ....errors import KVTxnError
 from ....host_values import to_device
 from ...serving.step import BatchRows, Rows
-from .protocols import ForwardBatch, GenerationBatchResult, Req, ReqToTokenPool
+from .protocols import (
+    ForwardBatch,
+    GenerationBatchResult,
+    Req,
+    ReqToTokenPool,
+    SpecInput,
+)
 
 #: The name of the group of the rows of all layers.
 ROWS: Final = "group.0"
@@ -90,12 +96,13 @@ class _Buffers:
     tokens: Tensor
     positions: Tensor
     slots: Tensor
+    parents: Tensor
 
     @classmethod
     def of(cls, capacity: int, device: torch.device) -> _Buffers:
         """Make buffers for so many rows."""
         with torch.inference_mode(False):  # steps write into them in inference mode or not
-            every = torch.zeros(3, capacity, dtype=torch.int64, device=device)
+            every = torch.zeros(4, capacity, dtype=torch.int64, device=device)
         return cls(*every.unbind())
 
 
@@ -106,9 +113,13 @@ class StepReader:
         pool: has the table of slots.
         requests: the most requests of a step.
         device: of all tensors.
+        trees: drafts form trees.
     """
 
-    def __init__(self, pool: ReqToTokenPool, requests: int, device: torch.device) -> None:
+    def __init__(
+        self, pool: ReqToTokenPool, requests: int, device: torch.device, *, trees: bool = False
+    ) -> None:
+        self._trees: Final = trees
         self._pool: Final = pool
         self._requests: Final = requests
         self._device: Final = device
@@ -151,6 +162,10 @@ class StepReader:
             [batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices],
         )
         self._place_requests(batch, number)
+        if rows.parents is not None:
+            assert batch.spec_info is not None  # of every step with drafts
+            parents = rows_before(batch.spec_info, number)
+            buffers.parents[:total].copy_(parents.view(-1))
         if rows.names != names:
             rows = self._known[key] = attrs.evolve(rows, names=names)
         return rows
@@ -223,6 +238,7 @@ class StepReader:
             tables={ROWS: self._pool.req_to_token},
             table_lines=self._lines[:number],
             positions=buffers.positions[:size],
+            parents=buffers.parents[:size] if self._trees and each > 1 else None,
             buffers=object(),
         )
 
@@ -285,3 +301,34 @@ class StepReader:
             return self._ones[:number]
         counts = [0 if request in going_on else 1 for request in range(number)]
         return to_device(counts, self._device, torch.int64)
+
+
+def rows_before(spec: SpecInput, requests: int) -> Tensor:
+    """Return the draft that each row of a tree follows, see ``Rows.parents``.
+
+    A tree says the first row that follows each row, and the next one that follows the same row. So
+    from each row one goes back to the first of its siblings, by jumps of twice the length, and from
+    there to the row that they follow.
+
+    Args:
+        spec: of the step; see ``SpecInput``.
+        requests: their number.
+
+    Returns:
+        int64 ``[requests, rows]``: -1 for a row behind the root, -2 for the root.
+    """
+    width = spec.draft_token_num
+    children = spec.retrieve_next_token.view(requests, width)
+    own = torch.arange(width, device=children.device).expand(requests, width)
+
+    def inverted(following: Tensor) -> Tensor:
+        """Return the row that leads to each row; -1 where none does."""
+        found = own.new_full((requests, width + 1), -1)
+        where = following.long().clamp(max=width)
+        return found.scatter_(1, torch.where(where < 0, width, where), own)[:, :width]
+
+    before = inverted(spec.retrieve_next_sibling.view(requests, width))
+    eldest = torch.where(before < 0, own, before)
+    for _ in range(width.bit_length()):
+        eldest = eldest.gather(1, eldest)
+    return inverted(children).gather(1, eldest) - 1
