@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from .metrics import Metrics
 from .seam import engine_facts, hook_points
 from .seam.protocols import ForwardBatch, ModelRunner, Req, ScheduleBatch, Scheduler
 from .settings import Settings, read_settings
@@ -62,6 +63,7 @@ class Hooks:
         self._settings: Final = settings
         self._scheduler: Scheduler | None = None
         self._watching: Watching | None = None
+        self._metrics: Metrics | None = None
 
     def around(self) -> dict[str, hook_points.Hook]:
         """Return a function for each hook point that this release has, by its dotted name."""
@@ -95,6 +97,8 @@ class Hooks:
         error: Exception | None = None
         rank = engine_facts.rank()
         try:
+            page = engine_facts.metrics_of(scheduler)
+            self._metrics = None if page is None else Metrics(*page, rank)
             facts = engine_facts.facts(scheduler, frozenset(SETTINGS))
             why = cannot_watch(facts)
             if why is None:
@@ -107,6 +111,8 @@ class Hooks:
         if self._settings.required:
             raise RequiredError("audit", str(why)) from error
         log.warning("kvtxn.audit_inactive", rank=rank, why=why, effect=_EFFECT, exc_info=error)
+        if self._metrics is not None:
+            self._metrics.show({"kvtxn_audit_active": 0})
         return None
 
     def report(self) -> dict[str, Any] | None:
@@ -132,6 +138,8 @@ class Hooks:
     ) -> Any:
         """Run a step of a scheduler."""
         watching = self._of(scheduler)
+        if watching is not None and self._metrics is not None:
+            watching.show(self._metrics)
         if watching is None or not watching.adapter.active:
             return original(scheduler, batch, *args, **kwargs)
         return watching.adapter.run_batch(

@@ -17,6 +17,7 @@ from ..serving.ledger.rank_agreement import Wrong
 from ..serving.ledger.step_forms import StepForms
 from ..serving.ledger.watch import Watch
 from ..serving.step import Arrival, PlannedStep, Rows, States
+from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
 from .seam.protocols import ModelRunner, Scheduler
@@ -173,6 +174,15 @@ class Watching:
     def _forget(self) -> None:
         with self._on_forward_stream():
             self.watch.forget()
+
+    def show(self, metrics: Metrics) -> None:
+        """Bring the metrics of this scheduler up to date, now and then; an error is logged."""
+        active = self.adapter.active and not self.watch.stopped
+        try:
+            with self._on_forward_stream():
+                metrics.update(self.watch.ledger, active=active)
+        except Exception as error:
+            self.watch.stop(error)
 
     def report(self) -> dict[str, Any]:
         """Return the counters and the violations that were found; waits for the device."""

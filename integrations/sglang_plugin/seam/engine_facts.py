@@ -77,6 +77,15 @@ def _is_set(args: object, name: str) -> bool:
     return value not in (None, False, "", "null", "none")
 
 
+def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
+    """Return a server's model name and the number of a scheduler's group; None without metrics."""
+    args = scheduler.server_args
+    if not _argument(args, "enable_metrics", False):
+        return None
+    name = _argument(args, "served_model_name", None) or _argument(args, "model_path", "")
+    return str(name), int(getattr(scheduler, "dp_rank", None) or 0)
+
+
 def most_drafts(scheduler: Scheduler) -> int:
     """Return the most drafts of a request in one step."""
     if scheduler.spec_algorithm.name == "NONE":
