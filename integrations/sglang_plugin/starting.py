@@ -68,12 +68,14 @@ class Hooks:
     def around(self) -> dict[str, hook_points.Hook]:
         """Return a function for each hook point that this release has, by its dotted name."""
         forward, run_batch, flush, release, _ = hook_points.HOOK_POINTS
-        opens, state = hook_points.OPTIONAL
+        opens, state, weights = hook_points.OPTIONAL
         ours: dict[str, hook_points.Hook] = {
             forward: self.forward, run_batch: self.run_batch, flush: self.flush_cache,
             release: self.release_kv_cache,
         }  # fmt: skip
-        more: dict[str, hook_points.Hook] = {opens: self.opens, state: self.get_internal_state}
+        more: dict[str, hook_points.Hook] = {
+            opens: self.opens, state: self.get_internal_state, weights: self.weights_updated,
+        }  # fmt: skip
         for target, function in more.items():
             if not hook_points.moved({target: hook_points.OPTIONAL[target]}):
                 ours[target] = function
@@ -178,6 +180,14 @@ class Hooks:
         if done and self._watching is not None:
             self._watching.flushed()
         return done
+
+    def weights_updated(
+        self, original: Callable[..., Any], updater: object, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Hear that an update of the weights has succeeded, before the cache may be flushed."""
+        if self._watching is not None:
+            self._watching.weights_changed()
+        return original(updater, *args, **kwargs)
 
     def get_internal_state(
         self, original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any

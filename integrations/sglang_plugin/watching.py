@@ -167,8 +167,14 @@ class Watching:
             return nullcontext()
         return torch.cuda.stream(self._scheduler.forward_stream)
 
+    def weights_changed(self) -> None:
+        """Hear that the target has other weights; the next step begins an epoch."""
+        if self.watch.weights is not None:
+            self.watch.weights.changed("target")
+
     def flushed(self) -> None:
-        """Forget every row, as the caches were emptied."""
+        """Forget every row, as the caches were emptied: often behind an update of the weights."""
+        self.weights_changed()
         self.adapter.flushed(self._forget)
 
     def _forget(self) -> None:

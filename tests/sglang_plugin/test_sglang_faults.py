@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.sglang_plugin import starting
+from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_sglang import VOCABULARY, ToySglang
 
 
@@ -241,14 +245,40 @@ def test_a_flush_that_is_refused_forgets_nothing(hooks):
     assert hooks.report()["violations"] == []
 
 
-def test_rows_of_weights_that_nobody_told_of_are_found(hooks, monkeypatch):
-    """A sample of the parameters shows the change; flushes are what SGLang does about it."""
-    toy = ToySglang(hooks.around(), seed=2)
+def serves_with_other_weights(toy, hooks, tell):
+    """Serve requests, change the weights, tell of it or not, and serve more."""
     toy.retracts = toy.aborts = 0
-    toy.offer([*range(1, 17)], 3)
-    toy.serve(0)
+    toy.serve(8)
     with torch.no_grad():
         toy.tp_worker.model_runner.model.weight += 1
+    tell()
     toy.serve(12)
-    found = hooks.report()["violations"]
-    assert "weights" in {each["kind"] for each in found}
+    return hooks.report()
+
+
+def test_weights_that_nobody_told_of_are_found(hooks):
+    """A sample of the parameters shows the change."""
+    toy = ToySglang(hooks.around(), seed=2)
+    report = serves_with_other_weights(toy, hooks, lambda: None)
+    assert "weights" in {each["kind"] for each in report["violations"]}
+
+
+def test_an_update_that_keeps_the_cache_makes_its_rows_older(on_a_cpu):
+    """SGLang says that it has updated them; rows that are read since are of earlier weights."""
+    hooks = starting.Hooks(Settings("ledger", stale="alarm"))
+    toy = ToySglang(hooks.around(), seed=2)
+    update = partial(hooks.weights_updated, lambda updater, request: (True, ""), None, None)
+    toy.offer(prompt := [*range(1, 17)], 3)
+    toy.serve(0)
+    report = serves_with_other_weights(toy, hooks, update)
+    assert report["violations"] == []  # other prompts
+    toy.offer(prompt, 3)
+    toy.serve(0)
+    assert {each["kind"] for each in hooks.report()["violations"]} == {"stale"}
+
+
+def test_an_update_with_a_flush_is_no_fault(hooks):
+    """As SGLang does it, unless its user does not want that."""
+    toy = ToySglang(hooks.around(), seed=2)
+    assert serves_with_other_weights(toy, hooks, toy.flush)["violations"] == []
+    assert toy.events["flushed"] == 1

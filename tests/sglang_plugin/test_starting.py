@@ -107,6 +107,8 @@ SOURCES = {
     "    @stage('run')\n    def run_batch(self, batch, pp_proxy_tensors=None): ...\n"
     "    def flush_cache(self, empty_cache=True): ...\n"
     "    def get_internal_state(self, recv_req): ...\n",
+    "srt/managers/scheduler_components/weight_updater.py": "class SchedulerWeightUpdaterManager:\n"
+    "    def flush_cache_after_weight_update(self, recv_req): ...\n",
     "srt/mem_cache/common.py": "def release_kv_cache(req, tree_cache, *, checkpoint): ...\n",
     "srt/managers/tp_worker.py": "class TpModelWorker:\n"
     "    def forward_batch_generation(self, batch, forward_batch=None, pp_proxy_tensors=None,\n"

@@ -19,7 +19,7 @@ import attrs
 import torch
 
 VOCABULARY = 50
-LINES, POSITIONS, SLOTS = 9, 96, 400
+LINES, POSITIONS, SLOTS = 9, 96, 1200
 
 
 class MHATokenToKVPool:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS: Final = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
 
 #: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
 HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -21,11 +24,12 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # Wrapped on the worker, whose result is on the device still.
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("self", "batch"),
 }
-#: These only make the audit more pleasant: it opens while the engine starts, and /server_info has
-#: its counters.
+#: These only make the audit more pleasant: it opens while the engine starts, /server_info has its
+#: counters, and it hears of an update of the weights that leaves the cache as it is.
 OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_SCHEDULER}.__init__": ("self", "server_args"),
     f"{_SCHEDULER}.get_internal_state": ("self", "recv_req"),
+    f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
 }
 
 Hook = Callable[..., Any]

@@ -29,6 +29,9 @@ from .protocols import (
 #: The name of the group of the rows of all layers.
 ROWS: Final = "group.0"
 
+#: Kinds of steps that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
+
 #: Modes of a forward that computes a prompt's tokens, that decodes, and that verifies drafts.
 _EXTEND: Final = ("EXTEND", "MIXED")
 _DECODE: Final = "DECODE"
@@ -155,6 +158,8 @@ class StepReader:
         names = list(batch.rids or ())
         rows = self._known.get(key)
         if rows is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
             rows = self._known[key] = self._new(names, each, buffers, size)
         own = buffers.tokens, buffers.positions, buffers.slots
         torch._foreach_copy_(
