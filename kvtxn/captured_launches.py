@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .layout import RowLayout
 from .row_io import LayerRows
+from .state_supplier import Capture
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -52,9 +53,12 @@ class LayoutLaunches(abc.ABC):
         replays: commits that the executor has captured, by the address of the contiguous int32
             tensor that the commit reads ``sampled`` from. A window calls a replay in place of
             ``commit``.
+        with_states: by the same addresses, commits that were captured together with those of the
+            states of a ``StateSupplier``. One that raises wrote and counted nothing.
     """
 
     replays: Mapping[int, Callable[[], None]] = _NO_REPLAYS
+    with_states: Mapping[int, Callable[[], None]] = _NO_REPLAYS
 
     @abc.abstractmethod
     def save(self) -> None:
@@ -70,26 +74,24 @@ class LayoutLaunches(abc.ABC):
                 checked the tensor, but no value in it: counts clamp.
         """
 
-    def capture_with(
-        self,
-        sampled: Tensor,
-        beside: Callable[[], None],
-        make: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
-    ) -> Callable[[], None] | None:
-        """Capture a commit together with launches of the caller's, as one launch.
+    def recurs_with_states(self, sampled: Tensor) -> bool:
+        """Count a commit of rows and states; tell whether to capture both by ``capture_with``.
+
+        Args:
+            sampled: as for ``commit``, contiguous int32.
+        """
+        return False
+
+    def capture_with(  # noqa: B027 - an executor need not capture
+        self, sampled: Tensor, states: Callable[[], None], capture: Capture | None
+    ) -> None:
+        """Capture a commit together with that of states, for ``with_states``, if possible.
 
         Args:
             sampled: as for ``commit``, contiguous int32. The launch reads it where it lies now.
-            beside: makes the caller's launches. They were made once before, and wait for nothing.
-            make: captures what a function launches, and returns a function that launches it again:
-                the caller knows where memory is for what ``beside`` allocates. None: it allocates
-                nothing, and the executor captures.
-
-        Returns:
-            A function that launches all of them; one that raises wrote and counted nothing. None if
-            the executor captures none, or not yet.
+            states: makes the launches of the states. They were made once before.
+            capture: as ``StateSupplier.capture``; None: the executor captures.
         """
-        return None
 
     def warm_up(self, sampled: Tensor) -> None:
         """Launch everything once while every slot is -1, before the first step.

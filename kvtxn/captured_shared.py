@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Final
 
@@ -33,14 +32,11 @@ class StepPlan:
         num_requests: requests of the window.
         launches: the executor's prepared launches; None if it has none.
         marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
-        stage_operations: number of rows x number of layers whose drafts wait for commit.
-        together: launches of ``LayoutLaunches.capture_with``, by what the caller knows them by.
+        stage_operations: number of rows x number of layers whose drafts wait for commit, those
+            with states of a supplier included.
     """
 
-    __slots__ = (
-        *("launches", "layout", "marks", "num_requests", "stage_operations"),
-        *("together", "windows"),
-    )
+    __slots__ = ("launches", "layout", "marks", "num_requests", "stage_operations", "windows")
 
     def __init__(
         self,
@@ -56,7 +52,6 @@ class StepPlan:
         self.launches = launches
         self.marks = marks
         self.stage_operations = stage_operations
-        self.together: dict[Hashable, Callable[[], None]] = {}
 
 
 class SharedPlaces:
@@ -83,6 +78,8 @@ class SharedPlaces:
         stored: function of a number of rows; returns that many rows of each layer, by layer name,
             as ``StagedLayer``.
         pattern: for ``Txn.pattern``: the rows of all these windows have the same strides.
+        supplier: commits the states of the engine's own kernels; None without any.
+        num_supplied: number of layers whose states these are.
     """
 
     def __init__(
@@ -99,6 +96,8 @@ class SharedPlaces:
         self.context = context
         self.turn = turn
         self.metrics = context.metrics
+        self.supplier = context.supplier
+        self.num_supplied = 0 if self.supplier is None else len(self.supplier.names)
         self.outcomes = context.metrics.windows
         self.first_state = OPEN if context.policy == "deferred" else STAGED
         self.quiet = False

@@ -22,15 +22,21 @@ from .commit_input import SIGNED, Accepted, as_accepted, described, is_plain
 from .compile_guard import never_compiled
 from .context import WindowContext
 from .errors import AcceptanceError, WindowStateError
+from .executor import Txn
 from .layers import LayerRef
 from .layout import RowLayout
 from .lifecycle import Lifecycle
 from .staged_input import check_ref
+from .state_supplier import StateSupplier
 from .window import Window
 from .window_states import TRANSITIONS, Event, WindowState, allowed
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
+
+
+def _nothing() -> None:
+    """Stands for the launch of a window without rows."""
 
 
 class CapturedWindow(Window):
@@ -51,6 +57,7 @@ class CapturedWindow(Window):
     _to_stage = "call note_staged for every layer, or fall_back"
     _only_holds = False
     _noted: dict[str, LayerRef] | None = None
+    _states_in = False  # True once the states of a supplier are committed
     _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
@@ -200,22 +207,18 @@ class CapturedWindow(Window):
 
     # -- the end of a step ----------------------------------------------------------
 
-    def to_launch(self) -> StepPlan | None:
-        """Return the window's plan if one prepared launch commits it as it is now; else None."""
-        state = self._state
-        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
-            return None
-        return self.plan
-
-    def commit_sampled(self, sampled: Tensor) -> WindowState:
+    def commit_sampled(self, sampled: Tensor, batch: Tensor | None = None) -> WindowState:
         """Commit the drafts that were sampled: for each request, its sampled tokens less one.
 
         One prepared launch; nothing waits for the device. ``commit`` takes accepted drafts in any
-        form, and takes longer.
+        form, and takes longer. States of a ``StateSupplier`` are committed before the rows; where
+        both commits were captured together, by one launch.
 
         Args:
             sampled: int ``[num_requests]`` or longer, on the caches' device: the number of tokens
                 sampled for each request. Counts clamp to the draft lengths.
+            batch: the same for the requests of the step's batch, which states take in, if the
+                window's are not the first of them. None: ``sampled`` has all of them.
 
         Returns:
             The window's final state: COMMITTED, or FELL_BACK after a failure.
@@ -225,11 +228,16 @@ class CapturedWindow(Window):
             IncompleteWindowError: some layers were noted as staged and some were not; nothing was
                 written, and the window stays open.
             WindowStateError: the window is over.
+            KVTxnError: a state of a ``StateSupplier`` could not be committed; the window FAILED.
             Exception: under ``on_error="raise"``, the launch's own error, after the caches were
-                restored; or a hook's error.
+                restored, or, once states were in, after all accepted rows were; or a hook's error.
         """
         if self._unsaved:
             self._miss_saving("commit_sampled")
+        if self._shared.supplier is not None:
+            ended = self._commit_states(self._shared.supplier, sampled, batch)
+            if ended is not None:
+                return ended
         state, plan = self._state, self.plan
         launches, replay = plan.launches, None
         if state is not STAGED and (state is not OPEN or self._noted is not None):
@@ -245,46 +253,80 @@ class CapturedWindow(Window):
             or sampled.numel() < plan.num_requests
             or not sampled.is_contiguous()
         ):
-            self._check(sampled)
+            if self._shared.supplier is None:  # else it was checked before the states
+                self._check(sampled)
             if launches is None:
                 return self._commit_any(sampled)
             replay = partial(launches.commit, sampled)
-        found = self.commit_by(replay, sampled)
-        assert found is not None  # one launch commits it, or there were no launches
-        return found
+        return self._commit_by(replay, sampled)
 
-    def commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState | None:
-        """Commit as ``commit_sampled`` does, by a launch of the caller's.
+    def _commit_states(
+        self, supplier: StateSupplier, sampled: Tensor, batch: Tensor | None
+    ) -> WindowState | None:
+        """Commit the states, and with them the rows, if one launch commits both or there are none.
 
-        Args:
-            launch: ``LayoutLaunches.capture_with`` of ``plan`` captured it over ``sampled``.
-            sampled: as for ``commit_sampled``.
+        Everything that can refuse the commit comes first.
 
         Returns:
-            As ``commit_sampled`` does; None if one launch alone does not commit the window as it is
-            now, see ``to_launch``: then nothing was done.
-
-        Raises:
-            Exception: as ``commit_sampled`` does.
+            The final state of the window; None if its rows are still to be committed.
         """
-        state = self._state
-        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
-            return None
+        plan, launches, state = self.plan, self.plan.launches, self._state
+        ends = state is STAGED or (state is OPEN and not self._noted)  # as after a replay
+        self._check(sampled)
+        if batch is not None:
+            self._check(batch)
+        if not ends:
+            self._check_staged()
+        states = None
+        if (
+            launches is not None
+            and ends
+            and batch is None
+            and supplier.replays == plan.num_requests
+            and sampled.dtype is _INT32
+            and sampled.is_contiguous()
+        ):
+            launch = launches.with_states.get(sampled.data_ptr())
+            if launch is not None:
+                return self._commit_by(launch, sampled)
+            if launches.recurs_with_states(sampled):
+                states = supplier.launches(sampled, plan.num_requests)
+        try:
+            error = recovery.commit_states(
+                self._shared.context, self.number, sampled if batch is None else batch
+            )
+        except BaseException:
+            self._life.fail()
+            raise
+        self._states_in = True
+        if self._state is None:
+            assert self._life.txn is not None
+            self._life.txn.states_in = True
+        if error is not None and self.state is not WindowState.DIRECT:
+            counts = self._counts(sampled)
+            self._end_by(
+                lambda txn: recovery.finish_rows(self._context, txn, counts, error), counts
+            )
+            return self.state
+        if launches is not None and states is not None:
+            launches.capture_with(sampled, states, supplier.capture)
+        return self._commit_by(_nothing, sampled) if ends and not plan.layout.num_rows else None
+
+    def _commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState:
+        """Commit by a launch that commits all rows, and states where they are not in yet."""
         shared = self._shared
         in_short = shared.quiet and not shared.on_commit  # nobody is to be told
         try:
             launch()
-        except Exception as error:
-            self._commit_by_reference(sampled, error)
-            return self.state
-        except BaseException:  # interrupted half-way: nothing can be promised
-            self._life.finish(Event.FAIL)
-            raise
+        except BaseException as error:
+            return self.commit_failed(sampled, error)
         if in_short:  # as in ``Lifecycle.finish``
             self._state = _COMMITTED
             shared.metrics.layer_calls += self.plan.stage_operations
             shared.outcomes["committed"] += 1
             shared.turn.window = None
+            if shared.supplier is not None:
+                shared.supplier.abandon()
             return _COMMITTED
         try:
             self._take_the_rest()
@@ -295,8 +337,63 @@ class CapturedWindow(Window):
         self._life.surface()
         return self.state
 
+    def commit_failed(self, sampled: Tensor, error: BaseException) -> WindowState:
+        """Commit after a launch that was to commit the whole window raised, and wrote nothing.
+
+        For callers that make a launch of ``LayoutLaunches.with_states`` by themselves.
+
+        Args:
+            sampled: as for ``commit_sampled``.
+            error: what the launch raised.
+
+        Returns:
+            FELL_BACK: the reference committed the rows, and the supplier its states.
+
+        Raises:
+            KVTxnError: as ``commit_sampled`` does.
+            BaseException: ``error``, after an interrupt, or under ``on_error="raise"``.
+        """
+        if not isinstance(error, Exception):  # interrupted half-way: nothing can be promised
+            self._life.fail()
+            raise error
+        self._check_staged()
+        counts, context = self._counts(sampled), self._context
+        waiting = None if context.supplier is None or self._states_in else sampled
+        self._end_by(
+            lambda txn: recovery.commit_failed(context, txn, counts, txn.saved, error, waiting),
+            counts,
+        )
+        return self.state
+
+    def _end_by(self, repair: Callable[[Txn], recovery.Failure], counts: Tensor) -> None:
+        """End the window by a repair of its commit, or restore the caches and raise."""
+        self._take_the_rest()
+        life = self._life
+        txn = life.txn
+        assert txn is not None
+
+        def finish() -> None:
+            life.follow(repair(txn))
+            life.finish(Event.COMMIT, counts)
+
+        life.or_fail(finish)
+        life.surface()
+
     def commit(self, accepted: Accepted) -> None:
-        """Make exactly the accepted draft rows durable; see ``Window.commit``."""
+        """Make exactly the accepted draft rows durable; see ``Window.commit``.
+
+        Raises:
+            AcceptanceError: the window has states of a ``StateSupplier``, of more requests than it
+                has rows of; it stays as it is. Else as ``Window.commit`` does.
+        """
+        if self._shared.supplier is not None:
+            raise AcceptanceError(
+                "commit",
+                "states take in what the whole batch sampled",
+                expected="the tokens sampled for each request of the batch",
+                got="the accepted drafts of the window's requests",
+                hint="call commit_sampled",
+            )
         if self._unsaved:
             self._miss_saving("commit")
         if self._noted is None and self.state is OPEN:
@@ -306,13 +403,17 @@ class CapturedWindow(Window):
 
     def _commit_any(self, sampled: Tensor) -> WindowState:
         """Commit without prepared launches, or refuse to."""
+        self._check_staged()
+        super().commit(self._counts(sampled))
+        return self.state
+
+    def _check_staged(self) -> None:
+        """Refuse a commit of a window that is over, or still waits for some of its layers."""
         if self._noted is None and self.state is OPEN:
             self._take_the_rest()
         life = self._life
         if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
             life.refuse_commit("commit_sampled", self._to_stage)
-        super().commit(self._counts(sampled))
-        return self.state
 
     def _check(self, sampled: object) -> None:
         """Refuse numbers of sampled tokens that no launch could read.
@@ -382,20 +483,6 @@ class CapturedWindow(Window):
                 self._life.missing.update(self._context.unstaged)  # no layer's rows are there
         super().abort()
 
-    def _commit_by_reference(self, sampled: Tensor, error: Exception) -> None:
-        """Commit by the reference after a failed launch, or restore the caches and raise."""
-        self._take_the_rest()
-        life, counts = self._life, self._counts(sampled)
-        txn = life.txn
-        assert txn is not None
-
-        def finish() -> None:
-            life.follow(recovery.commit_failed(self._context, txn, counts, txn.saved, error))
-            life.finish(Event.COMMIT, counts)
-
-        life.or_fail(finish)
-        life.surface()
-
     def _counts(self, sampled: Tensor) -> Tensor:
         """Return the accepted drafts of each request, int64 ``[num_requests]``: tokens less one.
 
@@ -415,12 +502,13 @@ class CapturedWindow(Window):
         assert self._state is not None
         life = Lifecycle(self._context, self.number)
         life.txn = self._context.new_txn(self.plan.layout, self.number)
-        life.txn.drafts_alone = True
+        life.txn.drafts_alone, life.txn.states_in = True, self._states_in
         life.state = self._state
         if self._state is not OPEN:
             life.missing.clear()
         if not self._state.is_final:
             self._shared.fill(life.txn, saved=not self._unsaved)
+            self._context.metrics.layer_calls += self.num_rows * self._shared.num_supplied
         self.__dict__["_life"], self._state = life, None
         if not life.state.is_final:
             self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())

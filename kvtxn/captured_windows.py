@@ -21,7 +21,7 @@ from torch import Tensor
 from . import recovery
 from .captured_launches import CapturedPlaces, LayoutLaunches
 from .captured_places import check_position, check_rows, check_slots, rows_for
-from .captured_shared import SharedPlaces, StepPlan
+from .captured_shared import STAGED, SharedPlaces, StepPlan
 from .captured_window import CapturedWindow
 from .context import WindowContext
 from .errors import CapacityError, ConfigError
@@ -120,6 +120,8 @@ class CapturedWindows:
         self.on_commit, self.stored = self._shared.on_commit, self._shared.stored
         self._room = min(max_rows, slots.shape[1])
         self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
+        empty = RowLayout.build((), (), context.device)
+        self._no_rows = StepPlan(self, empty, None, self._no_marks, 0)
         #: By number of rows, kept for good: captured forwards read their addresses.
         self._in_forward: dict[int, LayoutLaunches] = {}
 
@@ -167,7 +169,9 @@ class CapturedWindows:
         if self.deferred:
             marks = self._no_marks.clone()
             marks[: layout.num_rows] = layout.position
-        operations = layout.num_rows * len(self.rows) if self.deferred else 0
+        waiting = len(self.rows) if self.deferred else 0
+        waiting += self._shared.num_supplied
+        operations = layout.num_rows * waiting
         return StepPlan(self, layout, launches, marks, operations)
 
     # -- a step -----------------------------------------------------------------------
@@ -238,8 +242,7 @@ class CapturedWindows:
             turn.check_free()
         shared.quiet = not shows(DEBUG)
         if not shared.quiet:  # before there is a window: the caller could not end it if this raises
-            rows, policy = plan.layout.num_rows, self.context.policy
-            log.debug("window.begin", window=turn.begun, rows=rows, policy=policy)
+            self._log_begin(plan)
         window = turn.window = CapturedWindow(shared, turn.begun, plan)
         turn.begun += 1
         try:
@@ -259,6 +262,29 @@ class CapturedWindows:
             window._life.finish(Event.FAIL)
             raise
         return window
+
+    def begin_states(self) -> CapturedWindow:
+        """Begin the window of a step without rows of its own, right before its commit.
+
+        Such a step has states to commit, but no draft row, or none that waits: its forward writes
+        its rows as without kvtxn. Marks and slots stay as they are.
+
+        Raises:
+            WindowStateError: another window is open.
+        """
+        turn, shared = self._turn, self._shared
+        turn.check_free()
+        shared.quiet = not shows(DEBUG)
+        if not shared.quiet:
+            self._log_begin(self._no_rows)
+        window = turn.window = CapturedWindow(shared, turn.begun, self._no_rows)
+        turn.begun += 1
+        window._state = STAGED
+        return window
+
+    def _log_begin(self, plan: StepPlan) -> None:
+        rows, policy = plan.layout.num_rows, self.context.policy
+        log.debug("window.begin", window=self._turn.begun, rows=rows, policy=policy)
 
     def count_committed(self, plan: StepPlan, number: int) -> None:
         """Count windows of a plan as committed: the caller has ended them, and opened none."""

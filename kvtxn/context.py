@@ -20,6 +20,7 @@ from .log import get_logger
 from .metrics import Metrics, as_label
 from .slots import SlotRules
 from .staging import Stager
+from .state_supplier import StateSupplier
 
 log = get_logger()
 
@@ -50,6 +51,8 @@ class WindowContext:
         selecting: names of the layers with states of which a commit selects one; their settled
             rows are written by the commit as well.
         on_end: called when a window has ended, before its debug event.
+        supplier: commits recurrent states of the engine's own kernels with each window; None
+            without any.
         unstaged: the layers that a new window waits for; copied, which is quicker than made anew.
         captured: windows whose commit was captured in a CUDA graph: each replay reads their rows.
         saves_known: groups whose rows the executor has saved once as its contract says.
@@ -74,6 +77,7 @@ class WindowContext:
     replays: bool
     selecting: tuple[str, ...]
     on_end: Callable[[], None]
+    supplier: StateSupplier | None = None
     unstaged: dict[str, None] = attrs.field(init=False)
     captured: list[Txn] = attrs.field(init=False, factory=list)
     saves_known: set[str] = attrs.field(init=False, factory=set)

@@ -129,7 +129,7 @@ class Txn:
     """A window as its executor sees it.
 
     A simple executor may ignore ``pattern``, ``counters``, ``number``, ``states_before``,
-    ``advanced``, ``crossings`` and ``drafts_alone``.
+    ``advanced``, ``crossings``, ``states_in`` and ``drafts_alone``.
 
     In a window with ``layout.tree``, ``accepted`` is a path, and rows move: row position ``t`` gets
     the row ``sources(accepted)[t]``. The rows come from ``staged`` under every policy, so that no
@@ -153,6 +153,8 @@ class Txn:
             ``kvtxn.state_advance``.
         advanced: True once the states of replayed layers took their rows in.
         crossings: by group of replayed layers, the boundaries that requests may cross.
+        states_in: True once the states of a ``StateSupplier`` took their rows in. They cannot be
+            taken back, so from then on the commit is finished, whatever fails.
         drafts_alone: True if the captured forward has written the settled rows to the caches by
             itself, so that only the draft rows in ``staged`` mean anything, except in layers with
             states, where all rows are there. Only a repair that writes settled rows reads this;
@@ -174,6 +176,7 @@ class Txn:
     states_before: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
     advanced: bool = False
     crossings: dict[str, Crossings] = attrs.Factory(dict)
+    states_in: bool = False
     drafts_alone: bool = False
     waits: bool = attrs.field(init=False)
     holds_rows: bool = attrs.field(init=False)

@@ -43,6 +43,8 @@ class EndedWindow:
             abort of a window with recurrent states all False, since no state took one in.
         overwriting: groups of rings and states, where a later row may have taken the slot.
         crossings: by group, the boundaries of the requests' states, if it has ``StateSlots``.
+        states: names of the layers of a ``StateSupplier`` whose states this commit advanced; empty
+            after an abort.
     """
 
     number: int
@@ -53,6 +55,7 @@ class EndedWindow:
     settled: Tensor
     overwriting: frozenset[str] = frozenset()
     crossings: Mapping[str, Crossings] = attrs.field(factory=dict)
+    states: tuple[str, ...] = ()
 
     def stored(self, group: str = "default") -> Tensor:
         """Return the slots of a group's durable rows, settled and accepted alike.
@@ -132,7 +135,13 @@ class Hooks:
 
 
 def ended(
-    number: int, state: WindowState, txn: Txn, accepted: Tensor | None, *, complete: bool
+    number: int,
+    state: WindowState,
+    txn: Txn,
+    accepted: Tensor | None,
+    *,
+    complete: bool,
+    supplied: tuple[str, ...] = (),
 ) -> EndedWindow:
     """Describe a window that ended; a few small operations, none of which waits for the device.
 
@@ -142,10 +151,12 @@ def ended(
         txn: the window.
         accepted: the counts, mask or path of the commit; None after an abort.
         complete: True if every layer is staged; if False, ``EndedWindow.settled`` is all False.
+        supplied: the layers whose states a ``StateSupplier`` commits with the window.
     """
     txn.check_range()
     draft = txn.layout.is_draft
-    everywhere = complete and (accepted is not None or not any(ref.states for ref in txn.layers))
+    has_states = bool(supplied) or any(ref.states for ref in txn.layers)
+    everywhere = complete and (accepted is not None or not has_states)
     return EndedWindow(
         number=number,
         state=state,
@@ -155,4 +166,5 @@ def ended(
         settled=txn.permit(~draft) if everywhere else torch.zeros_like(draft),
         overwriting=frozenset(ref.group for ref in txn.layers if ref.kind.overwrites),
         crossings=dict(txn.crossings),
+        states=() if accepted is None else supplied,
     )

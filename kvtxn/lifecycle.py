@@ -41,7 +41,7 @@ class Lifecycle:
     """
 
     __slots__ = (
-        "_calls_hooks", "_hook_error", "context", "fallback_reason", "missing", "number", "state",
+        "_calls_hooks", "_late_error", "context", "fallback_reason", "missing", "number", "state",
         "txn",
     )  # fmt: skip
 
@@ -52,7 +52,7 @@ class Lifecycle:
         self.missing: dict[str, None] = context.unstaged.copy()
         self.txn: Txn | None = None
         self.fallback_reason: str | None = None
-        self._hook_error: Exception | None = None
+        self._late_error: BaseException | None = None  # raised once the window has ended
         self._calls_hooks = False
 
     @property
@@ -108,7 +108,7 @@ class Lifecycle:
             self.finish(failure.event)
             raise failure.error
         self.go(Event.FALL_BACK)
-        self.fallback_reason = failure.operation
+        self.fallback_reason, self._late_error = failure.operation, failure.error
 
     def or_fail(self, repair: Callable[[], _Result]) -> _Result:
         """Run a repair; if it raises, end in FAILED, unless it ended the window by itself."""
@@ -143,9 +143,13 @@ class Lifecycle:
             self._end(accepted)
 
     def surface(self) -> None:
-        """Under ``on_error="raise"``, raise the first error that a hook raised; called last."""
-        if self._hook_error is not None and self.context.on_error == "raise":
-            raise self._hook_error
+        """Under ``on_error="raise"``, raise the first error that nothing was taken back for.
+
+        It is a hook's, or that of a commit which could only be finished, since states were in.
+        Called last.
+        """
+        if self._late_error is not None and self.context.on_error == "raise":
+            raise self._late_error
 
     def _tell(self, moment: Moment, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
         """Call the hooks; an error in a hook changes neither caches nor state."""
@@ -153,7 +157,12 @@ class Lifecycle:
         if not callbacks:
             return
         counts = None if accepted is None else as_counts(accepted)
-        window = ended(self.number, self.state, txn, counts, complete=not self.missing)
+        supplier = self.context.supplier
+        window = ended(
+            *(self.number, self.state, txn, counts),
+            complete=not self.missing,
+            supplied=() if supplier is None else supplier.names,
+        )
         errors = self.context.metrics.hook_errors
         for callback in callbacks:
             try:
@@ -163,9 +172,11 @@ class Lifecycle:
                 errors[moment] += 1
                 say = log.warning if errors[moment] == 1 else log.debug
                 say("hook.failed", window=self.number, hook=moment, error=shown(error))
-                self._hook_error = self._hook_error or error
+                self._late_error = self._late_error or error
 
     def _end(self, accepted: Tensor | SampledIds | None) -> None:
+        if self.context.supplier is not None:
+            self.context.supplier.abandon()
         self.context.metrics.windows[self.state.value] += 1
         self.context.stager.reset()
         self.context.on_end()

@@ -30,6 +30,7 @@ from .policy_choice import choose_policy
 from .row_io import LayerRows
 from .slots import SlotMappings, SlotRules, Slots
 from .staging import Stager
+from .state_supplier import StateSupplier
 from .turn import Turn
 from .window import Window, WrittenBy
 
@@ -231,6 +232,7 @@ class TransactionManager:
         rows: LayerRows | None = None,
         position: Tensor | None = None,
         *,
+        states: StateSupplier | None = None,
         beside: bool = False,
     ) -> CapturedWindows:
         """Make the windows over one captured forward, which all read and write the same tensors.
@@ -247,6 +249,9 @@ class TransactionManager:
                 None allocates them.
             position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if
                 it was captured already; None allocates it. All of it becomes -1.
+            states: recurrent states, beside the manager's layers, that the engine's own kernels
+                advance. Each window commits them before its rows, or with them; such windows end
+                by ``commit_sampled``. See ``StateSupplier``.
             beside: let one of these windows be open beside the manager's other windows; among
                 themselves they still take turns. ``slots`` has to be memory of their own, and two
                 windows that are open at one time must have no slot in common.
@@ -255,10 +260,21 @@ class TransactionManager:
             SlotMappingError: ``slots`` cannot be read in place.
             LayerError: ``rows`` or ``position`` do not fit, or a cache moved. (The window of a step
                 does not look again: the captured forward has the caches' addresses as well.)
-            ConfigError: ``rows`` are given, and drafts do not wait under the policy.
+            ConfigError: ``rows`` are given, and drafts do not wait under the policy; or ``states``
+                is no ``StateSupplier``.
         """
         self._memory.check("captured_windows")
         turn, context = self._turn, self.context
+        if states is not None:
+            if not isinstance(states, StateSupplier):
+                raise ConfigError(
+                    "captured_windows",
+                    "states cannot be committed",
+                    expected="a StateSupplier",
+                    got=type(states).__name__,
+                    hint="leave states out, or see kvtxn.state_supplier",
+                )
+            context = attrs.evolve(context, supplier=states)
         if beside:
             turn = Turn()
             context = attrs.evolve(context, on_end=turn.end)

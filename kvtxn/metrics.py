@@ -25,7 +25,7 @@ from .layers import LayerRef
 from .window_states import FINAL, WindowState
 
 #: The operations that a failure can interrupt; each is the reason of a fallback.
-OPERATIONS: Final = ("begin", "stage", "attend", "commit", "abort")
+OPERATIONS: Final = ("begin", "stage", "attend", "states", "commit", "abort")
 
 
 @attrs.frozen

@@ -9,7 +9,9 @@ executor got, nor why it stopped. A repair of replayed states is not idempotent,
 must take each row in exactly once: see ``kvtxn.state_advance``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
-the window as they were, and the caller can repeat the step.
+the window as they were, and the caller can repeat the step. The states of a ``StateSupplier`` are
+committed first. There are no copies of them, so once they are in nothing can be taken back: what
+fails behind them is finished by the reference, also under ``on_error="raise"``, which then raises.
 
 In a ring or state, writing a rejected row destroys live data. So layers of these kinds keep
 deferring even after a fallback, through the reference: see ``_holds``. Rows of a tree are written
@@ -27,6 +29,7 @@ from torch import Tensor
 from . import state_advance
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
+from .errors import KVTxnError
 from .executor import StagedLayer, Txn
 from .formats import words
 from .layers import LayerRef
@@ -125,12 +128,61 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
         txn.advanced = True
 
 
+def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -> Exception | None:
+    """Let the supplier commit its states; if that fails half-way, let it commit the others.
+
+    Args:
+        context: the manager's context, which has a supplier.
+        number: the window's.
+        sampled: as for ``StateSupplier.commit``.
+
+    Returns:
+        The error after which the supplier had to go on, counted as a fallback; None without any.
+
+    Raises:
+        KVTxnError: a state could not be committed; the window ends in FAILED.
+    """
+    supplier = context.supplier
+    assert supplier is not None
+    try:
+        supplier.commit(sampled)
+    except Exception as error:
+        context.note_fallback(number, "states", error)
+        try:
+            supplier.repeat(sampled)
+        except Exception as again:
+            raise KVTxnError(
+                "commit",
+                f"a state did not take in its accepted drafts: {again!r}",
+                hint="the state is not that of its request: start the engine again",
+            ) from again
+        return error
+    return None
+
+
+def finish_rows(context: WindowContext, txn: Txn, accepted: Tensor, error: Exception) -> Failure:
+    """Commit the rows by the reference, after the commit of states raised ``error`` and went on.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        accepted: counts.
+        error: as ``commit_states`` returned it.
+    """
+    finish_commit(txn, accepted, txn.saved)
+    txn.count(txn.kept(accepted))
+    if context.on_error == "raise":
+        error.add_note("kvtxn: a commit of states failed and went on; all accepted drafts are in")
+    return Failure("states", error, Event.FALL_BACK)
+
+
 def commit_failed(
     context: WindowContext,
     txn: Txn,
     accepted: Tensor | SampledIds,
     before: LayerRows,
     error: Exception,
+    sampled: Tensor | None = None,
 ) -> Failure:
     """Finish a commit that failed and counted nothing, or restore the caches.
 
@@ -141,9 +193,13 @@ def commit_failed(
         before: the rows that the caches held before the commit, by layer name; empty if none were
             read or saved.
         error: the error that the executor raised.
+        sampled: what states of a supplier are to take in, which the failed commit was to commit as
+            well; None if they are in, or if there are none.
     """
 
     def finish_it() -> None:
+        if sampled is not None:
+            commit_states(context, txn.number, sampled)
         known = as_counts(accepted)
         finish_commit(txn, known, before)
         txn.count(txn.kept(known))
@@ -174,6 +230,8 @@ def _recover(
 ) -> Failure:
     """Undo a failed operation if ``on_error`` is ``"raise"``; otherwise call ``repair``.
 
+    Once states of a supplier are in, nothing is undone: ``repair`` is called in any case.
+
     Args:
         context: the manager's context.
         txn: the window.
@@ -188,9 +246,11 @@ def _recover(
         What failed, and the event that the window takes: it fell back, it is aborted with the
         caches restored, or, if restoring failed as well, it failed. The caller raises the error.
     """
-    if context.on_error != "raise":
+    if context.on_error != "raise" or txn.states_in:
         context.note_fallback(txn.number, operation, error)
         repair()
+        if context.on_error == "raise":
+            error.add_note(f"kvtxn: {operation} failed and was finished, as states were in already")
         return Failure(operation, error, Event.FALL_BACK)
     evicting = [layer for layer in layers if layer.rows and layer.ref.kind.overwrites]
     try:

@@ -355,29 +355,6 @@ def test_a_captured_commit_is_replayed_at_its_own_address_alone():
     assert replayed == [[3, 3]] * 3
 
 
-def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
-    """Its own launch is not made; what the launch misses is repaired as any failed launch is."""
-    forward, launched = Forward(), []
-    window = forward.begin(3)
-    sampled = torch.tensor([3, 3], dtype=torch.int32)
-    assert window.to_launch() is window.plan
-
-    def launch() -> None:
-        launched.append(True)
-        window.plan.launches.commit(sampled)
-
-    forward.run(10.0)
-    assert window.commit_by(launch, sampled) is WindowState.COMMITTED
-    assert launched == [True]
-    window = forward.windows.begin(window.plan)
-
-    def failing() -> None:
-        raise RuntimeError("no launch")
-
-    forward.run(20.0)
-    assert window.commit_by(failing, sampled) is WindowState.FELL_BACK
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupt_after_the_launch_claims_nothing(monkeypatch, fails):
     """The drafts are in the caches, or are being written: no later abort may deny it."""
@@ -386,17 +363,18 @@ def test_an_interrupt_after_the_launch_claims_nothing(monkeypatch, fails):
     window = forward.begin(3)
     forward.run(10.0)
 
-    def launch() -> None:
+    def launch(_) -> None:
         if fails:
             raise RuntimeError("no launch")
 
     def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(window.plan.launches, "commit", launch)
     monkeypatch.setattr(Lifecycle, "follow", interrupted)
     monkeypatch.setattr(Lifecycle, "go", after_staging(Lifecycle.go, interrupted))
     with pytest.raises(KeyboardInterrupt):
-        window.commit_by(launch, torch.tensor([3, 3], dtype=torch.int32))
+        window.commit_sampled(torch.tensor([3, 3], dtype=torch.int32))
     assert window.state is WindowState.FAILED
     assert forward.manager.current is None
 
@@ -404,17 +382,6 @@ def test_an_interrupt_after_the_launch_claims_nothing(monkeypatch, fails):
 def after_staging(go, interrupted):
     """Let ``go`` be interrupted at a commit's event."""
     return lambda life, event: interrupted() if event is Event.COMMIT else go(life, event)
-
-
-def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
-    """Nor is there one to be asked for where layers were noted one by one."""
-    forward = Forward()
-    window = forward.begin(3)
-    window.note_staged(next(iter(forward.manager.layers.values())))
-    assert len(forward.manager.layers) == 1 or window.to_launch() is None
-    window.abort()
-    assert window.to_launch() is None
-    assert window.commit_by(pytest.fail, torch.tensor([3, 3], dtype=torch.int32)) is None
 
 
 def test_the_log_is_asked_anew_once_its_level_changed(caplog):

@@ -22,8 +22,6 @@ _CALLS: Final = {
     "begin": ("plan", "begin_among", "begin", "before_replay"),
     "commit": ("commit_ids", "commit"),
 }
-#: Begins the labels of calls that commit recurrent states.
-_OF_STATES: Final = "states."
 #: The watch's calls that are made within no other one: ``hear`` reads vLLM's step and makes most.
 _OUTER: Final = ("hear", "end_step")
 #: The watch's calls by which a step and its forward begin; ``hear`` makes them.
@@ -67,7 +65,7 @@ class _Clock(abc.ABC):
         self._now = dict.fromkeys(_CALLS, 0.0)
         self._seen: list[dict[str, float]] = []
         for owner, name in calls:
-            setattr(owner, name, self._timed(getattr(owner, name), self._label(owner, name)))
+            setattr(owner, name, self._timed(getattr(owner, name), name))
 
     def stop(self) -> dict[str, float] | None:
         """Remove the wrappers, and return the times."""
@@ -100,10 +98,6 @@ class _Clock(abc.ABC):
 
         return call
 
-    def _label(self, owner: Any, name: str) -> str:
-        """Return the label under which ``_took`` records a call."""
-        return name
-
     @abc.abstractmethod
     def _state(self) -> int:
         """Return a number that ``_took`` compares with the number after the call."""
@@ -124,23 +118,19 @@ class _Clock(abc.ABC):
 class _OfWindows(_Clock):
     """Times steps that have a window; a step ends with its commit.
 
-    Recurrent states on a GPU are committed before it, by calls of their own.
+    Recurrent states on a GPU hear of a step by a call of their own; its commit includes theirs.
     """
 
     def __init__(self, steps: Any, states: Any = None) -> None:
-        self._steps, self._states = steps, states
+        self._steps = steps
         self._parts = {
             name: part for part, names in _CALLS.items() for name in names if hasattr(steps, name)
         }
         calls = [(steps, name) for name in self._parts]
         if states is not None:
-            calls += [(states, name) for name in _CALLS]
-            self._parts |= {f"{_OF_STATES}{name}": name for name in _CALLS}
+            calls.append((states, "begin"))
         self._ended = self._windows()
         super().__init__(calls)
-
-    def _label(self, owner: Any, name: str) -> str:
-        return f"{_OF_STATES}{name}" if owner is self._states else name
 
     def _state(self) -> int:
         """Return any number: to count windows before a call would bring its data into caches."""
@@ -153,7 +143,7 @@ class _OfWindows(_Clock):
     def _took(self, name: str, before: int, seconds: float) -> None:
         part = self._parts[name]
         self._now[part] += seconds
-        if part == "commit" and not name.startswith(_OF_STATES):
+        if part == "commit":
             before, self._ended = self._ended, self._windows()
             self._step_ends(counts=self._ended > before)
 

@@ -6,6 +6,9 @@ failure, the layers whose drafts wait. The windows are the library's, ``Captured
 Whatever fails, the step ends as stock would end it, is counted by reason, and the next steps have
 no window for a while; unless ``on_error="raise"``, under which the caches are restored and the
 error surfaces.
+
+Recurrent states that the engine's own kernels advance are in each window. A step that has none for
+its rows commits its states by a window without rows.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from ...layout import RowLayout, to_device
 from ...log import DEBUG, shows
 from ...manager import TransactionManager
 from ...row_io import LayerRows
+from ...state_supplier import StateSupplier
 from ...window_states import WindowState
-from .beside import Beside, NotedStep, failing, forget
 from .step_batches import Array, check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
@@ -51,12 +54,15 @@ class GraphSteps:
         slots: the runner's slot mappings, int64 ``[num_groups, n]``, filled before each forward.
         query_len: most rows that a request with drafts has.
         rows: where draft rows wait, see ``CapturedWindows``.
+        states: commits the engine's recurrent states with the rows, see ``captured_windows``. It is
+            told of a step after ``begin``, and before ``commit``.
         beside: let these windows be open beside others of the manager, see ``captured_windows``.
 
     Attributes:
         manager: as given.
         windows: the windows over the runner's forward, and their fixed tensors.
         query_len: as given.
+        states: as given.
         layers: the target's, in the order of the forward.
         deferred: the policy is ``deferred``, so draft rows wait outside their slots.
         layout: the rows of requests with drafts, by drafts and settled rows of each.
@@ -75,6 +81,7 @@ class GraphSteps:
         query_len: int,
         rows: LayerRows | None = None,
         *,
+        states: StateSupplier | None = None,
         beside: bool = False,
     ) -> None:
         check_settings(manager.config)
@@ -86,7 +93,7 @@ class GraphSteps:
         self._undoes = manager.policy == "undo"
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
-            self.windows = manager.captured_windows(slots, rows, beside=beside)
+            self.windows = manager.captured_windows(slots, rows, states=states, beside=beside)
         self._plans: dict[Hashable, StepPlan | str | None] = {}
         self._pause = _REST
         self._rest = 0
@@ -95,9 +102,8 @@ class GraphSteps:
         #: step is none of them.
         self._recurring = 0
         self._recurs: StepPlan
-        self._noted: NotedStep
-        self._beside: Beside | None = None
-        self._launches: Mapping[Hashable, Callable[[], None]] = {}
+        self.states = states
+        self._launches: Mapping[int, Callable[[], None]] = {}
         self._listeners, self._marks = self.windows.on_commit, self.windows.marks
         self._unopened = False  # a step that recurs is under way
         self._unopened_ends = 0  # of such steps; no metric counts them yet
@@ -105,16 +111,6 @@ class GraphSteps:
         self.layout = lru_cache(maxsize=_MOST_BATCHES)(
             lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
         )
-
-    @property
-    def beside(self) -> Beside | None:
-        """The states that are committed beside the rows; None where there are none."""
-        return self._beside
-
-    @beside.setter
-    def beside(self, beside: Beside | None) -> None:
-        self._beside = beside
-        self._recurring, self._launches = 0, {}  # those that are known commit the one before
 
     @property
     def nbytes(self) -> int:
@@ -144,9 +140,10 @@ class GraphSteps:
     ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
-        A step *recurs* if it is like the one before it, which a launch of ``beside``'s committed,
-        and its drafts are marked already. Its window is opened when somebody asks for it; the usual
-        commit does not: it makes the launch, and the step is counted as a committed window.
+        A step *recurs* if its batch has the same layout as the last one, whose rows and states can
+        be committed by one captured launch, and its drafts are marked already. Its window is opened
+        when somebody asks for it; the usual commit does not: it makes the launch, and the step is
+        counted as a committed window.
 
         Args:
             drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
@@ -266,28 +263,31 @@ class GraphSteps:
         assert self.window is not None
         self.window.note_staged(ref)
 
-    def commit(self, sampled: Tensor) -> None:
-        """Make the accepted rows durable.
+    def commit(self, sampled: Tensor, batch: Tensor | None = None) -> None:
+        """Make the accepted rows durable, and advance the states by them.
 
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
+            batch: as for ``CapturedWindow.commit_sampled``.
         """
         quiet = self._unopened and not self._listeners and not shows(DEBUG)
         launch = self._launches.get(sampled.data_ptr()) if quiet else None
+        states = self.states
         if (
             launch is None
-            or self._noted.replays != self._recurring
-            or sampled.dtype is not torch.int32  # all of ``lies_as_captured`` would take long here
+            or states is None
+            or states.replays != self._recurring
+            or sampled.dtype is not torch.int32  # all of the window's checks would take long here
         ):
-            self._commit(sampled)
+            self._commit(sampled, batch)
             return
         try:
             launch()
         except BaseException as error:
-            self._commit(sampled, error)
+            self._commit(sampled, batch, error)
             return
         self._unopened = False
-        forget(self._noted)
+        states.abandon()  # they are in
         self._unopened_ends += 1
 
     def _count(self) -> None:
@@ -296,55 +296,46 @@ class GraphSteps:
         if count:
             self.windows.count_committed(self._recurs, count)
 
-    def _commit(self, sampled: Tensor, failed: BaseException | None = None) -> None:
-        """Commit the step's window, and what is beside it; ``failed``: its launch was made."""
-        window, beside = self.window, self._beside
-        launch = None if beside is None else beside.commit(window, sampled)
+    def _commit(
+        self, sampled: Tensor, batch: Tensor | None, failed: BaseException | None = None
+    ) -> None:
+        """Commit the step's window; ``failed``: what its captured launch raised."""
+        window, states = self.window, self.states
         if window is None:
-            return
-        if launch is not None and failed is not None:
-            launch = failing(failed)
+            if states is None or not states.waits:
+                return
+            window = self._window = self.windows.begin_states()
         try:
-            both = None if launch is None else self._commit_both(window, launch, sampled)
-            state = self._commit_rows(window, sampled) if both is None else both
+            if failed is not None:
+                state = window.commit_failed(sampled, failed)
+            else:
+                state = self._commit_window(window, sampled, batch)
         except BaseException:
             if window.state.is_final:
                 self._window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
         self._window = None
+        if not window.plan.layout.num_rows:
+            return  # it says nothing about windows over rows
         if state is not _COMMITTED:
             self._start_rest()
             return
         self._pause = _REST
-        if beside is not None and both is not None and self.deferred:
+        launches = window.plan.launches
+        if launches is not None and launches.with_states and self.deferred:
             self._count()
             self._recurring, self._recurs = self._alike, window.plan
-            self._launches, self._noted = window.plan.together, beside.noted
+            self._launches = launches.with_states
 
-    def _commit_both(
-        self, window: CapturedWindow, launch: Callable[[], None], sampled: Tensor
-    ) -> WindowState | None:
-        """Commit the states and the rows by one launch; None: the states alone are committed.
-
-        Whatever becomes of the launch, the states are committed in the end.
-        """
-        beside = self._beside
-        assert beside is not None
+    def _commit_window(
+        self, window: CapturedWindow, sampled: Tensor, batch: Tensor | None
+    ) -> WindowState:
+        """Commit a window whose layers may have been noted in part."""
         try:
-            return window.commit_by(launch, sampled)
-        finally:
-            if window.state is _COMMITTED:
-                forget(beside.noted)
-            else:
-                beside.repeat(sampled)
-
-    def _commit_rows(self, window: CapturedWindow, sampled: Tensor) -> WindowState:
-        """Commit the rows alone, of a window that no launch of ``beside`` commits."""
-        try:
-            return window.commit_sampled(sampled)
+            return window.commit_sampled(sampled, batch)
         except IncompleteWindowError as error:  # something else wrote the rows of other layers
             self.fall_back(error)
-            return window.commit_sampled(sampled)
+            return window.commit_sampled(sampled, batch)
 
     def abandon(self, *, replayed: bool | None = None) -> None:
         """Abort the step's window, so that no draft row stays in a cache.
@@ -356,6 +347,8 @@ class GraphSteps:
         self._recurring, self._window = 0, None
         if window is not None and not window.state.is_final:
             window.abort(replayed=replayed)
+        elif self.states is not None:
+            self.states.abandon()
 
     # -- failures -------------------------------------------------------------------
 
@@ -399,6 +392,7 @@ class PackedGraphSteps(GraphSteps):
         query_len: most rows that a request with drafts has.
         vocab_size: sampled ids at or above it do not count as tokens.
         rows: where draft rows wait, see ``CapturedWindows``.
+        states: as for ``GraphSteps``.
     """
 
     among_others = True
@@ -409,10 +403,12 @@ class PackedGraphSteps(GraphSteps):
         query_len: int,
         vocab_size: int,
         rows: LayerRows | None = None,
+        *,
+        states: StateSupplier | None = None,
     ) -> None:
         shape = (len(manager.groups), manager.config.max_rows)
         slots = torch.full(shape, -1, dtype=torch.int64, device=manager.device)
-        super().__init__(manager, slots, query_len, rows)
+        super().__init__(manager, slots, query_len, rows, states=states)
         self._vocab_size = vocab_size
         self._requests: Tensor | None = None
         self._index = lru_cache(maxsize=512)(
@@ -471,8 +467,15 @@ class PackedGraphSteps(GraphSteps):
             ids: int ``[num_requests, n]`` of the batch, on the device: sampled token ids, -1
                 where there is none.
         """
+        batch = None
+        if self.states is not None:
+            # As the engine counts them, which finds the past of a convolution by this count.
+            batch = (ids != -1).sum(1, dtype=torch.int32)
         if self.window is None:
+            if batch is not None:
+                self.commit(batch)
             return
         if self._requests is not None:
             ids = ids.index_select(0, self._requests)
-        self.commit(((ids >= 0) & (ids < self._vocab_size)).sum(1, dtype=torch.int32))
+        sampled = ((ids >= 0) & (ids < self._vocab_size)).sum(1, dtype=torch.int32)
+        self.commit(sampled, batch)

@@ -81,10 +81,9 @@ def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
 
 
 def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
-    """Make the windows of a runner on a GPU, and the states that are committed beside them.
+    """Make the windows of a runner on a GPU, and the states in them.
 
-    Caches exist once the steps over them are made, so these come first. The V2 runner's states are
-    committed before the rows, or with them.
+    Caches exist once the steps over them are made, so these come first.
     """
     from .gpu.windows import WindowsV1, WindowsV2
 

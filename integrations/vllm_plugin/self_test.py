@@ -241,6 +241,8 @@ def _directly(runner: HookedRunner) -> Iterator[None]:
         if hasattr(steps, "written_directly") and steps.manager.policy == "deferred":
             undo.enter_context(steps.written_directly())
         else:
+            if steps is not None:
+                steps.abandon()
             if getattr(steps, "deferred", False):
                 steps.windows.mark(None)  # captured graphs read this buffer
             runner.kvtxn = None

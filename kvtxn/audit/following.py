@@ -122,6 +122,8 @@ class Following:
             WindowStateError: no step is under way.
             ConfigError: the window's rows are not the step's.
         """
+        if not window.layout.num_rows:
+            return  # a window of states alone says nothing of rows
         step, later = self._step_of(window), list(self._state.later)
         counts = _of_requests(step, window, _kept(window))
         ids, self._sampled = self._sampled, None
@@ -139,6 +141,8 @@ class Following:
             WindowStateError: no step is under way.
             ConfigError: the window's rows are not the step's.
         """
+        if not window.layout.num_rows:
+            return  # a window of states alone says nothing of rows
         step, later = self._step_of(window), list(self._state.later)
         counts = torch.zeros_like(step.lines, dtype=torch.int64)
         self._sampled = None

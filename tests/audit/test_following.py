@@ -10,6 +10,7 @@ import torch
 from kvtxn import ConfigError, LayerRef, TransactionManager, TxnConfig, WindowStateError
 from kvtxn.audit import Ledger, RecordingLedger, RowGroup, StateGroup, Step
 from kvtxn.recurrent import ShortConv, StateSlots
+from kvtxn.testing.supplied_states import ToyStates
 
 BLOCK, REQUESTS, LENGTH, RING = 4, 3, 40, 5
 BLOCKS = LENGTH // BLOCK
@@ -433,3 +434,21 @@ def test_attaching_and_detaching():
     engine.go_on([0, 0, 0])
     engine.step([1, 0, 0], [1, 0, 0])
     assert engine.ledger.violations() == []
+
+
+def test_a_window_of_states_alone_ends_no_step():
+    """It has no rows, so it says nothing of a step's: one with drafts still needs its outcome."""
+    engine = Engine(kinds=("paged",))
+    windows = engine.manager.captured_windows(
+        torch.full((1, 8), -1, dtype=torch.int64), states=ToyStates()
+    )
+    engine.write([1, 0, 0])
+    windows.begin_states().commit_sampled(torch.ones(3, dtype=torch.int32))
+    windows.begin_states().abort()
+    with pytest.raises(WindowStateError, match="the step before this one is still open"):
+        engine.write([0, 0, 0])
+    engine.ledger.resolve([1, 0, 0])
+    engine.go_on([1, 0, 0])
+    engine.step([0, 0, 0], [0, 0, 0])
+    assert engine.found() == set()
+    assert engine.manager.snapshot()["kvtxn_hook_errors_total"] == 0

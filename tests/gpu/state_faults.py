@@ -43,16 +43,19 @@ class Faults:
         return dict(self.repeated)
 
     def by_themselves(self) -> None:
-        """Let states be committed without rows, so that a test can put itself between."""
-        steps: Any = self.model_runner.kvtxn
-        self.beside = getattr(steps, "beside", None)
-        if self.beside is not None:
-            steps.beside = None
+        """Let states be committed before rows, so that a test can put itself between."""
+        states: Any = self.model_runner.kvtxn_states
+        begin = states.begin
+
+        def beginning(*args: Any, **named: Any) -> None:
+            begin(*args, **named)
+            states.replays = 0
+
+        states.begin = beginning
 
     def together(self) -> None:
         """Commit states and rows by one launch again, where they were before."""
-        if getattr(self, "beside", None) is not None:
-            self.model_runner.kvtxn.beside = self.beside
+        vars(self.model_runner.kvtxn_states).pop("begin", None)
 
     def miscount(self) -> None:
         """Let the commit of every fifth step take in one row less or more than is kept."""

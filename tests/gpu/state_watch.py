@@ -12,8 +12,8 @@ from typing import Any
 import state_recurrence
 import torch
 from gpu_oracle import Watch as Base
+from kvtxn.backends.graphs import static_window
 from kvtxn.integrations.serving.parts import Parts
-from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
 from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
 from state_faults import Faults
@@ -137,7 +137,7 @@ class Watch(Faults, Base):
         self.num_blocks = own_blocks(runner)
         self.held = getattr(runner, "kvtxn_states", None) is not None
         self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
-        gpu_states._OFTEN = 2  # few steps are of one kind here
+        static_window._OFTEN_WITH_STATES = 2  # few steps are of one kind here
         replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", ())
         self.replayed = [layer for rows in replayed for layer in rows.layers]
         self.begin(0)

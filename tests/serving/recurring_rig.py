@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy
 import torch
+from kernels_here import importing_kernels
+from kvtxn.integrations.serving.graph_steps import GraphSteps
 from step_rig import DEVICE, Rig, anywhere
+
+from kvtxn.testing.supplied_states import ToyStates
+
+with importing_kernels():
+    from kvtxn.backends.graphs import static_window
 
 __all__ = [
     "COUNTS",
@@ -14,62 +19,29 @@ __all__ = [
     "DRAFTS",
     "LENGTHS",
     "Recurring",
-    "States",
     "after_a_step",
     "anywhere",
+    "static_window",
 ]
 
 DRAFTS, LENGTHS = [3, 3], [4, 4]
 COUNTS = ([2, 4], [1, 3], [4, 2], [1, 1], [4, 4])
 
 
-class States:
-    """Stands for recurrent states, whose one launch commits the rows of a window as well.
+class Recurring(Rig):
+    """A runner whose counts lie at one address, with states of two requests.
 
-    Attributes:
-        noted: the step.
-        launched: launches of both.
-        calls: what was asked for by itself.
-        error: what the next launch raises, having written nothing.
+    The first commit at an address captures the launch of both; see ``after_a_step``.
     """
 
-    def __init__(self) -> None:
-        self.noted = SimpleNamespace(metadata=None, batch=None, replays=0)
-        self.launched, self.calls, self.error = 0, [], None
-
-    def begin(self, replays: int) -> None:
-        self.noted.metadata = self.noted.batch = "a step's"
-        self.noted.replays = replays
-
-    def commit(self, window, sampled):
-        if window is None or self.noted.replays != window.plan.num_requests:
-            self.calls.append("commit" if self.noted.metadata else "nothing")
-            self.noted.metadata = None
-            return None
-        launches = window.plan.launches
-
-        def launch():
-            error, self.error = self.error, None
-            if error is not None:
-                raise error
-            launches.commit(sampled)
-            self.launched += 1
-
-        return window.plan.together.setdefault(sampled.data_ptr(), launch)
-
-    def repeat(self, sampled):
-        assert self.noted.metadata
-        self.calls.append("repeat")
-        self.noted.metadata = None
-
-
-class Recurring(Rig):
-    """A runner whose counts lie at one address."""
-
     def __init__(self, policy="deferred", **settings) -> None:
+        self.states = ToyStates(2, DEVICE)
         super().__init__(policy, **settings)
-        self.steps.beside = self.states = States()
+        self.steps.warm_up()
         self.counts = torch.ones(2, dtype=torch.int32, device=DEVICE)
+
+    def make(self, rows):
+        return GraphSteps(self.manager, self.slots, 4, rows, states=self.states)
 
     def opens(self) -> int:
         """Count the windows that were opened."""
@@ -79,25 +51,27 @@ class Recurring(Rig):
         """Begin a step of the usual batch, whose forward is a replayed graph."""
         drafts = numpy.array(DRAFTS, dtype=numpy.int32)
         self.begin(DRAFTS, LENGTHS, None, False, len(drafts))
-        self.states.begin(replays)
+        self.states.begin([5, 2], LENGTHS, replayed=replays == 2)
 
     def step(self, sampled, replays: int = 2) -> None:
-        """Take a step; every byte is looked at."""
+        """Take a step; every byte of rows and states is looked at."""
         before = [cache.clone() for cache in self.caches]
         self.begins(replays)
+        states = self.states.expected(sampled)
         made = self.forward()
         self.ends(sampled)
         self.expect(before, made, DRAFTS, LENGTHS, sampled)
+        assert all(map(torch.equal, self.states.memory, states))
 
     def ends(self, sampled) -> None:
         self.counts.copy_(torch.tensor(sampled))
         self.steps.commit(self.counts)
-        assert self.states.noted.metadata is None
-        assert self.states.calls or self.states.noted.batch is None
+        assert not self.states.waits
 
 
 def after_a_step(monkeypatch) -> Recurring:
     """Return a runner after a first step, which opened a window; ``opened`` has them."""
+    monkeypatch.setattr(static_window, "_OFTEN_WITH_STATES", 1)
     made = Recurring()
     made.opened, own = [], made.steps.windows.begin
 
@@ -107,5 +81,6 @@ def after_a_step(monkeypatch) -> Recurring:
 
     monkeypatch.setattr(made.steps.windows, "begin", begin)
     made.step(COUNTS[0])
-    assert (made.opens(), made.states.launched) == (1, 1)
+    assert (made.opens(), made.states.captured, made.states.replayed) == (1, 1, 0)
+    made.states.calls.clear()
     return made

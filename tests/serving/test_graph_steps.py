@@ -6,7 +6,6 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import attrs
 import numpy
@@ -14,7 +13,6 @@ import pytest
 import torch
 from kvtxn.integrations.serving import graph_steps
 from step_rig import (
-    DEVICE,
     ON_GPU,
     Calls,
     Rig,
@@ -245,86 +243,6 @@ def test_a_layer_counts_once_and_while_its_window_is_open():
     window.abort()
     with pytest.raises(WindowStateError, match="note_staged"):
         window.note_staged(refs[1])
-
-
-class Beside:
-    """A commit of states beside the rows'; ``launch`` commits both."""
-
-    def __init__(self, launch=None):
-        self.launch, self.calls = launch, []
-        self.noted = SimpleNamespace(metadata="a step's", batch=None, replays=2)
-
-    def commit(self, window, sampled):
-        self.calls.append(("commit", window is not None, sampled.tolist()))
-        return self.launch
-
-    def repeat(self, sampled):
-        self.calls.append(("repeat", sampled.tolist()))
-
-
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
-@pytest.mark.parametrize("way", ["alone", "together", "failing"])
-def test_what_is_committed_beside_the_rows(policy, way):
-    """First, by itself or in the rows' launch; after a launch that failed the rows are whole."""
-    rig = Rig(policy)
-    drafts, lengths, sampled = [3, 3], [4, 4], [2, 4]
-    before = [cache.clone() for cache in rig.caches]
-    rig.begin(drafts, lengths)
-    made, launches = rig.forward(), rig.steps.window.plan.launches
-
-    def launch():
-        if way == "failing":
-            raise RuntimeError("no launch")
-        launches.commit(torch.tensor(sampled, dtype=torch.int32, device=DEVICE))
-
-    rig.steps.beside = beside = Beside(None if way == "alone" else launch)
-    rig.commit(sampled)
-    rig.expect(before, made, drafts, lengths, sampled)
-    again = [("repeat", sampled)] if way == "failing" else []
-    assert beside.calls == [("commit", True, sampled), *again]
-    assert rig.count("fallbacks_total_commit") == (way == "failing")
-
-
-def test_a_launch_that_cannot_end_the_window_is_not_made():
-    """Some layers were noted and some were not: states and rows are committed by themselves."""
-    rig, sampled = Rig("deferred"), [2, 4]
-    rig.begin([3, 3], [4, 4])
-    rig.forward()
-    rig.steps.note_staged(rig.steps.layers[0])
-    rig.steps.beside = beside = Beside(pytest.fail)
-    rig.commit(sampled)
-    assert beside.calls == [("commit", True, sampled), ("repeat", sampled)]
-    assert rig.count("fallbacks_total_attend") == 1
-
-
-def test_without_a_window_it_is_committed_alone():
-    rig = Rig("deferred")
-    rig.steps.beside = beside = Beside()
-    rig.begin([0], [1])
-    rig.commit([1])
-    assert beside.calls == [("commit", False, [1])]
-
-
-@pytest.mark.skipif(not ON_GPU, reason="nothing is captured here")
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
-def test_a_commit_is_captured_with_another_launch(policy):
-    """One replay makes both, with what is then in the counts; the capture itself makes neither."""
-    rig = Rig(policy)
-    rig.steps.warm_up()
-    counts = torch.ones(2, dtype=torch.int32, device=DEVICE)
-    seen, launch = torch.zeros_like(counts), None
-    for sampled in ([2, 4], [1, 3], [4, 2]):
-        before = [cache.clone() for cache in rig.caches]
-        rig.begin([3, 3], [4, 4])
-        made, plan = rig.forward(), rig.steps.window.to_launch()
-        counts.copy_(torch.tensor(sampled))
-        rig.steps.beside = Beside(launch)
-        rig.steps.commit(counts)
-        rig.expect(before, made, [3, 3], [4, 4], sampled)
-        assert seen.tolist() == ([0, 0] if launch is None else sampled)
-        if launch is None:
-            launch = plan.launches.capture_with(counts, lambda: seen.copy_(counts))
-    assert rig.count("windows_total_committed") == 3
 
 
 def test_batches_that_are_alike_are_known_by_their_number():

@@ -7,7 +7,7 @@ import logging
 import numpy
 import pytest
 import torch
-from recurring_rig import COUNTS, DEVICE, DRAFTS, LENGTHS, States, after_a_step, anywhere  # noqa: F401
+from recurring_rig import COUNTS, DEVICE, DRAFTS, LENGTHS, after_a_step, anywhere  # noqa: F401
 
 from kvtxn.window_states import WindowState
 
@@ -49,26 +49,7 @@ def test_a_step_whose_states_were_not_noted_commits_none(rig):
     rig.begin(DRAFTS, LENGTHS, None, False, len(drafts))
     rig.forward()
     rig.ends(COUNTS[2])
-    assert (rig.states.launched, rig.states.calls) == (2, ["nothing"])
-
-
-def test_states_that_others_took_the_place_of_are_not_committed(rig):
-    """Between steps, and in the middle of one."""
-    first = rig.states
-    rig.step(COUNTS[1])
-    rig.begins()
-    rig.forward()
-    rig.steps.beside = None
-    rig.counts.copy_(torch.tensor(COUNTS[2]))
-    rig.steps.commit(rig.counts)
-    assert (first.launched, rig.count("windows_total_committed")) == (2, 3)
-    rig.steps.beside = rig.states = States()
-    rig.steps._window = None
-    for plan in rig.steps._plans.values():
-        plan.together.clear()
-    for sampled in COUNTS[3:]:
-        rig.step(sampled)
-    assert (first.launched, rig.states.launched) == (2, 2)
+    assert (rig.states.replayed, rig.states.calls) == (1, [])
 
 
 def test_counts_of_another_form_at_the_known_address(rig):
@@ -77,16 +58,17 @@ def test_counts_of_another_form_at_the_known_address(rig):
     rig.counts = counts[:2]
     rig.step(COUNTS[1])
     rig.step(COUNTS[2])
-    assert rig.states.launched == 3
+    assert rig.states.captured == 2  # one for each address
+    assert rig.states.replayed == 1
+    rig.states.calls.clear()
     rig.counts = counts.view(torch.int64)
     rig.begins()
     before = [cache.clone() for cache in rig.caches]
     made = rig.forward()
-    rig.steps.beside.commit = lambda window, _: rig.states.calls.append("commit")
     rig.counts.copy_(torch.tensor(COUNTS[3]))
     rig.steps.commit(rig.counts)
     rig.expect(before, made, DRAFTS, LENGTHS, COUNTS[3])
-    assert (rig.states.launched, rig.states.calls) == (3, ["commit"])
+    assert (rig.states.replayed, rig.states.calls) == (1, ["commit"])
 
 
 def test_other_requests_of_the_same_number_have_their_own_slots(rig):
@@ -131,4 +113,4 @@ def test_counters_are_right_in_the_middle_of_a_step(rig):
     rig.forward()
     rig.ends(COUNTS[0])
     assert rig.count("windows_total_committed") == 1
-    assert rig.count("stage_operations_total") == 8 * 2
+    assert rig.count("stage_operations_total") == 8 * (2 + 2)

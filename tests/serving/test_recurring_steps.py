@@ -6,7 +6,15 @@ import logging
 
 import pytest
 import torch
-from recurring_rig import COUNTS, DRAFTS, LENGTHS, Recurring, after_a_step, anywhere  # noqa: F401
+from recurring_rig import (  # noqa: F401
+    COUNTS,
+    DRAFTS,
+    LENGTHS,
+    Recurring,
+    after_a_step,
+    anywhere,
+    static_window,
+)
 
 from kvtxn import WindowStateError
 from kvtxn.window_states import WindowState
@@ -21,9 +29,9 @@ def test_usual_steps_open_no_window(rig):
     """Rows are those of windows, and all are counted as such."""
     for sampled in COUNTS:
         rig.step(sampled)
-    assert (rig.opens(), rig.states.launched, rig.states.calls) == (1, 6, [])
+    assert (rig.opens(), rig.states.replayed, rig.states.calls) == (1, 5, [])
     assert rig.count("windows_total_committed") == 6
-    assert rig.count("stage_operations_total") == 6 * 8 * 2
+    assert rig.count("stage_operations_total") == 6 * 8 * (2 + 2)
     assert rig.steps.window is None
     rig.begins()
     assert rig.steps.waits
@@ -36,7 +44,7 @@ def test_a_step_that_is_committed_twice_is_committed_once(rig):
     caches = [cache.clone() for cache in rig.caches]
     rig.steps.commit(rig.counts)
     assert all(map(torch.equal, caches, rig.caches))
-    assert (rig.states.launched, rig.states.calls) == (2, ["nothing"])
+    assert (rig.states.replayed, rig.states.calls) == (1, [])
 
 
 def test_undo_saves_rows_when_a_step_begins(monkeypatch):
@@ -52,9 +60,9 @@ def test_undo_saves_rows_when_a_step_begins(monkeypatch):
 
 def test_a_launch_that_fails_falls_back_as_a_windows_does(rig):
     """The rows are those that were kept; the states are committed by themselves."""
-    rig.states.error = RuntimeError("no launch")
+    rig.states.fails = {"replay": 0}
     rig.step(COUNTS[1])
-    assert (rig.states.launched, rig.states.calls) == (1, ["repeat"])
+    assert (rig.states.replayed, rig.states.calls) == (0, ["commit"])
     assert rig.count("fallbacks_total_commit") == 1
     assert rig.count("windows_total_fell_back") == 1
     rig.begins()
@@ -62,29 +70,34 @@ def test_a_launch_that_fails_falls_back_as_a_windows_does(rig):
     assert rig.count("bypassed_windows_total_resting") == 1
 
 
-def test_the_error_surfaces_where_that_is_asked_for():
+def test_the_error_surfaces_where_that_is_asked_for(monkeypatch):
+    """The launch wrote nothing, so no draft and no state is in."""
+    monkeypatch.setattr(static_window, "_OFTEN_WITH_STATES", 1)
     rig = Recurring(on_error="raise")
     rig.step(COUNTS[0])
     rig.step(COUNTS[1])
     before = [cache.clone() for cache in rig.caches]
+    states = rig.states.expected(None)
     rig.begins()
-    rig.forward()
-    rig.states.error = RuntimeError("no launch")
+    made = rig.forward()
+    rig.states.calls.clear()
+    rig.states.fails = {"replay": 0}
     with pytest.raises(RuntimeError, match="no launch"):
         rig.ends(COUNTS[2])
-    assert rig.states.calls == ["repeat"]
-    assert rig.steps.window is None
-    assert sum(not torch.equal(*pair) for pair in zip(before, rig.caches, strict=True)) > 0
+    assert (rig.states.calls, rig.states.waits, rig.steps.window) == ([], False, None)
+    assert all(map(torch.equal, rig.states.memory, states))
+    rig.expect(before, made, DRAFTS, LENGTHS, [1, 1])
+    assert rig.count("windows_total_aborted") == 1
 
 
 def test_an_interrupt_leaves_a_failed_window(rig):
     rig.begins()
     rig.forward()
-    rig.states.error = KeyboardInterrupt()
+    rig.states.fails, rig.states.error = {"replay": 0}, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         rig.ends(COUNTS[2])
     assert rig.count("windows_total_failed") == 1
-    assert rig.states.calls == ["repeat"]
+    assert (rig.states.calls, rig.states.waits) == ([], False)
 
 
 def test_a_step_that_is_abandoned_writes_nothing(rig):
@@ -109,15 +122,21 @@ def test_another_batch_has_a_window_of_its_own(rig):
     before = [cache.clone() for cache in rig.caches]
     rig.begin([2], [3])
     made = rig.forward()
+    rig.states.begin([3], [3])
+    states = rig.states.expected([2])
     rig.commit([2])
     rig.expect(before, made, [2], [3], [2])
+    assert all(map(torch.equal, rig.states.memory, states))
     rig.begin([0], [1])
+    rig.states.begin([3], [1])
+    states = rig.states.expected([1])
     assert (rig.steps.windows.position == -1).all()
     rig.commit([1])
+    assert all(map(torch.equal, rig.states.memory, states))
     for sampled in COUNTS[2:]:
         rig.step(sampled)
-    assert rig.opens() == 3
-    assert rig.count("windows_total_committed") == 6
+    assert rig.opens() == 3  # and one without rows
+    assert rig.count("windows_total_committed") == 7
 
 
 def test_forwards_outside_of_graphs_open_the_window(rig):
@@ -143,7 +162,7 @@ def test_hooks_hear_of_each_window(rig):
     rig.step(COUNTS[3])
     rig.step(COUNTS[4])
     assert heard == [1, 2]
-    assert rig.states.launched == 5
+    assert rig.states.replayed == 4
     assert rig.count("windows_total_committed") == 5
 
 
@@ -170,4 +189,4 @@ def test_counters_begin_anew_after_a_warm_up(rig):
     rig.manager.metrics.restart()
     rig.step(COUNTS[2])
     assert rig.count("windows_total_committed") == 1
-    assert rig.count("stage_operations_total") == 8 * 2
+    assert rig.count("stage_operations_total") == 8 * (2 + 2)

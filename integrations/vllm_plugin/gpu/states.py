@@ -4,36 +4,29 @@ Each request has one block for its state, where stock has one more per draft; se
 So vLLM alone can no longer speculate over these caches: if kvtxn cannot make its steps, the engine
 does not start.
 
-``StateCaches`` asks for the caches and holds the states; ``StatesV1`` and ``StatesV2`` tell them of
-each step of the runner, and when to commit. ``JointCommits`` makes one launch of the commits of
-rows and states.
+``StateCaches`` asks for the caches and holds the states, which the runner's windows commit with
+the rows; ``StatesV1`` and ``StatesV2`` tell them of each step of the runner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
-from ....backends.launching.recurring_graphs import RecurringGraphs
-from ....captured_launches import LayoutLaunches
-from ....captured_shared import StepPlan
-from ....captured_window import CapturedWindow
-from ....cuda_graphs import GraphCache, Replay
+from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
-from ...serving.beside import lies_as_captured
-from ...serving.graph_steps import GraphSteps
+from ....state_supplier import Capture
+from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
-from ...serving.pipeline_steps import PipelineSteps
 from ...serving.step import PlannedStep, known
 from ..internals import (
     aligned_states,
     batches,
-    connectors,
     held_states,
     state_commits,
     state_layers,
@@ -42,7 +35,7 @@ from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.hooks import check_methods, mix_in
 from ..internals.layers import attention_of
-from ..internals.state_commits import Capture, captures, uses_graphs
+from ..internals.state_commits import captures, uses_graphs
 from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_rules import measured_fast, takes
@@ -50,12 +43,6 @@ from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
 from ..seam.window_steps import refuse_without_windows
 
 log = get_logger()
-
-#: Capture both commits once a plan came at the same places this often: a capture is done in the
-#: middle of serving.
-_OFTEN: Final = 8
-#: Places that are counted; when there are more, all are forgotten.
-_MOST_SEEN: Final = 4096
 
 
 class StepTeller(Protocol):
@@ -67,9 +54,6 @@ class StepTeller(Protocol):
     def follow(self, states: HeldStates) -> Callable[[], None]:
         """Let states be told of each step's metadata; returns a function that undoes it."""
 
-    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
-        """Let the commits of steps include that of the states, if they can."""
-
 
 class StateCaches(Part):
     """Asks for caches with one state per request, and lets the layers read what commits write.
@@ -79,11 +63,16 @@ class StateCaches(Part):
     Args:
         runner: the hooked runner.
         teller: tells the states of its steps.
+
+    Attributes:
+        steps: the runner's, whose windows hold the states; None without caches. They commit states
+            even while the runner has no windows, as in a self-test.
     """
 
     def __init__(self, runner: HookedRunner, teller: StepTeller) -> None:
         self._runner = runner
         self._teller = teller
+        self.steps: GraphSteps | None = None
         self._decided = False  # whether commits will write the states
 
     @property
@@ -129,12 +118,12 @@ class StateCaches(Part):
 
     def caches_dropped(self) -> None:
         """Forget the states in the caches that go."""
-        self._runner.kvtxn_states = None
+        self._runner.kvtxn_states = self.steps = None
 
     def profiling_caches_made(self) -> None:
         """Let the layers read states, so that vLLM measures the forward that is to come."""
         if self._runner.kvtxn_one_state:
-            self._hook(lambda _: None, None).forget_caches()
+            self._hook(None).forget_caches()
 
     def caches_made(self) -> None:
         """Refuse an engine without windows, which cannot run over these caches.
@@ -144,8 +133,8 @@ class StateCaches(Part):
         """
         refuse_without_windows(self._runner)
 
-    def hold(self, manager: TransactionManager) -> dict[str, object]:
-        """Let commits write the states; returns fields for the log.
+    def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
+        """Return what commits the states, for the windows of a manager, and fields for the log.
 
         Raises:
             KVTxnError: the model has recurrent layers of a kind that kvtxn does not know.
@@ -154,14 +143,12 @@ class StateCaches(Part):
             wrong = self.unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
         make = captures() if uses_graphs(self._runner) else None
-        states = self._hook(
-            lambda error: manager.note_fallback("states", error), make, manager.executor.graphs
-        )
+        states = self._hook(make, manager.executor.graphs)
         self._runner.kvtxn_states = states
         kinds = {layer.kind for layer in states.layers} & {GATED_DELTA, MAMBA2}
         recurrent = self._runner.kvtxn_settings.recurrent
         chosen = recurrent == "auto"
-        return {
+        return states, {
             "states": len(states.layers),
             "recurrent": "exact" if chosen else recurrent,
             **({"recurrent_why": takes(runner_facts(self._runner))} if chosen else {}),
@@ -171,25 +158,23 @@ class StateCaches(Part):
             "commit_graphs": 0 if states.graphs is None else states.graphs.count,
         }
 
-    def join(self, steps: GraphSteps | PipelineSteps) -> None:
-        """Let the commits of steps include that of the states, if they can."""
-        self._teller.join(self._runner.kvtxn_states, steps)
+    def join(self, steps: GraphSteps) -> None:
+        """Take the steps that were made with the states."""
+        self.steps = steps
 
-    def _hook(
-        self,
-        note: Callable[[Exception], None],
-        make: Capture | None,
-        kept: GraphCache | None = None,
-    ) -> HeldStates:
+    def stray_steps(self) -> GraphSteps | None:
+        """Return the steps, if the runner has states but no windows now; else None."""
+        return self.steps if self._runner.kvtxn is None else None
+
+    def _hook(self, make: Capture | None, kept: GraphCache | None = None) -> HeldStates:
         """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
 
         Args:
-            note: called with an error after which the commit of the states was repeated.
             make: captures the commits of all layers; None commits layer by layer.
             kept: keeps what is captured.
         """
         runner, undo = self._runner, self._runner.kvtxn_undo
-        states = HeldStates(runner, note, make, fast=self._fast, kept=kept)
+        states = HeldStates(runner, make, fast=self._fast, kept=kept)
         states.warm_up()
         undo.callback(states.unhook)
         states.hook()
@@ -204,8 +189,8 @@ class StatesV1(Part):
 
     Graphs read the tables of states at fixed addresses. So each forward's metadata, which are made
     before it, name the blocks of its requests there, and those of a forward that is captured name
-    none. The states are committed before vLLM counts the accepted drafts and the drafter sees the
-    cache.
+    none. The windows commit the states before vLLM counts the accepted drafts and the drafter sees
+    the cache.
 
     By its rows alone vLLM takes a prompt of as many rows as a verify step has for drafts, and
     replays a graph of such steps, which knows nothing of the prompt. Here no step with a prompt
@@ -236,9 +221,6 @@ class StatesV1(Part):
         self.told = states
         return self._tell_none
 
-    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
-        """Commit each by itself."""
-
     def planned(self, step: PlannedStep) -> None:
         """Note whether there are prompts in the step."""
         self._has_prompts = batches.has_prompts(step.rows())
@@ -258,9 +240,10 @@ class StatesV1(Part):
             self.told.begin(metadata, batches.StepRows.of(self._runner))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the states that the sampled ids accept."""
-        if self._runner.kvtxn_states is not None:
-            self._runner.kvtxn_states.commit(batches.kept_counts(known(ids)))
+        """Commit the states that the sampled ids accept, where windows do not."""
+        steps = self.caches.stray_steps()
+        if isinstance(steps, PackedGraphSteps):
+            steps.commit_ids(known(ids))
 
     def _tell_none(self) -> None:
         """Stop telling the states of steps."""
@@ -308,93 +291,8 @@ class StatesV2(Part):
         state = held_states.model_state(self._runner)
         return mix_in(state, ReportedModelState, kvtxn_states=states)
 
-    def join(self, states: HeldStates, steps: GraphSteps | PipelineSteps) -> None:
-        """Let steps commit the states beside the rows.
-
-        With a KV connector rows are committed sooner than states, so each by themselves.
-        """
-        if isinstance(steps, GraphSteps) and connectors.connector() is None:
-            steps.beside = JointCommits(states, steps.manager.executor.graphs)
-
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit the states, unless the commit of the rows does."""
-        held = self._runner.kvtxn_states
-        if held is not None and getattr(self._runner.kvtxn, "beside", None) is None:
-            held.commit(counts)
-
-
-class JointCommits:
-    """One launch for a step's two commits: of the rows of attention, and of recurrent states.
-
-    In a usual step each launch takes the host longer than all else that a commit does. Where the
-    forward is a captured graph, all that both commits read is at fixed addresses but the counts,
-    whose addresses recur. So both are captured as one graph for each kind of batch. Every other
-    step commits its states by themselves, and then its rows; so does one whose graph had to go, see
-    ``GraphCache``.
-
-    Args:
-        states: the states.
-        graphs: the captured commits of the runner's windows, of which these are a part.
-
-    Attributes:
-        noted: the states, which are told of each step.
-    """
-
-    def __init__(self, states: HeldStates, graphs: GraphCache) -> None:
-        self._states = self.noted = states
-        self._recurring = RecurringGraphs(graphs, _MOST_SEEN)
-
-    def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
-        """Commit the states, or return the launch that commits both; see ``Beside``.
-
-        Raises:
-            KVTxnError: a state could not be written. The engine must not go on.
-        """
-        states = self._states
-        if window is None or states.replays != window.plan.num_requests:
-            states.commit(sampled)
-            return None
-        place = sampled.data_ptr()
-        found = window.plan.together.get(place)
-        if not lies_as_captured(sampled, states.replays):
-            states.commit(sampled)
-            return None
-        if found is None:
-            self._by_themselves(window, place, sampled)
-        return found
-
-    def repeat(self, sampled: Tensor) -> None:
-        """Commit the states of a step whose launch failed, or was not made.
-
-        Raises:
-            KVTxnError: a state could not be written. The engine must not go on.
-        """
-        self._states.commit(sampled)
-
-    def _by_themselves(self, window: CapturedWindow, place: int, sampled: Tensor) -> None:
-        """Commit the states; capture both commits if this kind of step recurs."""
-        states, plan = self._states, window.plan
-        launches = None
-        known = window.to_launch() is not None
-        if known and self._recurring.recurs((id(plan), place), _OFTEN):
-            launches = states.launches(sampled, plan.num_requests)
-        states.commit(sampled)
-        if launches is not None and plan.launches is not None:
-            self._capture(plan, plan.launches, sampled, launches)
-
-    def _capture(
-        self, plan: StepPlan, rows: LayoutLaunches, sampled: Tensor, launches: Callable[[], None]
-    ) -> None:
-        """Capture both commits; the step's own rows are committed after this."""
-        place = sampled.data_ptr()
-
-        def make() -> Replay | None:
-            return rows.capture_with(sampled, launches, self._states.make)
-
-        try:
-            self._recurring.capture((id(plan), place), make, plan.together, place)
-        except Exception as error:  # both commits still work, one after the other
-            log.debug("joint_commits.not_captured", error=repr(error))
-
-
-log = get_logger()
+        """Commit the states, where windows do not."""
+        steps = self.caches.stray_steps()
+        if steps is not None:
+            steps.commit(counts)

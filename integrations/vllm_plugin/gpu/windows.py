@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
-import torch
 from torch import Tensor
 
 from ....config import TxnConfig
 from ....cuda_graphs import MOST_BYTES
+from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
+from ....state_supplier import StateSupplier
 from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
@@ -58,7 +59,7 @@ log = get_logger()
 
 
 class StatesBeside(Protocol):
-    """The recurrent states of a model, which commits write beside the rows of windows."""
+    """The recurrent states of a model, which the windows hold beside the rows of attention."""
 
     def num_bytes(self) -> int:
         """Return the bytes that the states need beside their caches."""
@@ -66,18 +67,22 @@ class StatesBeside(Protocol):
     def facts(self, facts: EngineFacts) -> EngineFacts:
         """Add the facts about the states."""
 
-    def hold(self, manager: TransactionManager) -> dict[str, object]:
-        """Let commits write the states; returns fields for the log."""
+    def hold(self, manager: TransactionManager) -> tuple[StateSupplier, dict[str, object]]:
+        """Return what commits the states, for the windows of a manager, and fields for the log."""
 
-    def join(self, steps: GraphSteps | PipelineSteps) -> None:
-        """Let the commits of steps include that of the states, if they can."""
+    def join(self, steps: GraphSteps) -> None:
+        """Take the steps that were made with the states."""
 
 
 class StepMaker(Protocol):
     """Makes the steps of one of vLLM's runners."""
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
         """Make steps that read the slots where the runner keeps them.
 
@@ -85,15 +90,15 @@ class StepMaker(Protocol):
             manager: over the target's layers.
             rows: where drafts wait; None under other policies than deferred.
             layers: the target's layers.
+            states: commits the recurrent states; None without any.
         """
 
 
 class WindowCaches(Part):
     """Makes the runner's steps over new caches, in fixed buffers, which captured graphs read.
 
-    Before vLLM measures how much memory is free, the memory of the steps is reserved; once the
-    caches exist, the steps take it. The steps are the runner's ``kvtxn``; a self-test takes them
-    away for a while.
+    vLLM sizes the caches without the memory of the steps, which take it once the caches exist.
+    The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
 
     Args:
         runner: the hooked runner.
@@ -101,7 +106,6 @@ class WindowCaches(Part):
         states: the recurrent states of its model; None without any.
 
     Attributes:
-        room: memory reserved while vLLM measures how much is free, for the steps to take.
         spare: blocks behind vLLM's own, for drafts that wait; None without any.
     """
 
@@ -114,13 +118,12 @@ class WindowCaches(Part):
         self._runner = runner
         self._maker = maker
         self._states = states
-        self.room: Tensor | None = None
         self.spare: SpareBlocks | None = None
 
-    def memory_wanted(self) -> None:
-        """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
+    def memory_wanted(self) -> int:
+        """Return the bytes that the steps take, with the buffers of states."""
         more = 0 if self._states is None else self._states.num_bytes()
-        self.room = reserved_room(self._runner, more)
+        return bytes_of_steps(self._runner) + more
 
     def caches_dropped(self) -> None:
         """Forget the steps over the caches that go, and their spare blocks."""
@@ -131,13 +134,10 @@ class WindowCaches(Part):
         planned = self._with_spare_blocks(config)
         if self.spare is not None:
             connectors.adopt(config, planned)
-            self.room = None
-            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
         return planned
 
     def caches_made(self) -> None:
         """Make steps over new caches, or log why there are none."""
-        self.room = None  # the allocator keeps it, and gives it to the steps
         self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
 
     def raised(self, error: Exception) -> None:
@@ -176,7 +176,11 @@ class WindowCaches(Part):
                 ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
                 for ref in layer_refs(layers, kv_dtype)
             }
-        steps = self._maker.make(manager, rows, layers)
+        states: StateSupplier | None = None
+        more: dict[str, object] = {}
+        if self._states is not None:
+            states, more = self._states.hold(manager)
+        steps = self._maker.make(manager, rows, layers, states)
         if settings.policy == "deferred":
             assert isinstance(steps, GraphSteps)  # stages before the last one never defer
             names = {layer.name for layer in layers}
@@ -184,11 +188,10 @@ class WindowCaches(Part):
             self._runner.kvtxn_undo.callback(unhook_attention, layers, builders)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
-        more: dict[str, object] = {"buffer_bytes": steps.nbytes}
         if self._states is not None:
-            more |= self._states.hold(manager)
+            assert isinstance(steps, GraphSteps)
             self._states.join(steps)
-        return steps, more
+        return steps, {"buffer_bytes": steps.nbytes, **more}
 
     def _with_spare_blocks(self, config: Foreign) -> Foreign:
         """Return a configuration with spare blocks for drafts, or the given one if none can wait.
@@ -229,13 +232,17 @@ class WindowsV1(Part):
         self.keeps_order = False
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> PackedGraphSteps:
         """Make steps over slots of their own, since this runner keeps them by group."""
         self.keeps_order = attention_layers.depend_on_order(layers)
         runner = self._runner
         return PackedGraphSteps(
-            manager, batches.query_len(runner), batches.vocab_size(runner), rows
+            *(manager, batches.query_len(runner), batches.vocab_size(runner), rows), states=states
         )
 
     def step_begins(self) -> None:
@@ -295,15 +302,29 @@ class WindowsV2(Part):
         self._mode: object = None  # of the step that is under way
 
     def make(
-        self, manager: TransactionManager, rows: LayerRows | None, layers: Sequence[TargetLayer]
+        self,
+        manager: TransactionManager,
+        rows: LayerRows | None,
+        layers: Sequence[TargetLayer],
+        states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where this runner keeps them."""
+        """Make steps that read the slots where this runner keeps them.
+
+        Raises:
+            KVTxnError: there are states on a pipeline stage that learns outcomes later.
+        """
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
         later = batches.steps_until_known(runner)
         if later is not None:
+            if states is not None:
+                raise KVTxnError(
+                    "vllm",
+                    "states cannot wait on an earlier pipeline stage",
+                    hint="start the engine without the setting 'recurrent'",
+                )
             return PipelineSteps(manager, slots, batches.query_len(runner), later)
-        steps = GraphSteps(manager, slots, batches.query_len(runner), rows)
+        steps = GraphSteps(manager, slots, batches.query_len(runner), rows, states=states)
         if manager.policy == "undo":
             self.let_graphs_save(steps)
         return steps
@@ -441,10 +462,12 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
         del each.kvtxn
 
 
-def reserve_graphs(wrapper: Foreign) -> None:
-    """Let vLLM size the KV cache without the memory of captured commits, outside of torch's.
+def reserve_memory(wrapper: Foreign) -> None:
+    """Let vLLM size the KV cache without the memory of the parts and of captured commits.
 
-    Where the user gives the size of the KV cache, that stays as it is.
+    Where the user gives the size of the KV cache, that stays as it is. No memory is held in the
+    meantime: vLLM's profile run gets the addresses that it has without kvtxn. It reads memory of
+    Mamba-2 layers that nobody wrote, and ends the engine where that is NaN (FAULTS.md).
 
     Args:
         wrapper: the wrapper of a worker whose runner is hooked.
@@ -452,20 +475,21 @@ def reserve_graphs(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        return available if kv_cache.is_given(runner) else max(available - MOST_BYTES, 0)
+        if kv_cache.is_given(runner):
+            return available
+        return max(available - MOST_BYTES - runner.kvtxn_parts.memory_wanted(), 0)
 
     runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 
 
-def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Tensor | None:
-    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache.
+def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
+    """Return the bytes that the steps of a runner take, its model loaded.
 
     Args:
         runner: the hooked runner.
-        more: bytes to reserve beside those of the rows.
 
     Returns:
-        The memory; None if that failed, which is logged.
+        The bytes; 0 if they cannot be told, which is logged.
 
     Raises:
         Exception: whatever went wrong, if the user wants errors to be raised.
@@ -474,8 +498,7 @@ def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Ten
     try:
         size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
-        tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
-        return kv_cache.room(runner, size + tables + more)
+        return size + (kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0)
     except Exception as error:
         if wanted.on_error == "raise":
             raise
@@ -485,4 +508,4 @@ def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Ten
             why=repr(error),
             hint="kvtxn may run out of GPU memory: lower gpu_memory_utilization",
         )
-        return None
+        return 0

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
-import torch
 from torch import Tensor
 
 from ....errors import LayerError
@@ -38,7 +37,6 @@ V1_METHODS: Final = {
 }
 #: Of the V1 runner on a GPU:
 V1_GPU_METHODS: Final = {
-    "profile_run": ("randomize_inputs",),
     "_may_reorder_batch": ("scheduler_output",),
     **{
         name: V1_METHODS[name]
@@ -61,7 +59,6 @@ V1_STATE_METHODS: Final = {
 }
 #: Of the V2 runner:
 V2_METHODS: Final = {
-    "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     "prepare_inputs": (
         *("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras?"),
@@ -94,14 +91,6 @@ def sampled_ids(output: SamplerOutput) -> Tensor | None:
     None for an output without ids.
     """
     return getattr(output, "sampled_token_ids", None)
-
-
-def kept_counts(ids: Tensor) -> Tensor:
-    """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
-
-    By this count vLLM finds the past of a convolution in the next step.
-    """
-    return (ids != -1).sum(1, dtype=torch.int32)
 
 
 # -- on a CPU -------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Recurrent states of vLLM's runners on a GPU: one block for each request, and a commit per step.
+"""Recurrent states of vLLM's runners on a GPU: one block for each request, as windows hold them.
 
 In a verify step vLLM itself writes a state per row, 1 + k of them, and reads the one it needs in
 the next step. Here the step writes none. Its rows wait in fixed buffers until the sampler has said
-how many are kept; then each layer's kernel runs once more and writes one state.
+how many are kept; then each layer's kernel runs once more and writes one state. ``HeldStates``
+supplies these launches to the windows over the rows of attention, by vLLM's kernels or kvtxn's own.
 
 The past of a convolution stays vLLM's: it is one window per request already, and vLLM reads it at
 the number of tokens that were accepted.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ....cuda_graphs import GraphCache
-from ....errors import KVTxnError, LayerError
+from ....errors import LayerError
 from ....log import get_logger
+from ....state_supplier import Capture, StateSupplier
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import aligned_states, config
 from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
@@ -29,7 +31,6 @@ from .runner_protocols import Runner, RunnerV2
 from .state_commits import (
     BRANCHES,
     STEPS,
-    Capture,
     CommitGraphs,
     StateTables,
     VerifyStep,
@@ -113,18 +114,18 @@ def _unused(owner: type, kind: str, *split: str) -> str | None:
     return None
 
 
-class HeldStates:
+class HeldStates(StateSupplier):
     """The states of a runner's recurrent layers.
 
     Args:
         runner: a runner whose KV cache exists.
-        note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
         fast: kvtxn's own kernels verify and commit the layers of ``REPLAYED``.
         kept: keeps the captured commits; a cache of its own if None.
 
     Attributes:
         layers: the recurrent layers, without their caches.
+        names: of those of them that have a state beside the past of a convolution.
         nbytes: bytes of the buffers and tables.
         graphs: commits that were captured; None without any.
         aligned: the prefix cache keeps states at the ends of blocks.
@@ -135,14 +136,14 @@ class HeldStates:
     def __init__(
         self,
         runner: Runner,
-        note: Callable[[Exception], None],
         make: Capture | None = None,
         *,
         fast: bool = False,
         kept: GraphCache | None = None,
     ) -> None:
         self.layers = state_layers(runner)
-        self._note, self._width = note, width(runner)
+        self.names = tuple(layer.name for layer in self.layers if layer.kind in LAUNCHES)
+        self._width = width(runner)
         self._groups = list(dict.fromkeys(layer.group for layer in self.layers))
         own = [each for each in self.layers if fast and each.kind in REPLAYED]
         others = [each for each in self.layers if each not in own]
@@ -178,9 +179,6 @@ class HeldStates:
         self.metadata: Any = None
         self.batch: Any = None
         self._known: VerifyStep | None = None
-        #: Requests of the step's batch, if its forward is a captured graph, over all of them and no
-        #: more: such a graph reads their first rows and lengths at fixed addresses. Else 0.
-        self.replays = 0
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
         # vLLM's profiling gives the memory of its caches back, so nothing here may hold them.
@@ -304,45 +302,32 @@ class HeldStates:
         if captured:
             self.tables.captured[group] = table
 
+    @property
+    def waits(self) -> bool:
+        """True if some request of the step verifies."""
+        step = self._step
+        return step is not None and step.requests > 0
+
     def commit(self, sampled: Tensor) -> None:
-        """Write the states after the last kept row of each request.
-
-        Args:
-            sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
-
-        Raises:
-            KVTxnError: a state could not be written. The engine must not go on.
-        """
+        """Write the states after the last kept row of each request; see ``StateSupplier``."""
         step = self._step
         if step is None or not step.requests:
             return
-        try:
-            self._name_ends(step, self.batch)
-            if self._alone is not None:
-                whole = step.places is None
-                self._alone.commit_sampled(
-                    step, sampled if whole else counts_of_step(step, sampled)
-                )
-            elif self.graphs is not None and self.graphs.takes(step):
-                self.graphs.run(step, counts_of_step(step, sampled))
-            else:
-                self._commit(step, sampled)
-        except Exception as error:
-            self._repeat(error, step, sampled)
-        self.abandon()
-
-    def _repeat(self, error: Exception, step: VerifyStep, sampled: Tensor) -> None:
-        """Commit layer by layer after an error; layers that are done are left out."""
-        self._note(error)
-        try:
-            self._name_ends(step, self.batch)
+        self._name_ends(step, self.batch)
+        if self._alone is not None:
+            whole = step.places is None
+            self._alone.commit_sampled(step, sampled if whole else counts_of_step(step, sampled))
+        elif self.graphs is not None and self.graphs.takes(step):
+            self.graphs.run(step, counts_of_step(step, sampled))
+        else:
             self._commit(step, sampled)
-        except Exception as again:
-            raise KVTxnError(
-                "commit",
-                f"a state did not take in its accepted drafts: {again!r}",
-                hint="the state is not that of its request: start the engine again",
-            ) from again
+
+    def repeat(self, sampled: Tensor) -> None:
+        """Commit layer by layer after an error; layers that are done are left out."""
+        step = self._step
+        assert step is not None  # the commit that failed had one
+        self._name_ends(step, self.batch)
+        self._commit(step, sampled)
 
     def _name_ends(self, step: VerifyStep, batch: Any) -> None:
         """Name the blocks that keep the states at the ends of blocks, if any are kept."""
@@ -364,19 +349,13 @@ class HeldStates:
 
     # -- together with the step's rows ------------------------------------------------------
 
-    def launches(self, sampled: Tensor, requests: int) -> Callable[[], None] | None:
-        """Return the launches of the step's commit, to be captured with those of its rows.
+    def launches(self, sampled: Tensor, num_requests: int) -> Callable[[], None] | None:
+        """Return the launches of the step's commit; see ``StateSupplier``.
 
-        Args:
-            sampled: as for ``commit``.
-            requests: all of the batch.
-
-        Returns:
-            They, as one function. None if some request does not verify, or if commits are launched
-            layer by layer.
+        None if some request does not verify, or if commits are launched layer by layer.
         """
         step, batch, alone, graphs = self._step, self.batch, self._alone, self.graphs
-        if step is None or step.places is not None or step.requests != requests:
+        if step is None or step.places is not None or step.requests != num_requests:
             return None
         if sampled.dtype is not torch.int32:
             return None
@@ -393,7 +372,7 @@ class HeldStates:
         return run
 
     @property
-    def make(self) -> Capture | None:
+    def capture(self) -> Capture | None:
         """The capture of ``launches``; None leaves it to the executor: they allocate nothing."""
         return None if self.graphs is None else self.graphs.make
 

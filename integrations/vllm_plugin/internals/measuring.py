@@ -103,6 +103,8 @@ def switch_windows(worker: Worker, on: bool) -> None:
     torch.manual_seed(0)
     runner = worker.model_runner
     steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
+    if steps is not None:
+        steps.abandon()
     if getattr(steps, "deferred", False):  # on a GPU
         steps.windows.mark(None)  # captured graphs read this buffer
     runner.kvtxn = steps if on else None

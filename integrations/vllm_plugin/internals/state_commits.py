@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....backends.launching.graph_launch import replay_of
 from ....cuda_graphs import GraphCache, capture
+from ....state_supplier import Capture
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from .runner_protocols import GatedDeltaMetadata, Runner, SelectiveMetadata
 
@@ -335,9 +336,6 @@ def is_replay(mode: object) -> bool:
 
 #: Branches of a graph: eight layers at one request fill an H200 about once.
 BRANCHES: Final = 8
-
-#: Captures launches; returns a function that launches them again.
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def captures() -> Capture:

@@ -8,12 +8,12 @@ part that names blocks before a forward and commits states after the sampler.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import state_operators
 import torch
 from engine_child import played
+from kvtxn.integrations.serving.graph_steps import PackedGraphSteps
 from kvtxn.integrations.vllm_plugin import parts
 from kvtxn.integrations.vllm_plugin.gpu import states, windows
 from kvtxn.integrations.vllm_plugin.internals import held_states
@@ -26,42 +26,27 @@ from mixer_models import write
 from scenarios import NGRAM
 from state_engines import OWN
 
-from kvtxn import TxnConfig
-from kvtxn.cuda_graphs import GraphCache
+from kvtxn import LayerRef, TransactionManager, TxnConfig
 
 #: What each engine goes through; Nemotron-H with windows runs out of blocks in "preempted".
 SCENARIOS = ("eight", "chunked", "abort", "preempted")
 
 
-class NoRows:
-    """Stands for the windows of attention; counts the commits of states that were repeated."""
-
-    deferred = False
-
-    def __init__(self) -> None:
-        repeated: list[object] = []
-        self.manager = SimpleNamespace(
-            executor=SimpleNamespace(name="none", graphs=GraphCache()),
-            layers={},
-            groups={},
-            note_fallback=lambda *given: repeated.append(given),
-            snapshot=lambda: {"repeated": len(repeated)},
-        )
+class NoRows(PackedGraphSteps):
+    """Steps whose windows hold states alone."""
 
     def begin_among(self, *_: object) -> None:
         """Nothing: no row is held."""
 
-    def commit_ids(self, _: object) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
-
 
 def hold_alone(caches: Any, *_: object) -> Any:
     """Make steps without windows of attention."""
-    steps = NoRows()
-    return steps, caches._states.hold(steps.manager)
+    ref = LayerRef("rows", *torch.zeros(2, 4, 4, 1, 8), group="group.0")
+    manager = TransactionManager([ref], TxnConfig(policy="undo", backend="torch", max_rows=8))
+    held, more = caches._states.hold(manager)
+    steps = NoRows(manager, 5, 1 << 20, states=held)
+    caches._states.join(steps)
+    return steps, more
 
 
 class Probe:

@@ -26,9 +26,12 @@ from held_layers import (
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
-from kvtxn.integrations.vllm_plugin.internals.state_commits import Capture
 from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
+
+from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn.captured_windows import CapturedWindows
+from kvtxn.state_supplier import Capture
 
 with importing_kernels():  # before a step imports them, and so as its interpreter's
     import kvtxn.backends.move_rows.stage_rows  # noqa: F401
@@ -84,11 +87,20 @@ def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> 
     )
 
 
+def windows_with(states: HeldStates, backend: str = "torch") -> CapturedWindows:
+    """Make windows that hold states, over one small layer of attention."""
+    ref = LayerRef("rows", *torch.zeros(2, 4, 4, 1, 8))
+    config = TxnConfig(policy="deferred", backend=backend, max_rows=REQUESTS * (DRAFTS + 1))
+    slots = torch.full((1, config.max_rows), -1, dtype=torch.int64)
+    return TransactionManager([ref], config).captured_windows(slots, states=states)
+
+
 class Rig:
     """Stock with a state per row beside one state per request, over the same rows."""
 
     fast = False
     batch: object = None
+    windows: CapturedWindows | None = None
 
     def __init__(
         self,
@@ -159,8 +171,19 @@ class Rig:
             device=torch.device("cpu"),
             dtype=self.dtype,
         )
-        self.errors: list[Exception] = []
-        return HeldStates(self.runner, self.errors.append, self.make, fast=self.fast)
+        return HeldStates(self.runner, self.make, fast=self.fast)
+
+    def commit(self, counts: Tensor) -> None:
+        """Commit the states as a step without drafts in its rows does: by a window of its own."""
+        if self.windows is None or self.windows.context.supplier is not self.states:
+            self.windows = windows_with(self.states)
+        if self.states.waits:
+            self.windows.begin_states().commit_sampled(counts)
+
+    @property
+    def repeated(self) -> int:
+        """The commits that failed, and were finished or ended their window in FAILED."""
+        return 0 if self.windows is None else self.windows.context.metrics.fallbacks["states"]
 
     def forward(self, side: Side, lengths: list[int], rows: Tensor, more: Tensor) -> Tensor:
         """Run vLLM's method of the layer over some rows; returns its outputs."""
@@ -189,7 +212,7 @@ class Rig:
         self.compare_outputs(*(self.forward(side, lengths, rows, more) for side in self.sides))
         assert torch.equal(ours.layer.kv_cache[1], before), "verify wrote a state"
         counts = torch.tensor(sampled, dtype=torch.int32)
-        self.states.commit(counts)
+        self.commit(counts)
         self.accepted[: len(lengths)] = counts.clamp(min=1)
         for request in range(REQUESTS):
             self.compare(request, lengths[request] if request < len(lengths) else 0)

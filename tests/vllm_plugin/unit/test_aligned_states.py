@@ -200,7 +200,7 @@ class Rig(held.Rig):
         self.engines[1].under(self.runner)
         [group] = self.runner.kv_cache_config.kv_cache_groups
         group.kv_cache_spec = self.engines[1].spec
-        states = type(states)(self.runner, self.errors.append, self.make, fast=self.fast)
+        states = type(states)(self.runner, self.make, fast=self.fast)
         states.hook()
         self.undo = aligned_states.hook_copies(self.runner, ends=not states.writes_ends)
         self.computed = torch.tensor([1, 3, 4, 6], dtype=torch.int32)
@@ -222,7 +222,7 @@ class Rig(held.Rig):
         near = NEAR[stored] if self.fast else 0
         self.same(*outputs, max(near, 2**-7) if self.fast else 0)
         counts = torch.tensor(sampled, dtype=torch.int32)
-        self.states.commit(counts)
+        self.commit(counts)
         before, self.computed = self.computed, self.computed + counts
         for engine in self.engines:
             engine.finish(counts, self.computed)
@@ -279,7 +279,7 @@ def test_blocks_keep_the_states_at_their_ends(kind, stored, form, engine, monkey
         rig.step([rows] * held.REQUESTS, [min(each, rows) for each in left])
     rig.step([rows] * held.REQUESTS, [2] * held.REQUESTS)
     assert rig.crossed >= 8
-    assert not rig.errors
+    assert not rig.repeated
     rig.undo()
     assert type(rig.engines[1].context) is type(rig.engines[0].context)
 

@@ -82,7 +82,7 @@ def test_a_replay_names_the_blocks_that_vllm_names_then(rig, monkeypatch):
     graph.replay()
     assert rig.states.tables.sources[0, :2, -1].tolist() == [7, 2]
     before = rig.sides[1].layer.kv_cache[1].clone()
-    rig.states.commit(torch.tensor([2, 1], dtype=torch.int32))
+    rig.commit(torch.tensor([2, 1], dtype=torch.int32))
     changed = (rig.sides[1].layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten()
     assert changed.tolist() == [2, 7]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import held_rig as held
 import pytest
 import torch
@@ -11,60 +9,35 @@ from engine_jobs import missing
 from held_layers import DELTAS, DRAFTS, REQUESTS
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from step_rig import anywhere  # noqa: F401
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
-    from kvtxn.integrations.vllm_plugin.gpu.states import JointCommits
+    from kvtxn.backends.graphs import static_window
 
-    from kvtxn.captured_launches import LayoutLaunches
-    from kvtxn.captured_shared import StepPlan
-    from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
+    from kvtxn.cuda_graphs import GRAPH_BYTES
+    from kvtxn.layout import RowLayout
 
-
-class Launches(LayoutLaunches):
-    """Stands for a layout's launches: a captured launch makes the same calls again."""
-
-    def __init__(self):
-        self.captured, self.replayed, self.fails = 0, 0, False
-
-    def save(self):
-        """Nothing is saved here."""
-
-    def commit(self, sampled):
-        """The rows are not what is tested here."""
-
-    def capture_with(self, sampled, beside, make=None):
-        self.captured += 1
-
-        def replay():
-            if self.fails:
-                raise RuntimeError("no launch")
-            self.replayed += 1
-            beside()
-
-        return replay
-
-
-class Window(SimpleNamespace):
-    """Stands for the window of a step whose forward was replayed."""
-
-    def to_launch(self):
-        return self.plan
+FULL = [DRAFTS + 1] * REQUESTS
 
 
 class Rig(held.Rig):
-    """States that are committed as ``GraphSteps`` does, from buffers that stay where they are."""
+    """States in windows over padding rows, committed from buffers that stay where they are.
+
+    Attributes:
+        joint: stands for the captured launches of rows and states.
+    """
 
     def joins(self):
-        self.launches, self.graphs = Launches(), GraphCache()
-        self.layout = SimpleNamespace(num_requests=REQUESTS)
-        self.window = Window(plan=StepPlan(None, self.layout, self.launches, None, 0))
+        self.joint = held.Captures()
+        self.windows = held.windows_with(self.states, "triton")
+        layout = RowLayout.build((DRAFTS,) * REQUESTS, (1,) * REQUESTS, torch.device("cpu"))
+        self.plan = self.windows.plan(layout)
+        self.windows.warm_up([layout])
         self.starts = torch.zeros(REQUESTS + 1, dtype=torch.int32)
         self.sampled = torch.zeros(REQUESTS, dtype=torch.int32)
-        self.joint, self.own, self.together = JointCommits(self.states, self.graphs), self.states, 0
-        self.states = self
+        self.own, self.states = self.states, self
         return self
 
     def begin(self, metadata, batch):
@@ -79,18 +52,19 @@ class Rig(held.Rig):
         setattr(given, name, self.starts[: starts.shape[0]])
 
     def commit(self, counts):
-        sampled = self.sampled[: counts.shape[0]]
+        """Commit by a window over the plan's rows, or without a plan by one without rows."""
+        count = counts.shape[0]
+        sampled = self.sampled[:count]
         sampled.copy_(counts)
-        launch = self.joint.commit(self.window, sampled)
-        if launch is not None:
-            self.together += 1
-            try:
-                launch()
-                self.own.abandon()
-            except RuntimeError:
-                assert self.launches.fails
-                self.joint.repeat(sampled)
+        if self.plan is None or count < self.plan.num_requests:
+            self.windows.begin_states().commit_sampled(sampled)
+        else:
+            self.windows.begin(self.plan).commit_sampled(sampled)
         assert self.own._step is None
+
+    def count(self, name):
+        """Return how many windows ended so."""
+        return self.windows.context.metrics.windows[name]
 
 
 #: Either supplier; the kind of layer plays no part in who commits the states.
@@ -105,7 +79,7 @@ def rig(monkeypatch):
 
 def joined(kind_and_supplier, monkeypatch):
     """Return a rig whose layouts are often enough from their second step on."""
-    monkeypatch.setattr(gpu_states, "_OFTEN", 2)
+    monkeypatch.setattr(static_window, "_OFTEN_WITH_STATES", 2)
     kind, fast = kind_and_supplier
     monkeypatch.setattr(held.Rig, "fast", fast)
     if fast:  # its sums are in another order than stock's
@@ -113,7 +87,14 @@ def joined(kind_and_supplier, monkeypatch):
     made = Rig(kind, torch.float32, monkeypatch, held.Captures())
     made.states.warm_up()
     made.states.hook()
-    return made.joins()
+    made.joins()
+    if made.own.capture is None:  # else the states say how to capture
+        captured = lambda _, run: made.joint(run)  # noqa: E731
+        monkeypatch.setattr(static_window.StaticLaunches, "captured", captured)
+    else:
+        made.joint = made.make
+        made.make.captured = 0
+    return made
 
 
 def nearly(one, other):
@@ -129,33 +110,29 @@ def test_states_are_those_of_stock(kind, monkeypatch):
     """From the third step of a kind on states and rows have one launch."""
     rig = joined(kind, monkeypatch)
     for sampled in STEPS:
-        rig.step([DRAFTS + 1] * REQUESTS, sampled)
-    assert (rig.launches.captured, rig.launches.replayed, rig.together) == (1, 4, 4)
-    assert rig.make.replays == (0 if rig.own._alone else 2)
+        rig.step(FULL, sampled)
+    alone = 0 if rig.own._alone else 2  # the first steps' states have a graph of their own
+    assert (rig.joint.captured, rig.joint.replays) == (1, 4 + alone)
+    assert rig.count("committed") == 6
 
 
-def test_steps_of_another_kind_are_committed_by_themselves(rig, monkeypatch):
-    """Fewer requests, other rows; no window, or one that is not ended by one launch."""
-    full = [DRAFTS + 1] * REQUESTS
+def test_steps_of_another_kind_are_committed_by_themselves(rig):
+    """Fewer requests, or no window for the rows."""
     for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    assert rig.together == 1
+        rig.step(FULL, sampled)
+    assert rig.joint.replays == 1
     rig.step([4, 4], [3, 1])
-    whole, rig.window = rig.window, Window(plan=StepPlan(None, rig.layout, rig.launches, None, 0))
-    monkeypatch.setattr(Window, "to_launch", lambda _: None)
-    rig.step(full, STEPS[3])
-    rig.window = None
-    rig.step(full, STEPS[4])
-    assert rig.together == 1
-    rig.window = whole
-    rig.step(full, STEPS[5])
-    assert rig.together == 2
+    rig.plan, whole = None, rig.plan
+    rig.step(FULL, STEPS[4])
+    assert rig.joint.replays == 1
+    rig.plan = whole
+    rig.step(FULL, STEPS[5])
+    assert rig.joint.replays == 2
 
 
 def test_forwards_that_are_no_graph_are_committed_by_themselves(rig, monkeypatch):
-    full = [DRAFTS + 1] * REQUESTS
     for sampled in STEPS[:3]:
-        rig.step(full, sampled)
+        rig.step(FULL, sampled)
     begin = rig.begin
 
     def eager(metadata, batch):
@@ -163,59 +140,64 @@ def test_forwards_that_are_no_graph_are_committed_by_themselves(rig, monkeypatch
         rig.own.replays = 0
 
     monkeypatch.setattr(rig, "begin", eager)
-    rig.step(full, STEPS[3])
-    assert rig.together == 1
+    rig.step(FULL, STEPS[3])
+    assert rig.joint.replays == 1
 
 
-def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig):
+def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig, monkeypatch):
     """It wrote nothing; the states are committed by themselves, and nothing is lost."""
-    full = [DRAFTS + 1] * REQUESTS
     for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    rig.launches.fails = True
-    rig.step(full, STEPS[3])
-    rig.launches.fails = False
-    rig.step(full, STEPS[4])
-    assert (rig.together, rig.launches.replayed) == (3, 2)
-    assert rig.errors == []
+        rig.step(FULL, sampled)
+    [place], replays = rig.plan.launches.with_states, rig.plan.launches.with_states
+
+    def failing():
+        raise RuntimeError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(replays, place, failing)
+        rig.step(FULL, STEPS[3])
+    rig.step(FULL, STEPS[4])
+    assert rig.joint.replays == 2
+    assert (rig.count("fell_back"), rig.count("committed")) == (1, 4)
+    assert rig.repeated == 0
 
 
 def test_counts_of_another_form_at_the_same_address(rig):
     """A prepared launch would read other numbers there."""
-    full = [DRAFTS + 1] * REQUESTS
     for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    assert rig.together == 1
+        rig.step(FULL, sampled)
     rig.sampled = rig.sampled.repeat_interleave(2)[::2]
-    rig.window.plan.together = dict.fromkeys([rig.sampled.data_ptr()], pytest.fail)
-    rig.step(full, STEPS[3])
-    assert rig.together == 1
+    rig.plan.launches.with_states[rig.sampled.data_ptr()] = pytest.fail
+    rig.step(FULL, STEPS[3])
+    assert rig.joint.replays == 1
 
 
 def test_a_graph_that_had_to_go_is_captured_again(rig):
     """Its steps are committed by two launches until they have recurred as often once more."""
-    rig.graphs.most_bytes = GRAPH_BYTES
-    full = [DRAFTS + 1] * REQUESTS
+    graphs, replays = rig.windows.context.executor.graphs, rig.plan.launches.with_states
+    graphs.most_bytes = GRAPH_BYTES
     for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    assert (rig.together, len(rig.window.plan.together)) == (1, 1)
-    rig.graphs.add(lambda: print, lambda: None)
-    assert not rig.window.plan.together
+        rig.step(FULL, sampled)
+    assert (rig.joint.replays, len(replays)) == (1, 1)
+    graphs.add(lambda: print, lambda: None)
+    assert not replays
     for sampled in STEPS[3:]:
-        rig.step(full, sampled)
-    assert (rig.launches.captured, rig.together) == (2, 2)
+        rig.step(FULL, sampled)
+    assert (rig.joint.captured, rig.joint.replays) == (2, 2)
 
 
 def test_what_cannot_be_captured_stays_two_launches(rig, monkeypatch):
-    monkeypatch.setattr(rig.launches, "capture_with", lambda *_: None)
+    captured = static_window.StaticLaunches.captured
+    monkeypatch.setattr(static_window.StaticLaunches, "captured", lambda *_: None)
     for sampled in STEPS[:4]:
-        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+        rig.step(FULL, sampled)
 
     def failing(*_):
         raise RuntimeError("no capture")
 
-    monkeypatch.setattr(gpu_states, "_OFTEN", 5)
-    monkeypatch.setattr(rig.launches, "capture_with", failing)
+    monkeypatch.setattr(static_window, "_OFTEN_WITH_STATES", 5)
+    monkeypatch.setattr(static_window.StaticLaunches, "captured", failing)
     for sampled in STEPS[:2]:
-        rig.step([DRAFTS + 1] * REQUESTS, sampled)
-    assert (rig.together, rig.errors) == (0, [])
+        rig.step(FULL, sampled)
+    monkeypatch.setattr(static_window.StaticLaunches, "captured", captured)
+    assert (rig.joint.replays, rig.count("committed"), rig.repeated) == (0, 6, 0)

@@ -26,8 +26,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
     from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
-    from kvtxn import KVTxnError, TxnConfig
-    from kvtxn.cuda_graphs import GraphCache
+    from kvtxn import KVTxnError, LayerRef, TransactionManager, TxnConfig
 
 
 class ModelState:
@@ -67,9 +66,6 @@ class Own:
         )
         rows = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
         return {"it": states, "attention": rows}
-
-    def profile_run(self, randomize_inputs=False):
-        self.calls.append("profile")
 
     def initialize_kv_cache(
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
@@ -177,21 +173,6 @@ class OwnV2(Own):
         assert self.calls[-1] == "postprocess"
 
 
-class Steps:
-    """Stands for the windows of attention."""
-
-    deferred = False
-
-    def commit_ids(self, ids):
-        pass
-
-    def abandon(self):
-        pass
-
-    def commit(self, sampled):
-        pass
-
-
 FACTS = EngineFacts(
     device="cuda", runner="v2", recurrent=GATED_DELTA, states="exact", dtype="bfloat16", flash=3
 )
@@ -211,6 +192,21 @@ def caches(runner):
     return part(runner, gpu_states.StateCaches)
 
 
+def opened_alone(runner, *_):
+    """Open steps over one small layer of attention, with the runner's states."""
+    ref = LayerRef("rows", *torch.zeros(2, 4, 4, 1, 8))
+    manager = TransactionManager([ref], TxnConfig(policy="undo", backend="torch", max_rows=8))
+    states, more = caches(runner).hold(manager)
+    runner.opened.append(more)
+    if isinstance(runner, OwnV1):
+        steps = gpu_windows.PackedGraphSteps(manager, DRAFTS + 1, 50, states=states)
+    else:
+        slots = torch.full((1, 8), -1, dtype=torch.int64)
+        steps = gpu_windows.GraphSteps(manager, slots, DRAFTS + 1, states=states)
+    caches(runner).join(steps)
+    return steps
+
+
 @pytest.fixture(params=RUNNERS)
 def runner(request, monkeypatch):
     """A hooked runner whose attention has no windows."""
@@ -227,14 +223,8 @@ def runner(request, monkeypatch):
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
     parts.attach(own, wanted, 0, facts, windows=True)
     assert is_hooked(own)
-    executor = SimpleNamespace(graphs=GraphCache())
-    manager = SimpleNamespace(note_fallback=lambda *_: None, executor=executor)
     own.opened = []
-    monkeypatch.setattr(
-        gpu_windows,
-        "open_steps",
-        lambda hooked, *_: hooked.opened.append(caches(hooked).hold(manager)) or Steps(),
-    )
+    monkeypatch.setattr(gpu_windows, "open_steps", opened_alone)
     return own
 
 
@@ -246,11 +236,10 @@ def test_one_block_for_each_state(runner):
 
 def test_the_memory_is_reserved(runner):
     """That of the buffers, beside the rows of attention."""
-    runner.profile_run()
     row = 2 * 8 * 2
-    room = part(runner, gpu_windows.WindowCaches).room
-    assert room.nbytes >= held_states.bytes_of_buffers(runner) + 8 * row
-    assert runner.calls == ["profile"]
+    wanted = runner.kvtxn_parts.memory_wanted()
+    assert wanted >= held_states.bytes_of_buffers(runner) + 8 * row
+    assert wanted == part(runner, gpu_windows.WindowCaches).memory_wanted()
 
 
 def test_memory_of_captured_commits_is_reserved(runner):
@@ -425,24 +414,41 @@ def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
         runner.initialize_kv_cache(None)
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
-    """By the V2 runner's steps, unless a KV connector wants rows sooner than states."""
-    committed = []
-    if not isinstance(runner, OwnV2):
-        return  # there each is committed by itself
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_states_are_committed_by_windows_alone(runner, switched_off):
+    """Also by the steps of a runner whose windows are switched off for a while, and once."""
     runner.get_kv_cache_spec()
     runner.initialize_kv_cache(None)
-    steps = gpu_windows.GraphSteps.__new__(gpu_windows.GraphSteps)
-    steps.beside, steps._window, steps._unopened = None, None, False
-    steps.manager = SimpleNamespace(executor=SimpleNamespace(graphs=GraphCache()))
-    monkeypatch.setattr(gpu_states.connectors, "connector", lambda: connected or None)
-    caches(runner).join(steps)
-    assert (steps.beside is None) == connected
-    runner.kvtxn = steps
-    monkeypatch.setattr(runner.kvtxn_states, "commit", committed.append)
+    steps, layer = runner.kvtxn, runner.rig.sides[1].layer
+    if switched_off:
+        runner.kvtxn = None
+    given = held.metadata(
+        GATED_DELTA, torch.tensor([[3], [5]]).int(), [4, 2], torch.ones(2, dtype=torch.int32)
+    )
+    for number in (1, 2):
+        before = layer.kv_cache[1].clone()
+        runner.begin({"it": given})
+        runner.sampled([2, 1])
+        changed = (layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten().tolist()
+        assert changed == [3, 5]
+        assert steps.manager.snapshot()["kvtxn_windows_total_committed"] == number
+    runner.kvtxn_undo.close()
+
+
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
+def test_a_connector_finds_rows_and_states_committed(runner):
+    """It may read both once the scheduler has the sampled tokens."""
+    runner.get_kv_cache_spec()
+    runner.initialize_kv_cache(None)
+    rows = part(runner, gpu_windows.WindowsV2)
+    rows.connected = True
+    given = held.metadata(
+        GATED_DELTA, torch.tensor([[3], [5]]).int(), [4, 2], torch.ones(2, dtype=torch.int32)
+    )
+    runner.begin({"it": given})
     counts = torch.tensor([2, 1]).int()
+    rows.sampled(None, counts)
+    assert not runner.kvtxn_states.waits
     runner.postprocess_sampled(None, None, counts, None)
-    assert committed == [counts]
-    runner.kvtxn = Steps()
+    assert runner.kvtxn.manager.snapshot()["kvtxn_windows_total_committed"] == 1
     runner.kvtxn_undo.close()

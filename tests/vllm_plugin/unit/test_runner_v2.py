@@ -11,6 +11,8 @@ import torch
 from kernels_here import importing_kernels
 from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
+from kvtxn.testing.supplied_states import ToyStates
+
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.serving.pipeline_steps import PipelineSteps
@@ -19,6 +21,8 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
 
 from kvtxn.integrations.serving.parts import Parts
+
+from kvtxn import KVTxnError
 
 
 class Own:
@@ -182,13 +186,15 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
         def __getattr__(self, name):
             return getattr(named, name, None) or getattr(rig.manager, name)
 
-    steps = make(Manager(), None, [])
+    steps = make(Manager(), None, [], None)
     assert isinstance(steps, PipelineSteps)
     assert len(steps.lanes) == 3
+    with pytest.raises(KVTxnError, match="states cannot wait on an earlier pipeline stage"):
+        make(Manager(), None, [], ToyStates())
     handler.is_last_rank = True
-    assert isinstance(make(Manager(), None, []), GraphSteps)
+    assert isinstance(make(Manager(), None, [], None), GraphSteps)
     runner.pp_handler = None
-    assert isinstance(make(Manager(), None, []), GraphSteps)
+    assert isinstance(make(Manager(), None, [], None), GraphSteps)
 
 
 def queue_of(stages):

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 with importing_kernels():
     import held_rig as held
     from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
     from step_rig import Calls
 
@@ -27,8 +26,9 @@ with importing_kernels():
 class Recorder(LayoutLaunches):
     """Stands for all launches of a layout."""
 
-    def __init__(self) -> None:
+    def __init__(self, often: int | None) -> None:
         self.made: list[str] = []
+        self.with_states, self.seen, self.often = {}, 0, often
 
     def save(self) -> None:
         self.made.append("save")
@@ -36,8 +36,12 @@ class Recorder(LayoutLaunches):
     def commit(self, sampled) -> None:
         self.made.append("rows")
 
-    def capture_with(self, sampled, beside, make=None):
-        return lambda: self.made.append("both")
+    def recurs_with_states(self, sampled) -> bool:
+        self.seen += 1
+        return self.seen == self.often
+
+    def capture_with(self, sampled, states, capture) -> None:
+        self.with_states[sampled.data_ptr()] = lambda: self.made.append("both")
 
 
 class StateSteps:
@@ -51,7 +55,7 @@ class StateSteps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, joined: bool) -> None:
         monkeypatch.setattr(held.Rig, "fast", True)
         self.states = held.Rig(GATED_DELTA, torch.float32, monkeypatch).states
-        self.launches = Recorder()
+        self.launches = Recorder(8 if joined else None)
         self.states._alone.commit_sampled = lambda *_: self.launches.made.append("states")
         shape = 8, 4, 2, 8
         layers = [
@@ -61,13 +65,12 @@ class StateSteps:
         rows = REQUESTS * (DRAFTS + 1)
         settings = TxnConfig(policy="deferred", max_rows=rows)
         self.steps = GraphSteps(
-            TransactionManager(layers, settings), torch.arange(rows).view(1, -1), DRAFTS + 1
+            TransactionManager(layers, settings),
+            torch.arange(rows).view(1, -1),
+            DRAFTS + 1,
+            states=self.states,
         )
         self.steps.windows._launches = SimpleNamespace(prepare=lambda _: self.launches)
-        if joined:
-            self.steps.beside = gpu_states.JointCommits(
-                self.states, self.steps.manager.executor.graphs
-            )
         table = torch.ones(REQUESTS, 1, dtype=torch.int32)
         self.sampled = torch.ones(REQUESTS, dtype=torch.int32)
         given = held.metadata(GATED_DELTA, table, [DRAFTS + 1] * REQUESTS, self.sampled)
@@ -81,8 +84,6 @@ class StateSteps:
         self.steps.begin(*self.rows, True, REQUESTS)
         self.states.begin(self.metadata, self.batch, replayed=True)
         self.steps.before_replay(saves=True)
-        if self.steps.beside is None:
-            self.states.commit(self.sampled)
         self.steps.commit(self.sampled)
 
 

@@ -60,7 +60,7 @@ class Watched:
         watch.before, watch.blocks = watch.states_now(), watch.blocks_now()
         rig.forward(self.ours, lengths, rows, more)
         step, counts = rig.states._step, torch.tensor(sampled, dtype=torch.int32)
-        rig.states.commit(counts)
+        rig.commit(counts)
         watch.recur(step, counts)
         rig.accepted[: len(lengths)] = counts.clamp(min=1)
 
@@ -109,7 +109,7 @@ def test_commits_that_fail_are_repeated(watched):
     for _ in range(8):
         watched.step([4, 4, 1], [4, 1, 1])
     assert watched.watch.repair() == {"failed": 1}
-    assert len(watched.rig.errors) == 1
+    assert watched.rig.repeated == 1
     assert watched.watch.seen_states()["off"] == 0
 
 
