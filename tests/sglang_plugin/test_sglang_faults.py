@@ -196,6 +196,26 @@ def test_a_planted_fault_is_found(hooks, plant, drafts, trees):
     assert fits, (place, found[:3])
 
 
+def test_neighbouring_rows_are_one_line_of_the_log(hooks, caplog):
+    """A slot is a block here, and each row of a wrong line of the table is a wrong one."""
+    toy = ToySglang(hooks.around(), seed=4)
+    toy.retracts = toy.aborts = 0
+    planted = []
+
+    def fault(toy, batch):
+        decodes = batch.forward_batch.forward_mode.name == "DECODE" and len(batch.reqs) > 2
+        if decodes and not planted and min(batch.before) > 10:
+            planted.append(swapped_lines(toy, batch))
+
+    toy.fault = fault
+    toy.serve(6)
+    violations = hooks.report()["violations"]
+    lines = [each for each in caplog.messages if "audit_violation" in each]
+    assert len(violations) > 20
+    assert len(lines) < 10
+    assert sum("last_position=" in each for each in lines) >= 2
+
+
 def test_a_node_of_the_tree_whose_slots_were_freed_is_found(hooks):
     """The next hit reads what others have written there since."""
     toy = ToySglang(hooks.around(), seed=2)
