@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -103,7 +103,7 @@ def read_settings(text: str) -> Settings:
     )
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def _check_names(given: Mapping[str, object]) -> None:
     """Raise ConfigError for a setting that does not exist or does not work here."""
     known = [field.name for field in attrs.fields(Settings)]
     for name in given:
@@ -117,7 +117,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
+def _one_of(given: Mapping[str, object], name: str, values: Sequence[str]) -> str:
     """Return a setting's value; without a setting the first of the possible ones."""
     value = given.get(name, values[0])
     if value in values:
@@ -130,7 +130,7 @@ def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
     )  # fmt: skip
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Mapping[str, object], name: str) -> bool:
     """Return a setting that is true or false; false if it is not there."""
     value = given.get(name, False)
     if isinstance(value, bool):
@@ -141,7 +141,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
     )  # fmt: skip
 
 
-def _steps(given: Mapping[str, Any], name: str, usual: int) -> int:
+def _steps(given: Mapping[str, object], name: str, usual: int) -> int:
     """Return a setting that is a number of steps."""
     value = given.get(name, usual)
     if type(value) is int and 1 <= value < _TOO_LARGE:

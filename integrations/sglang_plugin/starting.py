@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ...errors import KVTxnError
 from ...log import get_logger
 from .metrics import Metrics
 from .seam import engine_facts, hook_points
-from .seam.protocols import ForwardBatch, ModelRunner, Req, ScheduleBatch, Scheduler
+from .seam.protocols import ForwardBatch, InternalState, ModelRunner, Req, ScheduleBatch, Scheduler
 from .settings import Settings, read_settings
 from .supported import SETTINGS, cannot_watch
 from .watching import Watching
@@ -117,14 +117,14 @@ class Hooks:
             self._metrics.show({"kvtxn_audit_active": 0})
         return None
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> dict[str, object] | None:
         """Return the counters and violations of this process; None if nothing is watched."""
         return None if self._watching is None else self._watching.report()
 
     # -- the hooks ---------------------------------------------------------------------------
 
     def opens(
-        self, original: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
+        self, original: Callable[..., None], scheduler: Scheduler, *args: object, **kwargs: object
     ) -> None:
         """Open the audit once a scheduler is made, so that no request waits for it."""
         original(scheduler, *args, **kwargs)
@@ -132,12 +132,12 @@ class Hooks:
 
     def run_batch(
         self,
-        original: Callable[..., Any],
+        original: Callable[..., object],
         scheduler: Scheduler,
         batch: ScheduleBatch,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Run a step of a scheduler."""
         watching = self._of(scheduler)
         if watching is not None and self._metrics is not None:
@@ -150,12 +150,12 @@ class Hooks:
 
     def forward(
         self,
-        original: Callable[..., Any],
+        original: Callable[..., object],
         runner: ModelRunner,
         forward_batch: ForwardBatch,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Run a forward of a model runner."""
         watching = self._watching
         if watching is None:
@@ -165,7 +165,7 @@ class Hooks:
         )
 
     def release_kv_cache(
-        self, original: Callable[..., None], req: Req, *args: Any, **kwargs: Any
+        self, original: Callable[..., None], req: Req, *args: object, **kwargs: object
     ) -> None:
         """Let a request give back its rows."""
         if self._watching is not None:
@@ -173,7 +173,7 @@ class Hooks:
         original(req, *args, **kwargs)
 
     def flush_cache(
-        self, original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
+        self, original: Callable[..., bool], scheduler: Scheduler, *args: object, **kwargs: object
     ) -> bool:
         """Empty the caches, unless requests run."""
         done = original(scheduler, *args, **kwargs)
@@ -182,16 +182,20 @@ class Hooks:
         return done
 
     def weights_updated(
-        self, original: Callable[..., Any], updater: object, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, original: Callable[..., object], updater: object, *args: object, **kwargs: object
+    ) -> object:
         """Hear that an update of the weights has succeeded, before the cache may be flushed."""
         if self._watching is not None:
             self._watching.weights_changed()
         return original(updater, *args, **kwargs)
 
     def get_internal_state(
-        self, original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        original: Callable[..., InternalState],
+        scheduler: Scheduler,
+        *args: object,
+        **kwargs: object,
+    ) -> InternalState:
         """Add the report to the state of a scheduler, which ``/server_info`` shows."""
         output = original(scheduler, *args, **kwargs)
         try:

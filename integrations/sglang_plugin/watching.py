@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,8 @@ class Watching:
         with self._on_forward_stream(), torch.inference_mode():
             self._compile(reader, engine_facts.most_drafts(scheduler))
             self.watch.begin()
+            if device.type == "cuda":  # steps may be on a stream that the event loop makes later
+                torch.cuda.current_stream(device).synchronize()
         self.adapter: Final = Adapter(
             scheduler,
             self.part,
@@ -190,7 +192,7 @@ class Watching:
         except Exception as error:
             self.watch.stop(error)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the counters and the violations that were found; waits for the device."""
         with self._on_forward_stream():
             return {"counters": self.watch.counters(), "violations": self.watch.report()}

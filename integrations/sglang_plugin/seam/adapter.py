@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -138,7 +138,7 @@ class Adapter:
         return result
 
     def _generated(
-        self, generate: Callable[..., GenerationBatchResult], *args: Any, **kwargs: Any
+        self, generate: Callable[..., GenerationBatchResult], *args: object, **kwargs: object
     ) -> GenerationBatchResult:
         """Run a worker's forwards, and tell what was sampled."""
         result = generate(*args, **kwargs)
@@ -150,7 +150,7 @@ class Adapter:
             result.delay_sample_func = partial(self._sample_later, later, result)
         return result
 
-    def _sample_later(self, sample: Callable[[], Any], result: GenerationBatchResult) -> Any:
+    def _sample_later(self, sample: Callable[[], object], result: GenerationBatchResult) -> object:
         """Sample a batch whose forward has run, and end its step."""
         done = sample()
         self._tell(partial(self._tell_sampled, result))

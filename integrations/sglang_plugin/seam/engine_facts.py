@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -60,29 +60,35 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         slots=type(allocator).__name__,
         table=type(scheduler.req_to_token_pool).__name__,
         algorithm=str(scheduler.spec_algorithm.name),
-        topk=_argument(args, "speculative_eagle_topk", 1) or 1,
+        topk=_number(args, "speculative_eagle_topk"),
         settings=frozenset(name for name in names if _is_set(args, name)),
     )
 
 
-def _argument(args: object, name: str, missing: Any) -> Any:
+def _argument(args: object, name: str) -> object:
     """Return an argument of the server; not every release has all of them."""
-    return getattr(args, name, missing)
+    return getattr(args, name, None)
+
+
+def _number(args: object, name: str) -> int:
+    """Return an argument that is a number; 1 where it is not set."""
+    value = _argument(args, name)
+    return value if isinstance(value, int) and value else 1
 
 
 def _is_set(args: object, name: str) -> bool:
-    value = _argument(args, name, None)
     if name.endswith("_size"):
-        return (value or 1) > 1
+        return _number(args, name) > 1
+    value = _argument(args, name)
     return value not in (None, False, "", "null", "none")
 
 
 def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
     """Return a server's model name and the number of a scheduler's group; None without metrics."""
     args = scheduler.server_args
-    if not _argument(args, "enable_metrics", False):
+    if not _argument(args, "enable_metrics"):
         return None
-    name = _argument(args, "served_model_name", None) or _argument(args, "model_path", "")
+    name = _argument(args, "served_model_name") or _argument(args, "model_path") or ""
     return str(name), int(getattr(scheduler, "dp_rank", None) or 0)
 
 
@@ -90,8 +96,7 @@ def most_drafts(scheduler: Scheduler) -> int:
     """Return the most drafts of a request in one step."""
     if scheduler.spec_algorithm.name == "NONE":
         return 0
-    rows = _argument(scheduler.server_args, "speculative_num_draft_tokens", None)
-    return max(int(rows or 1) - 1, 0)
+    return max(_number(scheduler.server_args, "speculative_num_draft_tokens") - 1, 0)
 
 
 def room(scheduler: Scheduler) -> Room:
@@ -100,7 +105,7 @@ def room(scheduler: Scheduler) -> Room:
     A request may be as long as a line, and its drafts lie behind.
     """
     lines, positions = scheduler.req_to_token_pool.req_to_token.shape
-    caches = not _argument(scheduler.server_args, "disable_radix_cache", False)
+    caches = not _argument(scheduler.server_args, "disable_radix_cache")
     return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _WEIGHTS: Final = (
@@ -32,7 +32,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
 }
 
-Hook = Callable[..., Any]
+Hook = Callable[..., object]
 
 
 def release() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,13 @@ class GenerationBatchResult(Protocol):
 
     next_token_ids: Tensor | None
     accept_lens: Tensor | None
-    delay_sample_func: Callable[[], Any] | None
+    delay_sample_func: Callable[[], object] | None
+
+
+class InternalState(Protocol):
+    """``sglang.srt.managers.io_struct.GetInternalStateReqOutput``."""
+
+    internal_state: dict[str, object]
 
 
 class ReqToTokenPool(Protocol):
