@@ -245,6 +245,29 @@ def test_the_facts_of_an_engine():
     assert engine_facts.facts(toy, names).settings == {"pp_size", "enable_lmcache"}
 
 
+def test_facts_are_of_the_resolved_arguments():
+    """Newer releases keep what the user has given as it is."""
+    toy, resolved = ToySglang(drafts=3), {"speculative_eagle_topk": 4, "enable_dp_attention": True}
+    toy.server_args = SimpleNamespace(
+        speculative_eagle_topk=None, enable_dp_attention=False, resolved_dict=lambda: resolved
+    )
+    found = engine_facts.facts(toy, frozenset(supported.SETTINGS))
+    assert (found.topk, found.trees, found.settings) == (4, True, {"enable_dp_attention"})
+
+
+def test_a_tree_that_the_settings_do_not_tell_of_ends_the_audit(hooks):
+    """Its rows would be taken for those of a chain."""
+    toy = ToySglang(hooks.around(), drafts=3, seed=3)
+
+    def fault(toy, batch):
+        if toy.events["steps"] > 9 and batch.forward_batch.spec_info is not None:
+            batch.forward_batch.spec_info.topk = 2
+
+    toy.fault = fault
+    toy.serve(6)
+    assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_an_engine_that_cannot_be_watched_runs_as_it_is(caplog, required):
     """Its scheduler hears one sentence."""

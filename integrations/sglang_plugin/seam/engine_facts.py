@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import attrs
@@ -52,7 +53,7 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         scheduler: its scheduler.
         names: the server's arguments that rules name.
     """
-    args, allocator = scheduler.server_args, scheduler.token_to_kv_pool_allocator
+    args, allocator = _arguments(scheduler), scheduler.token_to_kv_pool_allocator
     return EngineFacts(
         device=torch.device(scheduler.tp_worker.model_runner.device).type,
         samples=bool(scheduler.is_generation),
@@ -65,30 +66,36 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
     )
 
 
-def _argument(args: object, name: str) -> object:
-    """Return an argument of the server; not every release has all of them."""
-    return getattr(args, name, None)
+def _arguments(scheduler: Scheduler) -> Mapping[str, object]:
+    """Return the arguments of the server by name, as SGLang has resolved them.
+
+    Not every release has all of them. Newer ones keep the user's own beside the resolved ones.
+    """
+    args = scheduler.server_args
+    resolved = getattr(args, "resolved_dict", None)
+    found = vars(args) if resolved is None else resolved()
+    return found if isinstance(found, Mapping) else {}
 
 
-def _number(args: object, name: str) -> int:
+def _number(args: Mapping[str, object], name: str) -> int:
     """Return an argument that is a number; 1 where it is not set."""
-    value = _argument(args, name)
+    value = args.get(name)
     return value if isinstance(value, int) and value else 1
 
 
-def _is_set(args: object, name: str) -> bool:
+def _is_set(args: Mapping[str, object], name: str) -> bool:
     if name.endswith("_size"):
         return _number(args, name) > 1
-    value = _argument(args, name)
+    value = args.get(name)
     return value not in (None, False, "", "null", "none")
 
 
 def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
     """Return a server's model name and the number of a scheduler's group; None without metrics."""
-    args = scheduler.server_args
-    if not _argument(args, "enable_metrics"):
+    args = _arguments(scheduler)
+    if not args.get("enable_metrics"):
         return None
-    name = _argument(args, "served_model_name") or _argument(args, "model_path") or ""
+    name = args.get("served_model_name") or args.get("model_path") or ""
     return str(name), int(getattr(scheduler, "dp_rank", None) or 0)
 
 
@@ -96,7 +103,7 @@ def most_drafts(scheduler: Scheduler) -> int:
     """Return the most drafts of a request in one step."""
     if scheduler.spec_algorithm.name == "NONE":
         return 0
-    return max(_number(scheduler.server_args, "speculative_num_draft_tokens") - 1, 0)
+    return max(_number(_arguments(scheduler), "speculative_num_draft_tokens") - 1, 0)
 
 
 def room(scheduler: Scheduler) -> Room:
@@ -105,7 +112,7 @@ def room(scheduler: Scheduler) -> Room:
     A request may be as long as a line, and its drafts lie behind.
     """
     lines, positions = scheduler.req_to_token_pool.req_to_token.shape
-    caches = not _argument(scheduler.server_args, "disable_radix_cache")
+    caches = not _arguments(scheduler).get("disable_radix_cache")
     return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
 
 

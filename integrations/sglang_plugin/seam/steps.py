@@ -179,6 +179,8 @@ class StepReader:
         """Return the rows of each request; 0 if requests differ, as with prompts."""
         mode = step.batch.forward_mode.name
         if mode == _VERIFY:
+            if not self._trees and getattr(step.batch.spec_info, "topk", 1) != 1:
+                raise KVTxnError("forward", "drafts form a tree, and the settings say a chain")
             return step.drafts + 1
         if mode == _DECODE:
             return 1
