@@ -97,16 +97,30 @@ class Replay:
         for event in within:
             if event["event"] == "released":
                 self._release(event)
-        if "forward" not in by_name or "outcome" not in by_name:
+        if "forward" not in by_name:
             return
+        later, ends = "outcome" not in by_name, []
+        if later:  # sampled after the last step was taken in, as with a grammar
+            for event in ahead:
+                if event["event"] == "outcome":
+                    by_name["outcome"] = event
+                    break
+                ends.append(event)
+            else:
+                return
         self.steps += 1
         if self.fault is not None:
             self.fault(by_name)
         batch = SimpleNamespace(reqs=self._reqs(by_name["forward"]))
         run = self.model_worker
-        self.hooks.run_batch(
-            lambda scheduler, batch: run.forward_batch_generation(by_name), self, batch
+        result = self.hooks.run_batch(
+            lambda scheduler, batch: run.forward_batch_generation(by_name, later), self, batch
         )
+        for event in ends:
+            if event["event"] == "released":
+                self._release(event)
+        if later:
+            result.delay_sample_func()
 
     def _reqs(self, forward: dict) -> list[SimpleNamespace]:
         for req in forward["reqs"]:
@@ -122,8 +136,8 @@ class Replay:
             self.requests[req["rid"]].output_ids = array("q", output)
         return [self.requests[rid] for rid in forward["rids"]]
 
-    def _generate(self, by_name: dict) -> SimpleNamespace:
-        """Replay a forward and its outcome."""
+    def _generate(self, by_name: dict, later: bool) -> SimpleNamespace:
+        """Replay a forward and its outcome; the latter later, if it was."""
         forward, outcome = by_name["forward"], by_name["outcome"]
         table = self.req_to_token_pool.req_to_token
         for line, (at, slots) in zip(forward["req_pool_indices"], forward["table"], strict=True):
@@ -145,8 +159,15 @@ class Replay:
         )
         self.hooks.forward(lambda runner, batch: None, self.runner, batch)
         counts = outcome.get("accept_lens")
-        return SimpleNamespace(
-            next_token_ids=torch.tensor(outcome["ids"]),
+        result = SimpleNamespace(
+            next_token_ids=None if later else torch.tensor(outcome["ids"]),
             accept_lens=None if counts is None else torch.tensor(counts, dtype=torch.int32),
             delay_sample_func=None,
         )
+
+        def sample() -> SimpleNamespace:
+            result.next_token_ids = torch.tensor(outcome["ids"])
+            return result
+
+        result.delay_sample_func = sample if later else None
+        return result
