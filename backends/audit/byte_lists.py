@@ -14,7 +14,7 @@ import triton.language as tl
 from ...audit import books as book
 from ...audit import group_lines, passes
 from . import byte_plan
-from .compare_kernel import first_read, table_of, table_place
+from .compare_kernel import block_of, first_read, table_of, table_place
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
 
@@ -130,7 +130,7 @@ def list_reads(
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    has_rows, table, width = table_of(tables, number, index)
+    has_rows, table, width, block_map, length = table_of(tables, number, index)
     state_at = tl.load(sources + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     wanted = admitted & (tl.load(watched + number * GROUP_FIELDS + WATCHED) != 0)
     end = tl.where(wanted & (count > 0), first, 0)
@@ -153,7 +153,7 @@ def list_reads(
                 state_at.to(tl.pointer_type(tl.int64)) + index + column * 0, mask=inside, other=-1
             )
         else:
-            block = tl.load(table + column, mask=inside, other=-1).to(tl.int64)
+            block, inside = block_of(column, inside, table, block_map, length, group)
         inside = inside & (block >= 0) & (block < blocks)
         block = tl.where(inside, block, 0)
         place = tl.load(group + BASE) + block * tl.load(group + STRIDE) + seen % size

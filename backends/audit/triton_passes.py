@@ -26,7 +26,7 @@ from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import Launches
-from .plan import Addresses, contiguous, line_numbers
+from .plan import Addresses, contiguous, with_numbers
 from .staging import Staging
 from .step_input import TritonStepInput
 
@@ -163,7 +163,7 @@ class TritonPasses(Passes):
             return
         step = contiguous(step)
         first = first_of(self.books, step)
-        given = (step.lines, first, step.starts, step.tables, step.table_lines, None, step.num_rows)
+        given = (step.lines, first, step.starts, step, None, step.num_rows)
         grid, arguments = self._compare(*given)
         recurs = self._as_they_are("tables", step.tables)
         self._checking.first(step, grid, arguments, recurs=recurs)
@@ -173,8 +173,7 @@ class TritonPasses(Passes):
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
-        in_tables = line_numbers(stretch.table_lines)
-        given = (lines, first, end, stretch.tables, in_tables, stretch.kind, 0)
+        given = (lines, first, end, with_numbers(stretch), stretch.kind, 0)
         grid, arguments = self._compare(*given)
         self._checking.launch(grid, arguments)
 
@@ -183,8 +182,7 @@ class TritonPasses(Passes):
         lines: Tensor,
         low: Tensor,
         high: Tensor,
-        tables: Mapping[str, Tensor],
-        table_lines: Tensor | None,
+        read: Step | Stretch,
         kind: str | None,
         num_rows: int,
     ) -> tuple[tuple[int, int, int], tuple[object, ...]]:
@@ -193,10 +191,10 @@ class TritonPasses(Passes):
         # A table without columns has no address, as if the group were not read.
         tables = {
             name: table if table.shape[1] else table.new_full((len(table), 1), -1)
-            for name, table in tables.items()
+            for name, table in read.tables.items()
         }
         return (len(lines), self._num_groups, self.splits), (
-            lines, low, high, self._table("tables", tables, torch.int32, table_lines),
+            lines, low, high, self._table("tables", tables, torch.int32, read),
             self._groups, books.words, books.own, books.facts, books.journal, books.found,
             books.counters, books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows,
             *self._sizes(), kind is None, kind == "exported", self._num_groups, self.splits,
@@ -251,12 +249,12 @@ class TritonPasses(Passes):
         what: str,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        table_lines: Tensor | None = None,
+        read: Step | Stretch | None = None,
     ) -> Tensor:
-        """Return the addresses of a step's tensors, one per group, and of their lines."""
+        """Return the addresses of a step's tensors, one per group; and how it reads tables."""
         right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
         self._held[what] = right  # converted ones live until the next launch of this sort
-        return self._addresses[what].of(right, table_lines)
+        return self._addresses[what].of(right, read)
 
 
 def _are_trees(step: Step) -> bool:

@@ -33,7 +33,7 @@ def is_due(where, words, seals):
 
 
 @compiled
-def due_in_table(low, end, table, group, words, seals, turn, every, found, number):
+def due_in_table(low, end, table, block_map, group, words, seals, turn, every, found, number):
     """List the slots of a request's positions whose turn it is; return how many are listed.
 
     The positions are those from ``low`` to before ``end``. ``found``, int64 ``[n]``, gets the slots
@@ -41,7 +41,7 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
     """
     position = low
     while position < end:
-        where, run = run_of(position, end, table, group)
+        where, run = run_of(position, end, table, block_map, group)
         if where >= 0:
             within = where - group[BASE]
             slot = within // group[STRIDE] * group[BLOCK_SIZE] + within % group[STRIDE]
@@ -56,7 +56,18 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
 
 @compiled
 def due_rows(
-    requests, table, table_lines, group, words, facts, columns, num_rows, seals, turn, every
+    requests,
+    table,
+    table_lines,
+    block_map,
+    group,
+    words,
+    facts,
+    columns,
+    num_rows,
+    seals,
+    turn,
+    every,
 ):
     """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
     found = numpy.empty(0, numpy.int64)
@@ -67,7 +78,7 @@ def due_rows(
             if count:
                 own = table_of(index, table, table_lines)
                 number = due_in_table(
-                    *(first_read(at, at + count, group), at, own, group),
+                    *(first_read(at, at + count, group), at, own, block_map, group),
                     *(words, seals, turn, every, found, number),
                 )
         if number == 0 or len(found):

@@ -149,7 +149,8 @@ class NumbaBytePasses(TorchBytePasses):
             if place.group.is_state:
                 listed = due_states(read.requests, table, *rest)
             else:
-                listed = due_rows(read.requests, table, read.table_lines, *rest)
+                how = read.table_lines, read.block_maps[place.index]
+                listed = due_rows(read.requests, table, *how, *rest)
             if len(listed):
                 found.append((source, listed))
         return found

@@ -112,8 +112,8 @@ class NumbaPasses(TorchPasses):
         """Do what ``Passes.check`` says."""
         read = self.reader.read(step)
         compared = compare_rows(
-            read.requests, read.tables, read.table_lines, self._groups, self._words, self._own,
-            self._facts, read.num_rows,
+            read.requests, read.tables, read.table_lines, read.block_maps, self._groups,
+            self._words, self._own, self._facts, read.num_rows,
         )  # fmt: skip
         if compared < 0:
             super().check(step)
@@ -124,8 +124,9 @@ class NumbaPasses(TorchPasses):
         """Do what ``Passes.inspect`` says."""
         compared = compare_stretches(
             ints(stretch.lines), ints(stretch.first), ints(stretch.end),
-            self.reader.tables(stretch.tables), ints(stretch.table_lines), self._groups,
-            self._words, self._own, self._facts, stretch.kind == "exported",
+            self.reader.tables(stretch.tables), ints(stretch.table_lines),
+            self.reader.by_group(stretch.block_maps), self._groups, self._words, self._own,
+            self._facts, stretch.kind == "exported",
         )  # fmt: skip
         if compared < 0:
             super().inspect(stretch)

@@ -40,6 +40,8 @@ class StepArrays:
             is not read.
         table_lines: int64 ``[num_requests]``, each request's line of the tables; empty if these
             have the requests in their order.
+        block_maps: by number of the group, int64 ``[n]``, the block that each number in its table
+            stands for; empty: itself.
         sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
         told: int64 ``[num_requests]``; empty if the engine never says.
         positions: int64 ``[num_rows]``; empty if the engine does not say.
@@ -56,6 +58,7 @@ class StepArrays:
     slots: tuple[Ints, ...]
     tables: tuple[NDArray[numpy.int32], ...]
     table_lines: Ints
+    block_maps: tuple[Ints, ...]
     sources: tuple[Ints, ...]
     told: Ints
     positions: Ints
@@ -116,6 +119,10 @@ class StepReader:
         """Return the block tables of all groups, by their numbers."""
         return tuple(table(tables[name]) if name in tables else _NO_TABLE for name in self._groups)
 
+    def by_group(self, tensors: Mapping[str, Tensor]) -> tuple[Ints, ...]:
+        """Return the arrays of all groups, by their numbers; empty where there is no tensor."""
+        return tuple(ints(tensors.get(name)) for name in self._groups)
+
     def _arrays(self, step: Step) -> StepArrays:
         return StepArrays(
             lines=ints(step.lines),
@@ -123,10 +130,11 @@ class StepReader:
             first=ints(first_of(self._books, step)),
             tokens=ints(step.tokens),
             drafts=ints(step.drafts),
-            slots=tuple(ints(step.slots.get(name)) for name in self._groups),
+            slots=self.by_group(step.slots),
             tables=self.tables(step.tables),
             table_lines=ints(step.table_lines),
-            sources=tuple(ints(step.sources.get(name)) for name in self._groups),
+            block_maps=self.by_group(step.block_maps),
+            sources=self.by_group(step.sources),
             told=ints(step.told),
             positions=ints(step.positions),
             parents=ints(step.parents),
@@ -138,7 +146,7 @@ class StepReader:
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
     maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines, step.parents)
-    several = (*step.slots.values(), *step.sources.values())
+    several = (*step.slots.values(), *step.sources.values(), *step.block_maps.values())
     numbers = (step.lines, step.starts, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)
     return all(

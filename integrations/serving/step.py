@@ -6,7 +6,7 @@ when a part asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import attrs
@@ -149,6 +149,8 @@ class Rows:
             line for each request that there can be; None if theirs are the batch's requests.
         parents: int64 ``[num_rows]``, where drafts are trees, the draft that each draft row
             follows, as in ``kvtxn.audit.Step``; None if each row follows the one before.
+        block_maps: int64 ``[n]`` for each group whose table names numbers of another pool, the
+            group's block that each number stands for.
     """
 
     names: list[str]
@@ -163,6 +165,7 @@ class Rows:
     lengths: dict[str, Tensor] | None = None
     table_lines: Tensor | None = None
     parents: Tensor | None = None
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False)

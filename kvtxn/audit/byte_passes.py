@@ -19,14 +19,13 @@ from .digest import REJECTED
 from .groups import Place
 from .rows import (
     Batch,
+    blocks_read,
     fill_first,
     first_visible,
-    lines_in_table,
     ragged,
     slots_at,
-    table_of,
-    through,
     word_at,
+    words_read,
 )
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
@@ -161,13 +160,13 @@ class TorchBytePasses(BytePasses):
         books = self.books.books
         fill_first(books, step)
         batch = Batch.of(books, step)
-        for name, table in step.tables.items():
+        for name in step.tables:
             place = books.layout.places[name]
             source = books.layout.places[place.written]
             low = first_visible(place, batch.first, batch.first + batch.counts)
             owner, within = ragged((batch.first - low).clamp(min=0) * batch.live)
             position = low[owner] + within
-            where = through(place, table, lines_in_table(step.table_lines, owner), position)
+            where = words_read(step, place, owner, position)
             self._compare(source, batch.lines[owner], position, where)
         for name, blocks in step.sources.items():
             place, block = books.layout.places[name], blocks[: len(batch.lines)].long()
@@ -282,7 +281,7 @@ class TorchBytePasses(BytePasses):
             place = books.layout.places[name]
             if name not in step.tables or place.written not in self.books.poisoned:
                 continue
-            table = table_of(step.tables[name], step.table_lines, index).long()
+            table = blocks_read(step, name, index)
             inside = (table >= 0) & (table < place.group.num_blocks)
             slots = table[:, None] * place.group.block_size
             slots = slots + torch.arange(place.group.block_size, device=table.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .books import Books
-from .rows import Batch, lines_in_table, through
+from .rows import Batch, words_read
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
 from .violation_record import record_violation
@@ -39,8 +39,7 @@ def report_lengths(books: Books, step: Step, lengths: Mapping[str, Tensor] | Non
         place, read = books.layout.places[name], given[:number].long()
         position = read.minimum(ends).clamp(0, last)
         request = torch.arange(number, device=position.device)
-        there = lines_in_table(step.table_lines, request)
-        where = through(place, step.tables[name], there, position)
+        where = words_read(step, place, request, position)
         for index in (batch.live & (read != ends)).nonzero().flatten().tolist():
             at = int(position[index]), int(where[index])
             record_violation(books, _FOREIGN, batch.lines[index], place, *at, _LENGTH)

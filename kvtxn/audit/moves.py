@@ -202,15 +202,15 @@ class Moves:
         there = chosen & (slot >= 0) & (slot < groups.slots)
         slot = torch.where(there, slot, 0)
         where = groups.word_at(slot)
-        # Sums modulo 2^64: what is not chosen adds nothing, wherever it points to.
-        for known, at, new in (
-            (self._books.words, where, words),
-            (self._books.owners if groups.are_states else None, groups.owners + slot, owners),
-            (self._state.seals, where, torch.zeros_like(slot)),
-        ):
-            if known is not None:
-                more = torch.where(there, new - known[at], 0)
-                known.index_add_(0, at.flatten(), more.flatten())
+        put = [(self._books.words, where, words)]
+        if groups.are_states:
+            put.append((self._books.owners, groups.owners + slot, owners))
+        if self._state.seals is not None:
+            put.append((self._state.seals, where, torch.zeros_like(slot)))
+        for known, at, new in put:
+            # Sums modulo 2^64: what is not chosen adds nothing, wherever it points to.
+            more = torch.where(there, new - known[at], 0)
+            known.index_add_(0, at.flatten(), more.flatten())
         self._journal(groups, torch.where(there, where, NOBODY), writer)
 
     def _journal(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from ..row_io import read
 from .byte_books import ByteBooks, Watched
 from .checksum import has_nan
 from .groups import Place
-from .rows import Batch, first_visible, lines_in_table, slots_at, through, word_at
+from .rows import Batch, first_visible, slots_at, word_at, words_read
 from .step import Step
 
 _READ, _MASKED, _OWN = range(3)
@@ -106,8 +106,7 @@ def _reach(books: ByteBooks, step: Step, batch: Batch, index: int) -> Iterator[_
             low = int(first_visible(place, first, end))
             high = min(-(-int(end) // size), step.tables[name].shape[1]) * size
             position = torch.arange(low // size * size, high, device=first.device)
-            there = lines_in_table(step.table_lines, torch.full_like(position, index))
-            where = through(place, step.tables[name], there, position)
+            where = words_read(step, place, torch.full_like(position, index), position)
             masked = (position < low) | (position >= end)
             use = torch.where(masked, _MASKED, torch.where(position < first, _READ, _OWN))
             inside = where >= 0

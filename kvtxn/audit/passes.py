@@ -41,6 +41,7 @@ class Stretch:
         tables: by group, int ``[num_requests, blocks]``.
         kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
         table_lines: int ``[num_requests]``, as in ``Step``.
+        block_maps: by group, int ``[n]``, as in ``Step``.
     """
 
     lines: Tensor
@@ -49,6 +50,7 @@ class Stretch:
     tables: Mapping[str, Tensor]
     kind: str
     table_lines: Tensor | None = None
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 class Passes(ABC):

@@ -26,7 +26,7 @@ from .digest import REJECTED
 from .groups import Group
 from .ledger import Ledger
 from .passes import Stretch
-from .rows import Batch, first_visible, in_ring, table_of, word_at
+from .rows import Batch, blocks_read, first_visible, in_ring, word_at
 from .step import Step
 from .violation import Violation
 
@@ -313,7 +313,7 @@ class RecordingLedger(Ledger):
         end: int,
     ) -> None:
         """Record the rows of a request that its tables lead to, as far as its queries see them."""
-        for name, table in read.tables.items():
+        for name in read.tables:
             place = self.books.layout.places[name]
             ends = torch.tensor([end])
             low = max(first, int(first_visible(place, ends, ends))) if what == "found" else first
@@ -321,7 +321,7 @@ class RecordingLedger(Ledger):
                 position = torch.arange(low, end)
                 size = place.group.block_size
                 at = in_ring(place, position)
-                own = table_of(table, read.table_lines, index).cpu().long()
+                own = blocks_read(read, name, index).cpu()
                 if not len(own):
                     continue
                 blocks = own[(at // size).clamp(max=len(own) - 1)]

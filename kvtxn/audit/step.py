@@ -48,6 +48,9 @@ class Step:
             tables with a line for each request that there can be: int ``[lines, blocks]``, of at
             least one line. A line that a table does not have leads nowhere, and its request reads
             unwritten rows. None: the table's lines are the step's requests, in their order.
+        block_maps: by group of rows, int ``[n]``, if the group's table names numbers of another
+            pool: number b stands for block ``block_maps[group][b]`` of this group; one that the map
+            does not have leads nowhere. ``slots`` are the group's own, as ever.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
             continues; -1 if it begins with zeros. A request at position 0 has no state to continue,
             so any block that it names is a wrong read. If the engine's kernels ignore the source of
@@ -80,6 +83,7 @@ class Step:
     positions: Tensor | None = None
     table_lines: Tensor | None = None
     parents: Tensor | None = attrs.field(default=None, repr=False)
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @property
     def num_rows(self) -> int:

@@ -27,12 +27,11 @@ from .rows import (
     fill_first,
     first_visible,
     in_ring,
-    lines_in_table,
     next_token,
     ragged,
     same_drafts,
-    through,
     word_at,
+    words_read,
 )
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
@@ -294,8 +293,7 @@ class TorchPasses(Passes):
             owner, within = ragged(counts)
             self.books.counters[book.ROWS_CHECKED] += len(owner)
             position = first[owner] + within
-            there = lines_in_table(read.table_lines, owner)
-            where = through(place, read.tables[place.group.name], there, position)
+            where = words_read(read, place, owner, position)
             found, age = self._found(place, lines[owner], position, where, kind)
             if kind is None:
                 count_ages(self.books, lines[owner], age)
@@ -341,8 +339,7 @@ class TorchPasses(Passes):
         kind: str | None,
     ) -> None:
         """Report one request's wrong rows of one group, and note up to where it was told."""
-        there = lines_in_table(read.table_lines, torch.full_like(position, index))
-        where = through(place, read.tables[place.group.name], there, position)
+        where = words_read(read, place, torch.full_like(position, index), position)
         found, age = self._found(place, line.expand_as(position), position, where, kind)
         wrong = found >= 0
         within = in_ring(place, position) % place.group.block_size

@@ -1,4 +1,4 @@
-"""Tables with a line for each request that there can be, of which a step names its requests'."""
+"""Tables with a line for each request that there can be, and tables of another pool's numbers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,30 @@ class InOneTable:
         return super().read_rows(step, name, table[step.table_lines])
 
 
+class ThroughMaps(InOneTable):
+    """Its tables name numbers of another pool, in another order than the group's blocks."""
+
+    def build(self, parts):
+        step = super().build(parts)
+        tables, maps = {}, {}
+        for name, table in step.tables.items():
+            blocks = self.groups[name].num_blocks
+            number = (torch.arange(blocks + 5, device=DEVICE) * 7 + 2) % (blocks + 5)
+            maps[name] = torch.full_like(number, -1)
+            maps[name][number[:blocks]] = torch.arange(blocks, device=DEVICE)
+            inside = (table >= 0) & (table < blocks)
+            named = number[torch.where(inside, table, 0).long()]
+            tables[name] = torch.where(inside, named, blocks + 99).to(table.dtype)
+        return attrs.evolve(step, tables=tables, block_maps=maps)
+
+    def read_rows(self, step, name, table):
+        known = step.block_maps[name]
+        blocks = known[table.clamp(max=len(known) - 1).long()]
+        return super().read_rows(step, name, torch.where(table < len(known), blocks, -1))
+
+
 def in_one_table(engine):
-    return type(engine.__name__, (InOneTable, engine), {})
+    return type(engine.__name__, (ThroughMaps, engine), {})
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -188,6 +210,23 @@ def test_lines_of_any_dtype_and_stride(ledger):
     assert slots.found() == []
 
 
+def test_a_map_leads_from_numbers_of_another_pool(ledger):
+    """To this group's slots; what the map does not have leads nowhere."""
+    slots = Slots(ledger)
+    block_map = torch.full((200,), -1, device=DEVICE)
+    block_map[100:164] = torch.arange(64, device=DEVICE)
+    slots.table[1:] += 100
+    slots.table[:, 12:] = 1 << 30
+    here = numbers(18, 32)
+    for given in (block_map, block_map.int(), torch.stack([block_map] * 2, 1)[:, 0]):
+        slots.step(8, 1, here, block_maps={"rows": given})
+    assert slots.found() == []
+    block_map[112], slots.table[2, 4] = 33, 999
+    slots.step(8, 1, here, block_maps={"rows": block_map})
+    wrong = [("foreign", "a", 2, 33, "b", 1), ("unwritten", "b", 4, None, None, None)]
+    assert slots.found() == wrong
+
+
 def test_published_rows_are_looked_up_likewise(ledger):
     slots = Slots(ledger)
     slots.table[2, 5] = 60
@@ -196,7 +235,7 @@ def test_published_rows_are_looked_up_likewise(ledger):
         ledger.inspect(
             Stretch(
                 lines, numbers(0, 0), numbers(8, 8), {"rows": slots.table}, "published",
-                numbers(4, 2),
+                numbers(4, 2), {"rows": torch.arange(64, device=DEVICE)},
             )
         )  # fmt: skip
     assert slots.found() == [("published", "b", 5, 60, None, None)] * 2
@@ -227,21 +266,21 @@ def test_a_recording_looks_rows_up_at_the_lines():
 
 
 @pytest.mark.parametrize(
-    ("lines", "tables", "says"),
+    ("wrong", "says"),
     [
-        ([4], None, "table_lines"),
-        ([4.0, 2.0, 0.0], None, "table_lines"),
-        (None, (0, 16), "tables"),
-        ([4, 2, 0], (0, 16), "tables"),
+        ({"table_lines": numbers(4)}, "table_lines"),
+        ({"table_lines": numbers(4.0, 2.0, 0.0)}, "table_lines"),
+        ({"table_lines": None, "tables": {"rows": torch.zeros(2, 16).int()}}, "tables"),
+        ({"tables": {"rows": torch.zeros(0, 16).int()}}, "tables"),
+        ({"block_maps": {"rows": numbers()}}, "block_maps"),
+        ({"block_maps": {"others": numbers(1)}}, "group"),
+        ({"block_maps": [numbers(1)]}, "block_maps"),
     ],
 )
-def test_what_does_not_fit_is_refused(lines, tables, says):
+def test_what_does_not_fit_is_refused(wrong, says):
     slots = Slots(Ledger(GROUP, max_requests=4, max_length=16, device=DEVICE, backend="torch"))
-    other = {"table_lines": lines and torch.tensor(lines, device=DEVICE)}
-    if tables:
-        other["tables"] = {"rows": slots.table.new_zeros(tables)}
     with pytest.raises(ConfigError, match=says):
-        slots.step(8, 1, **other)
+        slots.step(8, 1, **wrong)
 
 
 @pytest.mark.skipif(ON_GPU, reason="its passes are for CPUs")

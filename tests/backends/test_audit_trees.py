@@ -45,7 +45,7 @@ def assert_named(found, wrong):
 @pytest.mark.parametrize("seed", range(4))
 def test_no_alarm_is_false(seed):
     """In many steps of trees, with prompts, hits and slots that are used again."""
-    ledger = new_ledger("torch" if ON_GPU else "numba", DEVICE)
+    ledger = new_ledger("auto", DEVICE)
     engine = TokenSlots([ledger], seed, DEVICE)
     for _ in range(300):
         engine.step()

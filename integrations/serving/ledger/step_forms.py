@@ -209,6 +209,7 @@ def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
         tables=rows.tables,
         table_lines=rows.table_lines,
         parents=rows.parents,
+        block_maps=rows.block_maps,
         positions=rows.positions,
         sources={} if states is None else states.sources,
         told=None if states is None else states.told,
@@ -275,7 +276,8 @@ class PublishedBlocks:
 def _published(step: Step, group: RowGroup, begin: Tensor, end: Tensor) -> Stretch:
     """Describe the rows of a step's requests that a group has full blocks of, to be checked."""
     tables = {group.name: step.tables[group.name]}
-    return Stretch(step.lines, begin, end, tables, "published", step.table_lines)
+    maps = {name: each for name, each in step.block_maps.items() if name == group.name}
+    return Stretch(step.lines, begin, end, tables, "published", step.table_lines, maps)
 
 
 def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:

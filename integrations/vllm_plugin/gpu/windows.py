@@ -477,7 +477,8 @@ def reserve_memory(wrapper: Foreign) -> None:
     def rest(available: int) -> int:
         if kv_cache.is_given(runner):
             return available
-        return max(available - MOST_BYTES - runner.kvtxn_parts.memory_wanted(), 0)
+        wanted: int = runner.kvtxn_parts.memory_wanted()
+        return max(available - MOST_BYTES - wanted, 0)
 
     runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 
