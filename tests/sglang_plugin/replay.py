@@ -6,8 +6,8 @@ made the recording small.
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ TENSORS = {
 
 def events(name: str) -> list[dict]:
     """The events of a recording."""
-    with gzip.open(RECORDED / f"{name}.jsonl.gz", "rt") as lines:
+    with lzma.open(RECORDED / f"{name}.jsonl.xz", "rt") as lines:
         return [json.loads(line) for line in lines]
 
 

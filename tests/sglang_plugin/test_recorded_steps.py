@@ -9,7 +9,7 @@ import pytest
 from replay import RECORDED, Replay, events
 from toy_sglang import ToySglang
 
-NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.jsonl.gz"))
+NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.jsonl.xz"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +95,7 @@ def test_what_the_recorder_writes_can_be_replayed(monkeypatch, tmp_path, hooks, 
     )
     toy.serve(30)
     recorder.file.close()
-    __import__("trim").main(str(tmp_path / "all.jsonl"), str(tmp_path / "short.jsonl.gz"), 80)
+    __import__("trim").main(str(tmp_path / "all.jsonl"), str(tmp_path / "short.jsonl.xz"), 80)
     monkeypatch.setattr(sys.modules["replay"], "RECORDED", tmp_path)
     replay = Replay(hooks, events("short"))
     replay.run()

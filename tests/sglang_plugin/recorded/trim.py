@@ -5,8 +5,8 @@ Requests get short names, and of the table only the places that changed stay.
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import sys
 from collections.abc import Iterator
 
@@ -54,7 +54,7 @@ def main(source: str, target: str, steps: int) -> None:
             event["rid"] = short(event["rid"])
         kept.append({name: value for name, value in event.items() if value is not None})
     text = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in kept)
-    with gzip.GzipFile(target, "wb", mtime=0) as out:
+    with lzma.open(target, "wb", preset=9) as out:
         out.write(text.encode())
 
 
