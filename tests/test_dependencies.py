@@ -27,6 +27,7 @@ EXTRAS = {
     "integrations/audit_command": ("vllm",),
     "integrations/pytest_audit": ("testing",),
     "integrations/serving": ("vllm",),  # an engine brings numpy along
+    "integrations/sglang_plugin": ("sglang",),
     "integrations/transformers_cache": ("transformers",),
     "integrations/vllm_plugin": ("vllm",),
     "integrations/demo": ("vllm",),

@@ -115,6 +115,14 @@ def test_one_package_imports_vllms_modules(path):
     assert inner <= public | {"vllm.sampling_params.RequestOutputKind"}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_one_package_imports_sglangs_modules(path):
+    """Its protocols have what of its objects is read."""
+    seam = ROOT / "integrations" / "sglang_plugin" / "seam"
+    found = {name for name in imports(path) if name.split(".")[0] == "sglang"}
+    assert not found or path.parent == seam
+
+
 SERVING = sorted((ROOT / "integrations" / "serving").rglob("*.py"))
 
 

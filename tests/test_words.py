@@ -23,6 +23,7 @@ AVERAGES = {
     "integrations/FAULTS.md": 14,
     "integrations/KV_CANARY.md": 13,
     "integrations/README.md": 13,
+    "integrations/SGLANG.md": 13,
     "kvtxn/README.md": 14,
 }
 

@@ -18,14 +18,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 from weakref import WeakSet, ref
 
 from ...audit.findings import AUDIT_FAMILIES
 from ...log import get_logger
 from ...metrics import FAMILIES, Family
+from ..serving.metrics_page import MetricsPage
 from .internals import frontend as front
 from .internals import workers
 from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
@@ -33,10 +34,6 @@ from .internals.hooks import is_swapped, restore_class, swap_class
 from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
 from .policy.settings import asks_for_windows, is_audited
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
-
 
 log = get_logger()
 
@@ -115,20 +112,6 @@ async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> N
         await asyncio.sleep(INTERVAL)
 
 
-@cache
-def _metric(family: Family) -> Counter | Gauge:
-    """Return this process's metric for a family; Prometheus takes each name once."""
-    from prometheus_client import Counter, Gauge  # reads its environment, which vLLM has set
-
-    labels = ["model_name", "engine"]
-    labels += ["rank"] if family.per_rank else []
-    labels += [family.label] if family.label else []
-    if family.is_counter:
-        return Counter(family.name, family.help, labels)
-    # If several processes serve the page, Prometheus adds their counters up; a gauge has one value.
-    return Gauge(family.name, family.help, labels, multiprocess_mode="mostrecent")
-
-
 class Page:
     """The metrics of a model on the ``/metrics`` page.
 
@@ -139,9 +122,8 @@ class Page:
     """
 
     def __init__(self, model_name: str, *, windows: bool) -> None:
-        self._model_name = model_name
+        self._page = MetricsPage(model_name)
         self._windows = windows
-        self._shown: dict[tuple[str, ...], float] = {}
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
         """Bring the metrics of an engine up to date.
@@ -153,31 +135,13 @@ class Page:
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):
             if self._windows:
-                self._show(ACTIVE, engine, rank, found)
+                self._page.show(ACTIVE, engine, rank, found)
             for family in FAMILIES if found["kvtxn_active"] else ():
                 if family.per_rank or rank == lead:
-                    self._show(family, engine, rank, found)
+                    self._page.show(family, engine, rank, found)
             for family in AUDIT_FAMILIES:
                 if family.name in found:
-                    self._show(family, engine, rank, found)
-
-    def _show(self, family: Family, engine: int, rank: int, found: Mapping[str, float]) -> None:
-        from prometheus_client import Gauge
-
-        metric = _metric(family)
-        for label, value in family.values(found):
-            labels = [self._model_name, str(engine)]
-            labels += [str(rank)] if family.per_rank else []
-            labels += [label] if label is not None else []
-            series = metric.labels(*labels)
-            if isinstance(series, Gauge):
-                series.set(value)
-                continue
-            key = (family.name, *labels)
-            before = self._shown.get(key, 0)
-            # A count that shrank began anew, with new caches and windows.
-            series.inc(value - before if value >= before else value)
-            self._shown[key] = value
+                    self._page.show(family, engine, rank, found)
 
 
 # -- the end of an engine -------------------------------------------------------------

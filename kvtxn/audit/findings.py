@@ -132,9 +132,13 @@ class Findings:
         new, self._unread = self._unread, []
         return new
 
-    def counters(self) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
-        counts = self._books.counters.tolist()
+    def counters(self, copy: CounterCopy | None = None) -> dict[str, int]:
+        """Return the counts by Prometheus name, kinds folded in.
+
+        Args:
+            copy: a copy that has arrived; None: the counts of now, for which the host waits.
+        """
+        counts = (self._books.counters if copy is None else copy.counters).tolist()
         kinds = {
             kind: counts[book.BY_KIND + number] + self._on_host[kind]
             for number, kind in enumerate(KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import groupby
 from typing import Any, Final
 
 from ....audit import Ledger, Violation
@@ -54,6 +53,9 @@ class FoundViolations:
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
         self.log_tokens = self.logs_all = self.evicts_stale = False
         self._stale: set[int] = set()
+        self._by_slot: Final = {
+            group.name for group in ledger.groups if group.block_size == 1 and not group.is_state
+        }
         self._number = self._lines = 0
         self._report_of_step = RankReport()
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
@@ -91,9 +93,27 @@ class FoundViolations:
             elif on_violation == "raise":
                 self._report_of_step |= RankReport(violation=str(violation))
             self._report.append(violation.as_dict())
-        for _, run in groupby(new, _run_of):
-            self._log([*run])
+        for run in self._runs(new):
+            self._log(run)
         return new
+
+    def _runs(self, new: Iterable[Violation]) -> list[list[Violation]]:
+        """Put violations together that one line of the log can say.
+
+        These are rows of one block whose bytes one step found changed; and, where a block is a
+        slot, neighbouring rows that one request read in one step. Of other groups a run of rows is
+        one violation already.
+        """
+        runs: list[list[Violation]] = []
+        latest: dict[Hashable, list[Violation]] = {}
+        for violation in new:
+            key = _run_of(violation, by_slot=violation.group in self._by_slot)
+            run = latest.get(key)
+            if run is None or not _goes_on(run[-1], violation):
+                run = latest[key] = []
+                runs.append(run)
+            run.append(violation)
+        return runs
 
     def take_report(self) -> RankReport:
         """Return what the violations that were taken since the last call ask of all ranks."""
@@ -128,14 +148,26 @@ class FoundViolations:
         return list(self._report)
 
 
-def _run_of(violation: Violation) -> Hashable:
-    """Return a key that rows of one block share whose bytes one step found changed.
+def _run_of(violation: Violation, *, by_slot: bool) -> Hashable:
+    """Return a key that the violations of a run share.
 
-    Of all other kinds a run of rows is one violation already.
+    Args:
+        violation: one of them.
+        by_slot: each block of its group is one slot.
     """
-    if violation.found != "bytes":
+    where = violation.step, violation.request, violation.group
+    if violation.found == "bytes":
+        return *where, violation.block
+    if not by_slot or violation.position is None:
         return object()
-    return violation.step, violation.request, violation.group, violation.block
+    return *where, violation.kind, violation.written_request
+
+
+def _goes_on(last: Violation, violation: Violation) -> bool:
+    """Tell whether a violation is the next one of the run that ends with ``last``."""
+    if violation.found == "bytes" or last.position is None:
+        return True
+    return violation.position == last.position + 1
 
 
 def _wrong(violation: Violation) -> Wrong:

@@ -152,6 +152,7 @@ def test_engines_that_did_not_ask_are_left_alone(hooked):
 @pytest.fixture
 def page(monkeypatch):
     """A page in a registry of its own; what it shows, by name and labels."""
+    from kvtxn.integrations.serving import metrics_page
     from kvtxn.integrations.vllm_plugin import metrics as vllm_page
 
     registry = prometheus.CollectorRegistry()
@@ -161,14 +162,14 @@ def page(monkeypatch):
         monkeypatch.setattr(
             prometheus, kind, type(kind, (plain,), {"__init__": _into(plain, kinds)})
         )
-    vllm_page._metric.cache_clear()
+    metrics_page._metric.cache_clear()
     yield (
         vllm_page.Page("m", windows=True),
         lambda name, **labels: registry.get_sample_value(
             name, {"model_name": "m", "engine": "0"} | labels
         ),
     )
-    vllm_page._metric.cache_clear()
+    metrics_page._metric.cache_clear()
 
 
 def _into(plain, extra):

@@ -1,0 +1,211 @@
+"""``Adapter``: overhears one scheduler's steps by three hooks, and tells a part of them.
+
+    run_batch                      the step begins
+      ModelRunner.forward          its rows are in place: told on its stream, in front of it
+      forward_batch_generation     what was sampled, while it is on the device still
+    run_batch                      the step has ended
+
+Under overlap the schedule stream changes the table of slots only behind the forward's reads, so
+whatever is launched in front of the forward reads the table as the forward does. The outcome comes
+from the model worker, before the scheduler copies it to the host on a third stream. A batch with a
+grammar is sampled after the last step was taken in; its step ends then.
+
+No exception of kvtxn's reaches SGLang, unless the user asks for it: the audit ends with one
+sentence in the log, and the scheduler goes on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from torch import Tensor
+
+from ...serving.ledger.part import LedgerPart
+from ...serving.ledger.violation_log import AuditError
+from .protocols import (
+    ForwardBatch,
+    GenerationBatchResult,
+    ModelRunner,
+    ModelWorker,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+)
+from .requests import Requests
+from .steps import ForwardStep, StepReader
+
+Result = TypeVar("Result")
+
+
+class Ended(Protocol):
+    """Called once if the audit fails; what it overheard is of no use from then on."""
+
+    def __call__(self, error: Exception) -> None:
+        """End the audit."""
+
+
+#: Hears which slots rows were copied from and to, int ``[n]`` each on the device.
+Moved = Callable[[Tensor, Tensor], None]
+
+
+class Adapter:
+    """Tells a part what one scheduler and its target's runner do.
+
+    Args:
+        scheduler: SGLang's.
+        part: hears of the steps.
+        reader: reads the forwards.
+        requests: the requests that hold rows.
+        ended: called if the audit fails.
+        moved: hears of rows that were moved, after the outcome of their step; None if none are.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        part: LedgerPart,
+        reader: StepReader,
+        requests: Requests,
+        ended: Ended,
+        moved: Moved | None = None,
+    ) -> None:
+        self._runner: Final[ModelRunner] = scheduler.tp_worker.model_runner
+        self._part: Final = part
+        self._reader: Final = reader
+        self._requests: Final = requests
+        self._ended: Final = ended
+        self._batch: ScheduleBatch | None = None
+        #: The forward whose outcome is not known yet.
+        self._step: ForwardStep | None = None
+        self._samples_later = False
+        self.active = True
+        self._follow(scheduler.model_worker)
+        #: Rows that were copied since the step's forward.
+        self._moves: list[tuple[Tensor, Tensor]] = []
+        self._moved: Final = moved
+        if moved is not None:
+            pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            pool.move_kv_cache = partial(self._moves_rows, pool.move_kv_cache)
+
+    def _follow(self, worker: ModelWorker) -> None:
+        """Hear what a model worker returns; the attribute hides the method of this worker alone."""
+        worker.forward_batch_generation = partial(self._generated, worker.forward_batch_generation)
+
+    def _moves_rows(self, move: Moved, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Let a pool copy rows; a slot of padding stands for no row."""
+        move(tgt_loc, src_loc)
+        if self.active:
+            self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Tell something; an error ends the audit, unless the user asks for it."""
+        if not self.active:
+            return
+        try:
+            tell()
+        except AuditError:
+            raise
+        except Exception as error:
+            self.active = False
+            self._step = None
+            self._ended(error)
+
+    # -- hook A: the step --------------------------------------------------------------------
+
+    def run_batch(self, run: Callable[[], Result], batch: ScheduleBatch) -> Result:
+        """Run one step of the scheduler.
+
+        Args:
+            run: SGLang's own ``run_batch``, with its arguments.
+            batch: the step's.
+
+        Raises:
+            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+        """
+        self._batch, self._step, self._samples_later = batch, None, False
+        self._tell(self._part.step_begins)
+        try:
+            result = run()
+        except BaseException:
+            self._tell(self._part.step_failed)
+            raise
+        finally:
+            self._batch = None
+        if not self._samples_later:
+            self._tell(partial(self._part.step_ended, result))
+        return result
+
+    def _generated(
+        self, generate: Callable[..., GenerationBatchResult], *args: object, **kwargs: object
+    ) -> GenerationBatchResult:
+        """Run a worker's forwards, and tell what was sampled."""
+        result = generate(*args, **kwargs)
+        later = result.delay_sample_func
+        if later is None:
+            self._tell(partial(self._tell_sampled, result))
+        elif self.active:
+            self._samples_later = True
+            result.delay_sample_func = partial(self._sample_later, later, result)
+        return result
+
+    def _sample_later(self, sample: Callable[[], object], result: GenerationBatchResult) -> object:
+        """Sample a batch whose forward has run, and end its step."""
+        done = sample()
+        self._tell(partial(self._tell_sampled, result))
+        self._tell(partial(self._part.step_ended, result))
+        return done
+
+    def _tell_sampled(self, result: GenerationBatchResult) -> None:
+        step, self._step = self._step, None
+        outcome = None if step is None else self._reader.outcome(step, result)
+        if outcome is not None:
+            self._part.sampled(*outcome)
+        moves, self._moves = self._moves, []
+        if self._moved is not None:
+            for source, target in moves:
+                self._moved(source, target)
+
+    # -- hook B: the forward -----------------------------------------------------------------
+
+    def forward(
+        self, run: Callable[[], Result], runner: ModelRunner, batch: ForwardBatch
+    ) -> Result:
+        """Run a forward of a model runner.
+
+        Args:
+            run: SGLang's own ``forward``, with its arguments.
+            runner: the runner; a drafter's rows are in a pool of its own.
+            batch: the forward's.
+        """
+        if runner is not self._runner or self._batch is None or not batch.rids or not self.active:
+            return run()
+        self._tell(partial(self._tell_forward, self._batch, batch))
+        try:
+            output = run()
+        except BaseException as error:
+            self._tell(partial(self._part.failed, error))
+            raise
+        self._tell(self._part.forward_ended)
+        return output
+
+    def _tell_forward(self, scheduled: ScheduleBatch, batch: ForwardBatch) -> None:
+        step = self._step = ForwardStep(batch, list(scheduled.reqs))
+        self._part.requests_changed(partial(self._requests.changes, step))
+        self._part.forward_begins(step, {})
+
+    # -- hook C: ends ------------------------------------------------------------------------
+
+    def released(self, req: Req) -> None:
+        """Note that a request is about to give back its rows."""
+        self._tell(partial(self._requests.released, req))
+
+    def flushed(self, forget: Callable[[], None]) -> None:
+        """Forget every row and request: the caches are empty.
+
+        Args:
+            forget: clears the ledger.
+        """
+        self._tell(self._requests.forget)
+        self._tell(forget)

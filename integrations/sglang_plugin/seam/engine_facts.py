@@ -1,0 +1,158 @@
+"""What decides whether an SGLang engine can be watched, read from its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+import torch
+
+from ....audit import RowGroup
+from ....errors import LayerError
+from ....layers import LayerRef
+from ...serving.step import Room
+from .protocols import Scheduler
+from .steps import ROWS
+
+
+@attrs.frozen
+class EngineFacts:
+    """What the rules of ``supported`` look at.
+
+    Attributes:
+        device: the type of its device.
+        samples: it generates tokens.
+        rows: the class of the pool with the rows of K and V.
+        slots: the class of the allocator of slots.
+        table: the class of the table of requests.
+        algorithm: of speculation; ``"NONE"`` without.
+        topk: drafts that follow each draft; 1 is a chain.
+        settings: arguments of the server that rules name, by name; those that are set.
+    """
+
+    device: str = "cuda"
+    samples: bool = True
+    rows: str = "MHATokenToKVPool"
+    slots: str = "TokenToKVPoolAllocator"
+    table: str = "ReqToTokenPool"
+    algorithm: str = "NONE"
+    topk: int = 1
+    settings: frozenset[str] = frozenset()
+
+    @property
+    def trees(self) -> bool:
+        """True if drafts form trees, whose accepted rows are moved to the front."""
+        return self.algorithm == "NGRAM" or (self.algorithm != "NONE" and self.topk > 1)
+
+
+def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
+    """Read the facts of an engine.
+
+    Args:
+        scheduler: its scheduler.
+        names: the server's arguments that rules name.
+    """
+    args, allocator = _arguments(scheduler), scheduler.token_to_kv_pool_allocator
+    return EngineFacts(
+        device=torch.device(scheduler.tp_worker.model_runner.device).type,
+        samples=bool(scheduler.is_generation),
+        rows=type(allocator.get_kvcache()).__name__,
+        slots=type(allocator).__name__,
+        table=type(scheduler.req_to_token_pool).__name__,
+        algorithm=str(scheduler.spec_algorithm.name),
+        topk=_number(args, "speculative_eagle_topk"),
+        settings=frozenset(name for name in names if _is_set(args, name)),
+    )
+
+
+def _arguments(scheduler: Scheduler) -> Mapping[str, object]:
+    """Return the arguments of the server by name, as SGLang has resolved them.
+
+    Not every release has all of them. Newer ones keep the user's own beside the resolved ones.
+    """
+    args = scheduler.server_args
+    resolved = getattr(args, "resolved_dict", None)
+    found = vars(args) if resolved is None else resolved()
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(args: Mapping[str, object], name: str) -> int:
+    """Return an argument that is a number; 1 where it is not set."""
+    value = args.get(name)
+    return value if isinstance(value, int) and value else 1
+
+
+def _is_set(args: Mapping[str, object], name: str) -> bool:
+    if name.endswith("_size"):
+        return _number(args, name) > 1
+    value = args.get(name)
+    return value not in (None, False, "", "null", "none")
+
+
+def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
+    """Return a server's model name and the number of a scheduler's group; None without metrics."""
+    args = _arguments(scheduler)
+    if not args.get("enable_metrics"):
+        return None
+    name = args.get("served_model_name") or args.get("model_path") or ""
+    return str(name), int(getattr(scheduler, "dp_rank", None) or 0)
+
+
+def most_drafts(scheduler: Scheduler) -> int:
+    """Return the most drafts of a request in one step."""
+    if scheduler.spec_algorithm.name == "NONE":
+        return 0
+    return max(_number(_arguments(scheduler), "speculative_num_draft_tokens") - 1, 0)
+
+
+def room(scheduler: Scheduler) -> Room:
+    """Return the sizes of an engine's requests: one per line of its table, the padding's included.
+
+    A request may be as long as a line, and its drafts lie behind.
+    """
+    lines, positions = scheduler.req_to_token_pool.req_to_token.shape
+    caches = not _arguments(scheduler).get("disable_radix_cache")
+    return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
+
+
+def row_group(scheduler: Scheduler) -> RowGroup:
+    """Return the group of the rows of all layers: one slot per block, as the table names slots."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    number = int(allocator.size) + max(int(allocator.page_size), 1)
+    return RowGroup(ROWS, 1, number, drafter=False)
+
+
+#: Formats of rows whose bytes can be compared: 8-bit ones have scales of their own.
+_FORMATS: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def layer_refs(scheduler: Scheduler) -> list[LayerRef]:
+    """Describe the rows of the target's layers, a block of one row per slot.
+
+    Raises:
+        LayerError: they lie in another way than by slot, or have another format.
+    """
+    pool, refs = scheduler.token_to_kv_pool_allocator.get_kvcache(), []
+    latent = type(pool).__name__ == "MLATokenToKVPool"
+    planes = [(rows,) for rows in pool.kv_buffer] if latent else zip(
+        pool.k_buffer, pool.v_buffer, strict=True
+    )  # fmt: skip
+    for number, parts in enumerate(planes, pool.start_layer):
+        if any(rows.dim() != 3 or rows.dtype not in _FORMATS for rows in parts):
+            got = ", ".join(f"{rows.dtype} {list(rows.shape)}" for rows in parts)
+            raise LayerError("Scrub", "the rows of a layer do not lie by slot", got=got)
+        name = f"layers.{number}"
+        if latent:
+            refs.append(LayerRef.latent(name, parts[0], group=ROWS))
+        else:
+            key, value = (rows.unsqueeze(1) for rows in parts)
+            refs.append(LayerRef(name, key, value, group=ROWS))
+    return refs
+
+
+def rank() -> int:
+    """Return this process's rank; 0 for an engine on one GPU."""
+    import torch.distributed as ranks
+
+    return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0

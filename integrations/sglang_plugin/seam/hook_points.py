@@ -1,0 +1,115 @@
+"""The functions of SGLang that kvtxn hooks, and whether the installed release has them so."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS: Final = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
+
+#: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
+HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
+    f"{_SCHEDULER}.run_batch": ("self", "batch"),
+    f"{_SCHEDULER}.flush_cache": ("self",),
+    "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache"),
+    # Wrapped on the worker, whose result is on the device still.
+    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("self", "batch"),
+}
+#: These only make the audit more pleasant: it opens while the engine starts, /server_info has its
+#: counters, and it hears of an update of the weights that leaves the cache as it is.
+OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
+    f"{_SCHEDULER}.__init__": ("self", "server_args"),
+    f"{_SCHEDULER}.get_internal_state": ("self", "recv_req"),
+    f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
+}
+
+Hook = Callable[..., object]
+
+
+def release() -> str | None:
+    """Return the installed release of SGLang; None without one."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def folder() -> Path | None:
+    """Return the folder of the installed SGLang, which is not imported; None without one."""
+    found = importlib.util.find_spec("sglang")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+@cache
+def _module(file: Path) -> ast.Module | None:
+    """Parse a file; None if it is not there, or is no Python that this version reads."""
+    try:
+        return ast.parse(file.read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return None
+
+
+def parameters(target: str, where: Path | None) -> tuple[str, ...] | None:
+    """Return the names of a function's parameters, from its source; None if it is not there.
+
+    Args:
+        target: the function's dotted name, such as ``sglang.srt.module.Class.method``.
+        where: the folder of the package ``sglang``.
+    """
+    if where is None:
+        return None
+    path = target.split(".")[1:]
+    for length in (len(path) - 1, len(path) - 2):  # of a function, of a method
+        module = _module(where.joinpath(*path[:length]).with_suffix(".py"))
+        node: ast.AST | None = module
+        for name in path[length:]:
+            inside = getattr(node, "body", [])
+            node = next((each for each in inside if getattr(each, "name", None) == name), None)
+        if isinstance(node, ast.FunctionDef):
+            given = node.args
+            return tuple(each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+    return None
+
+
+def moved(
+    points: Mapping[str, tuple[str, ...]] = HOOK_POINTS, where: Path | None = None
+) -> list[str]:
+    """Say of each hook point that is not as expected what it is now.
+
+    Args:
+        points: the hook points.
+        where: the folder of the package ``sglang``; None: the installed one.
+    """
+    where = folder() if where is None else where
+    found = []
+    for target, expected in points.items():
+        names = parameters(target, where)
+        short = ".".join(target.rsplit(".", 2)[-2:])
+        if names is None:
+            found.append(f"{short} is gone")
+        elif names[: len(expected)] != expected:
+            found.append(f"{short} takes ({', '.join(names)})")
+    return found
+
+
+def hook(around: Mapping[str, Hook]) -> None:
+    """Put functions around hook points, by SGLang's own registry of hooks.
+
+    A point that cannot be patched is logged by SGLang and skipped.
+
+    Args:
+        around: by dotted name, a function that gets the original one and its arguments.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function in around.items():
+        HookRegistry.register(target, function, HookType.AROUND)

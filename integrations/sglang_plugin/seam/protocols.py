@@ -1,0 +1,205 @@
+"""SGLang's classes, as far as kvtxn reads their objects, under SGLang's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class ForwardMode(Protocol):
+    """``sglang.srt.model_executor.forward_batch_info.ForwardMode``."""
+
+    name: str
+
+
+class SpecInput(Protocol):
+    """``sglang.srt.speculative.spec_info.SpecInput`` of a step that verifies drafts.
+
+    Attributes:
+        draft_token_num: rows of each request: the root, and the drafts behind it.
+        retrieve_next_token: of a tree, int64 ``[num_requests, draft_token_num]``, the first row
+            that follows each row, by its number within the request; -1 without any.
+        retrieve_next_sibling: of a tree, likewise, the next row that follows the same row.
+    """
+
+    draft_token_num: int
+    retrieve_next_token: Tensor
+    retrieve_next_sibling: Tensor
+
+
+class ForwardBatch(Protocol):
+    """``sglang.srt.model_executor.forward_batch_info.ForwardBatch``.
+
+    Attributes:
+        rids: the names of the requests; None in a warm-up and in a captured step.
+        input_ids: int64 ``[num_rows]``, request by request.
+        positions: int64 ``[num_rows]``.
+        out_cache_loc: int64 ``[num_rows]``, the slot that each row is written to.
+        req_pool_indices: int64 ``[num_requests]``, the line of ``req_to_token`` of each request.
+        seq_lens: int64 ``[num_requests]``, with the step's rows; in a verify step without them.
+        extend_seq_lens: int32 ``[num_requests]``, rows of each request; None in a decode step.
+        extend_prefix_lens_cpu: rows of each request that are in the cache; likewise.
+        extend_seq_lens_cpu: rows of each request; likewise.
+        lora_ids: the adapter of each request.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    rids: Sequence[str] | None
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    extend_seq_lens: Tensor | None
+    extend_prefix_lens_cpu: Sequence[int] | None
+    extend_seq_lens_cpu: Sequence[int] | None
+    spec_info: SpecInput | None
+    is_prefill_only: bool
+
+
+class KvInfo(Protocol):
+    """``sglang.srt.managers.schedule_batch.ReqKvInfo``."""
+
+    kv_committed_len: int
+
+
+class Req(Protocol):
+    """``sglang.srt.managers.schedule_batch.Req``.
+
+    Attributes:
+        rid: the name; a request that is computed again after a retraction has the same.
+        origin_input_ids: the prompt, with a hash of its content for each position of an image.
+        output_ids: the tokens that the host has taken in; a step behind the device under overlap.
+        input_embeds: vectors in place of tokens, if any.
+    """
+
+    rid: str
+    origin_input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    lora_id: str | None
+    input_embeds: object | None
+    positional_embed_overrides: object | None
+    kv: KvInfo
+
+    def finished(self) -> bool:
+        """Tell whether the request is done; False for a retracted one."""
+
+
+class ScheduleBatch(Protocol):
+    """``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
+
+    reqs: Sequence[Req]
+
+
+class GenerationBatchResult(Protocol):
+    """``sglang.srt.managers.utils.GenerationBatchResult``, as a model worker returns it.
+
+    Attributes:
+        next_token_ids: int ``[num_requests]`` on the device; in a verify step int
+            ``[num_requests * draft_token_num]``: what follows each accepted row, then anything.
+        accept_lens: int32 ``[num_requests]``, accepted drafts and one; None without drafts.
+        delay_sample_func: samples later, after the step before was taken in; None if it is done.
+    """
+
+    next_token_ids: Tensor | None
+    accept_lens: Tensor | None
+    delay_sample_func: Callable[[], object] | None
+
+
+class InternalState(Protocol):
+    """``sglang.srt.managers.io_struct.GetInternalStateReqOutput``."""
+
+    internal_state: dict[str, object]
+
+
+class ReqToTokenPool(Protocol):
+    """``sglang.srt.mem_cache.memory_pool.ReqToTokenPool``.
+
+    Attributes:
+        req_to_token: int32 ``[requests + 1, positions]``, the slot of each row; line 0 is padding.
+    """
+
+    req_to_token: Tensor
+
+
+class Allocator(Protocol):
+    """``sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator``.
+
+    Attributes:
+        size: slots that are handed out; slot 0, and in pages page 0, is padding beside them.
+        page_size: slots per page.
+    """
+
+    size: int
+    page_size: int
+
+    def get_kvcache(self) -> RowPool:
+        """Return the pool with the rows."""
+
+
+class RowPool(Protocol):
+    """``sglang.srt.mem_cache.memory_pool.KVCache``.
+
+    Attributes:
+        k_buffer: by layer, ``[slots, heads, size]``; only of ``MHATokenToKVPool``.
+        v_buffer: likewise.
+        kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
+        start_layer: the number of the first layer.
+        move_kv_cache: copies rows, given their slots on the device, first those that are written.
+    """
+
+    k_buffer: Sequence[Tensor]
+    v_buffer: Sequence[Tensor]
+    kv_buffer: Sequence[Tensor]
+    start_layer: int
+    move_kv_cache: Callable[[Tensor, Tensor], None]
+
+
+class ModelRunner(Protocol):
+    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
+
+    is_draft_worker: bool
+    device: str
+    model: nn.Module
+
+
+class TpWorker(Protocol):
+    """``sglang.srt.managers.tp_worker.TpModelWorker``."""
+
+    model_runner: ModelRunner
+
+
+class ModelWorker(Protocol):
+    """``sglang.srt.speculative.base_spec_worker.BaseSpecWorker``, or a ``TpModelWorker``."""
+
+    forward_batch_generation: Callable[..., GenerationBatchResult]
+
+
+class SpecAlgorithm(Protocol):
+    """``sglang.srt.speculative.spec_info.SpeculativeAlgorithm``."""
+
+    name: str
+
+
+class Scheduler(Protocol):
+    """``sglang.srt.managers.scheduler.Scheduler``.
+
+    Attributes:
+        enable_overlap: forwards run on ``forward_stream``; else on the current stream.
+        model_worker: runs a step's forwards; with drafts the drafter, which has the target.
+    """
+
+    server_args: object
+    enable_overlap: bool
+    forward_stream: torch.cuda.Stream
+    is_generation: bool
+    spec_algorithm: SpecAlgorithm
+    tp_worker: TpWorker
+    model_worker: ModelWorker
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: Allocator
+    tree_cache: object

@@ -1,0 +1,341 @@
+"""Reads SGLang's forwards for the ledger: rows, and the slots they are written to and read from.
+
+Everything stays on the device. Numbers are copied into buffers of our own, in the order of the
+forward's stream: SGLang may write into its tensors again before the step's outcome is known, and a
+step whose tensors stay where they are is launched with the arguments of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....errors import KVTxnError
+from ....host_values import to_device
+from ...serving.step import BatchRows, Rows
+from .protocols import (
+    ForwardBatch,
+    GenerationBatchResult,
+    Req,
+    ReqToTokenPool,
+    SpecInput,
+)
+
+#: The name of the group of the rows of all layers.
+ROWS: Final = "group.0"
+
+#: Kinds of steps that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
+
+#: Modes of a forward that computes a prompt's tokens, that decodes, and that verifies drafts.
+_EXTEND: Final = ("EXTEND", "MIXED")
+_DECODE: Final = "DECODE"
+_VERIFY: Final = "TARGET_VERIFY"
+
+
+@attrs.frozen(eq=False)
+class ForwardStep:
+    """A forward of requests; see ``PlannedStep``.
+
+    Attributes:
+        batch: SGLang's.
+        requests: the requests, in the order of the batch.
+    """
+
+    batch: ForwardBatch = attrs.field(repr=False)
+    requests: list[Req] = attrs.field(repr=False)
+
+    @property
+    def extends(self) -> bool:
+        """True if requests may be new: the forward computes tokens of prompts."""
+        return self.batch.forward_mode.name in _EXTEND
+
+    @property
+    def drafts(self) -> int:
+        """Draft rows of each request."""
+        spec = self.batch.spec_info
+        verifies = self.batch.forward_mode.name == _VERIFY and spec is not None
+        return int(spec.draft_token_num) - 1 if verifies and spec is not None else 0
+
+    def going_on(self) -> set[int]:
+        """Return the requests whose prompt goes on after the step: nothing is sampled for them."""
+        if not self.extends:
+            return set()
+        before, new = self.batch.extend_prefix_lens_cpu, self.batch.extend_seq_lens_cpu
+        assert before is not None  # of every step with prompts
+        assert new is not None
+        return {
+            number
+            for number, (req, *lengths) in enumerate(zip(self.requests, before, new, strict=True))
+            if sum(lengths) < len(req.origin_input_ids) + len(req.output_ids)
+        }
+
+    def rows(self) -> BatchRows:
+        """Refuse: only windows ask, and kvtxn opens none in SGLang."""
+        raise NotImplementedError
+
+    def alike(self, rows: int) -> int:
+        """Return 0: it is not known."""
+        return 0
+
+    def name(self) -> object:
+        """Return the batch."""
+        return self.batch
+
+    def outputs(self) -> Tensor:
+        """Refuse: only a comparison of bytes asks."""
+        raise NotImplementedError
+
+
+@attrs.frozen(eq=False)
+class _Buffers:
+    """Copies of the tensors of a step: int64 ``[capacity]`` each."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    parents: Tensor
+
+    @classmethod
+    def of(cls, capacity: int, device: torch.device) -> _Buffers:
+        """Make buffers for so many rows."""
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            every = torch.zeros(4, capacity, dtype=torch.int64, device=device)
+        return cls(*every.unbind())
+
+
+class StepReader:
+    """Reads the forwards of a target's runner.
+
+    Args:
+        pool: has the table of slots.
+        requests: the most requests of a step.
+        device: of all tensors.
+        trees: drafts form trees.
+    """
+
+    def __init__(
+        self, pool: ReqToTokenPool, requests: int, device: torch.device, *, trees: bool = False
+    ) -> None:
+        self._trees: Final = trees
+        self._pool: Final = pool
+        self._requests: Final = requests
+        self._device: Final = device
+        self._known: Final[dict[tuple[str, int, int, int], Rows]] = {}
+        self._buffers: _Buffers | None = None
+        with torch.inference_mode(False):
+            #: Where the requests' rows begin, by rows per request; the first is of prompts.
+            self._starts: Final[dict[int, Tensor]] = {0: self._ints(requests + 1)}
+            self._drafts: Final[dict[int, Tensor]] = {}
+            self._first: Final = self._ints(requests)
+            self._ones: Final = self._ints(requests) + 1
+            self._lines: Final = self._ints(requests)
+
+    def _ints(self, number: int) -> Tensor:
+        return torch.zeros(number, dtype=torch.int64, device=self._device)
+
+    # -- a forward ---------------------------------------------------------------------------
+
+    def rows(self, step: ForwardStep) -> Rows:
+        """Read the rows of the forward that comes next.
+
+        Args:
+            step: the forward.
+
+        Raises:
+            KVTxnError: its mode is unknown, or its tensors do not fit together.
+        """
+        batch, number = step.batch, len(step.requests)
+        each, mode = self._rows_of_each(step), batch.forward_mode.name
+        total = self._check(batch, number, each)
+        buffers, size = self._buffers_for(total)
+        key = mode, number, each, size
+        names = list(batch.rids or ())
+        rows = self._known.get(key)
+        if rows is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
+            rows = self._known[key] = self._new(names, each, buffers, size)
+        own = buffers.tokens, buffers.positions, buffers.slots
+        torch._foreach_copy_(
+            [*(copy[:total] for copy in own), self._lines[:number]],
+            [batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices],
+        )
+        self._place_requests(batch, number)
+        if rows.parents is not None:
+            assert batch.spec_info is not None  # of every step with drafts
+            parents = rows_before(batch.spec_info, number)
+            buffers.parents[:total].copy_(parents.view(-1))
+        if rows.names != names:
+            rows = self._known[key] = attrs.evolve(rows, names=names)
+        return rows
+
+    def _rows_of_each(self, step: ForwardStep) -> int:
+        """Return the rows of each request; 0 if requests differ, as with prompts."""
+        mode = step.batch.forward_mode.name
+        if mode == _VERIFY:
+            if not self._trees and getattr(step.batch.spec_info, "topk", 1) != 1:
+                raise KVTxnError("forward", "drafts form a tree, and the settings say a chain")
+            return step.drafts + 1
+        if mode == _DECODE:
+            return 1
+        if mode in _EXTEND:
+            return 0
+        raise KVTxnError(
+            "forward", "a step of an unknown kind has written rows",
+            expected=f"one of {', '.join((*_EXTEND, _DECODE, _VERIFY))}", got=mode,
+            hint="nothing that is read from now on can be judged",
+        )  # fmt: skip
+
+    def _check(self, batch: ForwardBatch, number: int, each: int) -> int:
+        """Return the number of rows; raise KVTxnError if the tensors are of different numbers."""
+        total = len(batch.input_ids)
+        named = len(batch.rids or ())
+        per_request = {named, number, len(batch.req_pool_indices), len(batch.seq_lens)}
+        per_row = {total, len(batch.positions), len(batch.out_cache_loc)}
+        if len(per_request) > 1 or len(per_row) > 1 or (each and total != number * each):
+            raise KVTxnError(
+                "forward", "the step's tensors are of different numbers of requests or rows",
+                got=f"{sorted(per_request)} requests, {sorted(per_row)} rows",
+                hint="nothing that is read from now on can be judged",
+            )  # fmt: skip
+        if number > self._requests:
+            raise KVTxnError(
+                "forward", "the step has more requests than the table has lines",
+                expected=f"at most {self._requests}", got=number,
+            )  # fmt: skip
+        return total
+
+    def _buffers_for(self, total: int) -> tuple[_Buffers, int]:
+        """Return buffers with room for so many rows, and how much of them a step looks at."""
+        size = 1 << max(total - 1, 0).bit_length()
+        buffers = self._buffers
+        if buffers is None or len(buffers.tokens) < size:
+            self._known.clear()
+            buffers = self._buffers = _Buffers.of(max(size, self._requests), self._device)
+        return buffers, size
+
+    def _new(self, names: list[str], each: int, buffers: _Buffers, size: int) -> Rows:
+        """Describe rows in the buffers.
+
+        Args:
+            names: the requests.
+            each: rows of each request; 0 if requests differ.
+            buffers: the buffers.
+            size: how much of them is looked at.
+        """
+        number = len(names)
+        if each not in self._starts:
+            with torch.inference_mode(False):
+                steps = torch.arange(self._requests + 1, device=self._device)
+                self._starts[each] = steps * each
+                self._drafts[each] = self._ones * (each - 1)
+        return Rows(
+            names=names,
+            starts=self._starts[each][: number + 1],
+            first=self._first[:number],
+            tokens=buffers.tokens[:size],
+            drafts=self._drafts[each][:number] if each > 1 else None,
+            slots={ROWS: buffers.slots[:size]},
+            tables={ROWS: self._pool.req_to_token},
+            table_lines=self._lines[:number],
+            positions=buffers.positions[:size],
+            parents=buffers.parents[:size] if self._trees and each > 1 else None,
+            buffers=object(),
+        )
+
+    def paddings(self, drafts: int) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+        """Return rows, counts and ids like those of each kind of step, of requests of nobody's.
+
+        Args:
+            drafts: the drafts of a verify step; 0 without drafts.
+        """
+        for number, each in product((1, min(2, self._requests)), {0, drafts + 1}):
+            total = number * max(each, 1)
+            buffers, size = self._buffers_for(total)
+            kind = torch.int32 if each > 1 else torch.int64
+            ids = torch.zeros(number, max(each, 1), dtype=kind, device=self._device)
+            counts = self._ones[:number].to(torch.int32) if each > 1 else self._ones[:number]
+            yield self._new([""] * number, each, buffers, size), counts, ids
+
+    def _place_requests(self, batch: ForwardBatch, number: int) -> None:
+        """Put in place where each request's rows begin, and the position of the first of them."""
+        first, mode = self._first[:number], batch.forward_mode.name
+        if mode == _DECODE:
+            torch.sub(batch.seq_lens, 1, out=first)
+        elif mode == _VERIFY:
+            first.copy_(batch.seq_lens)
+        else:
+            assert batch.extend_seq_lens is not None  # of every step with prompts
+            torch.sub(batch.seq_lens, batch.extend_seq_lens, out=first)
+            starts = self._starts[0][1 : number + 1]
+            torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int64, out=starts)
+
+    # -- its outcome -------------------------------------------------------------------------
+
+    def outcome(
+        self, step: ForwardStep, result: GenerationBatchResult
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what a step has sampled: ids and their numbers; None if it samples nothing.
+
+        Args:
+            step: the step.
+            result: as the model worker returned it, before it is copied to the host.
+
+        Returns:
+            int ``[num_requests, n]``, the accepted drafts and the next token of each request, and
+            anything behind them; int ``[num_requests]``, how many these are.
+        """
+        ids, number = result.next_token_ids, len(step.requests)
+        if not isinstance(ids, Tensor) or step.batch.is_prefill_only or not number:
+            return None
+        ids = ids.view(number, -1)
+        if step.drafts:
+            if result.accept_lens is None:
+                raise KVTxnError("run_batch", "a step with drafts has no counts of accepted ones")
+            return ids, result.accept_lens
+        return ids, self._sampled_ones(step, number)
+
+    def _sampled_ones(self, step: ForwardStep, number: int) -> Tensor:
+        """Return 1 for each request, and 0 for one whose prompt goes on."""
+        going_on = step.going_on()
+        if not going_on:
+            return self._ones[:number]
+        counts = [0 if request in going_on else 1 for request in range(number)]
+        return to_device(counts, self._device, torch.int64)
+
+
+def rows_before(spec: SpecInput, requests: int) -> Tensor:
+    """Return the draft that each row of a tree follows, see ``Rows.parents``.
+
+    A tree says the first row that follows each row, and the next one that follows the same row. So
+    from each row one goes back to the first of its siblings, by jumps of twice the length, and from
+    there to the row that they follow.
+
+    Args:
+        spec: of the step; see ``SpecInput``.
+        requests: their number.
+
+    Returns:
+        int64 ``[requests, rows]``: -1 for a row behind the root, -2 for the root.
+    """
+    width = spec.draft_token_num
+    children = spec.retrieve_next_token.view(requests, width)
+    own = torch.arange(width, device=children.device).expand(requests, width)
+
+    def inverted(following: Tensor) -> Tensor:
+        """Return the row that leads to each row; -1 where none does."""
+        found = own.new_full((requests, width + 1), -1)
+        where = following.long().clamp(max=width)
+        return found.scatter_(1, torch.where(where < 0, width, where), own)[:, :width]
+
+    before = inverted(spec.retrieve_next_sibling.view(requests, width))
+    eldest = torch.where(before < 0, own, before)
+    for _ in range(width.bit_length()):
+        eldest = eldest.gather(1, eldest)
+    return inverted(children).gather(1, eldest) - 1

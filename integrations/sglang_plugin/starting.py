@@ -1,0 +1,207 @@
+"""Hooks SGLang where the user asks for an audit, and opens it beside each scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ...errors import KVTxnError
+from ...log import get_logger
+from .metrics import Metrics
+from .seam import engine_facts, hook_points
+from .seam.protocols import ForwardBatch, InternalState, ModelRunner, Req, ScheduleBatch, Scheduler
+from .settings import Settings, read_settings
+from .supported import SETTINGS, cannot_watch
+from .watching import Watching
+
+log = get_logger()
+
+_EFFECT: Final = "this engine runs as if kvtxn were not there"
+
+
+class RequiredError(KVTxnError, RuntimeError):
+    """The user requires an audit, and this engine cannot have it."""
+
+    default_hint = "leave 'required' out to run this engine without kvtxn"
+
+
+def start(text: str) -> None:
+    """Put hooks into SGLang in this process, if the settings ask for an audit.
+
+    Args:
+        text: the settings.
+
+    Raises:
+        SystemExit: see ``plugin.register``.
+    """
+    try:
+        settings = read_settings(text)
+        if settings.audit == "off":
+            return
+        wrong = hook_points.moved()
+        if not wrong:
+            hook_points.hook(Hooks(settings).around())
+            return
+    except KVTxnError as error:
+        raise SystemExit(f"kvtxn: {error}") from error
+    release = hook_points.release()
+    why = f"SGLang {release} is not as this release of kvtxn knows it: {'; '.join(wrong)}"
+    if settings.required:
+        raise SystemExit(f"kvtxn: {RequiredError('audit', why)}")
+    log.warning("kvtxn.audit_inactive", why=why, effect=_EFFECT)
+
+
+class Hooks:
+    """The functions around SGLang's; all find the audit of this process's scheduler here.
+
+    Args:
+        settings: the user's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings: Final = settings
+        self._scheduler: Scheduler | None = None
+        self._watching: Watching | None = None
+        self._metrics: Metrics | None = None
+
+    def around(self) -> dict[str, hook_points.Hook]:
+        """Return a function for each hook point that this release has, by its dotted name."""
+        forward, run_batch, flush, release, _ = hook_points.HOOK_POINTS
+        opens, state, weights = hook_points.OPTIONAL
+        ours: dict[str, hook_points.Hook] = {
+            forward: self.forward, run_batch: self.run_batch, flush: self.flush_cache,
+            release: self.release_kv_cache,
+        }  # fmt: skip
+        more: dict[str, hook_points.Hook] = {
+            opens: self.opens, state: self.get_internal_state, weights: self.weights_updated,
+        }  # fmt: skip
+        for target, function in more.items():
+            if not hook_points.moved({target: hook_points.OPTIONAL[target]}):
+                ours[target] = function
+        return ours
+
+    # -- the audit of a scheduler ------------------------------------------------------------
+
+    def _of(self, scheduler: Scheduler) -> Watching | None:
+        """Return a scheduler's audit; open it when it is first asked for."""
+        if self._scheduler is not scheduler:
+            self._scheduler, self._watching = scheduler, None
+            self._watching = self._open(scheduler)
+        return self._watching
+
+    def _open(self, scheduler: Scheduler) -> Watching | None:
+        """Open the audit of a scheduler; if that is impossible, log why.
+
+        Raises:
+            RequiredError: it is impossible, and the user requires it.
+        """
+        error: Exception | None = None
+        rank = engine_facts.rank()
+        try:
+            page = engine_facts.metrics_of(scheduler)
+            self._metrics = None if page is None else Metrics(*page, rank)
+            facts = engine_facts.facts(scheduler, frozenset(SETTINGS))
+            why = cannot_watch(facts)
+            if why is None:
+                watching = Watching(scheduler, self._settings, rank, trees=facts.trees)
+                size, release = watching.watch.ledger.books.num_bytes, hook_points.release()
+                log.info("kvtxn.audit_active", rank=rank, bytes=size, sglang=release)
+                return watching
+        except Exception as failed:
+            why, error = f"the ledger cannot be made: {failed!r}", failed
+        if self._settings.required:
+            raise RequiredError("audit", str(why)) from error
+        log.warning("kvtxn.audit_inactive", rank=rank, why=why, effect=_EFFECT, exc_info=error)
+        if self._metrics is not None:
+            self._metrics.show({"kvtxn_audit_active": 0})
+        return None
+
+    def report(self) -> dict[str, object] | None:
+        """Return the counters and violations of this process; None if nothing is watched."""
+        return None if self._watching is None else self._watching.report()
+
+    # -- the hooks ---------------------------------------------------------------------------
+
+    def opens(
+        self, original: Callable[..., None], scheduler: Scheduler, *args: object, **kwargs: object
+    ) -> None:
+        """Open the audit once a scheduler is made, so that no request waits for it."""
+        original(scheduler, *args, **kwargs)
+        self._of(scheduler)
+
+    def run_batch(
+        self,
+        original: Callable[..., object],
+        scheduler: Scheduler,
+        batch: ScheduleBatch,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Run a step of a scheduler."""
+        watching = self._of(scheduler)
+        if watching is not None and self._metrics is not None:
+            watching.show(self._metrics)
+        if watching is None or not watching.adapter.active:
+            return original(scheduler, batch, *args, **kwargs)
+        return watching.adapter.run_batch(
+            partial(original, scheduler, batch, *args, **kwargs), batch
+        )
+
+    def forward(
+        self,
+        original: Callable[..., object],
+        runner: ModelRunner,
+        forward_batch: ForwardBatch,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Run a forward of a model runner."""
+        watching = self._watching
+        if watching is None:
+            return original(runner, forward_batch, *args, **kwargs)
+        return watching.adapter.forward(
+            partial(original, runner, forward_batch, *args, **kwargs), runner, forward_batch
+        )
+
+    def release_kv_cache(
+        self, original: Callable[..., None], req: Req, *args: object, **kwargs: object
+    ) -> None:
+        """Let a request give back its rows."""
+        if self._watching is not None:
+            self._watching.adapter.released(req)
+        original(req, *args, **kwargs)
+
+    def flush_cache(
+        self, original: Callable[..., bool], scheduler: Scheduler, *args: object, **kwargs: object
+    ) -> bool:
+        """Empty the caches, unless requests run."""
+        done = original(scheduler, *args, **kwargs)
+        if done and self._watching is not None:
+            self._watching.flushed()
+        return done
+
+    def weights_updated(
+        self, original: Callable[..., object], updater: object, *args: object, **kwargs: object
+    ) -> object:
+        """Hear that an update of the weights has succeeded, before the cache may be flushed."""
+        if self._watching is not None:
+            self._watching.weights_changed()
+        return original(updater, *args, **kwargs)
+
+    def get_internal_state(
+        self,
+        original: Callable[..., InternalState],
+        scheduler: Scheduler,
+        *args: object,
+        **kwargs: object,
+    ) -> InternalState:
+        """Add the report to the state of a scheduler, which ``/server_info`` shows."""
+        output = original(scheduler, *args, **kwargs)
+        try:
+            found = self.report()
+            if found is not None:
+                output.internal_state["kvtxn"] = found
+        except Exception as error:
+            log.warning("kvtxn.no_report", why=repr(error), effect="the audit goes on")
+        return output

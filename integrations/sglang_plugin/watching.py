@@ -1,0 +1,203 @@
+"""``Watching``: the ledger beside one scheduler of SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from ...audit import Scrub, WeightWatch
+from ...errors import LayerError
+from ...log import get_logger
+from ..serving.ledger.part import LedgerPart
+from ..serving.ledger.rank_agreement import Wrong
+from ..serving.ledger.step_forms import StepForms
+from ..serving.ledger.watch import Watch
+from ..serving.step import Arrival, PlannedStep, Rows, States
+from .metrics import Metrics
+from .seam import engine_facts
+from .seam.adapter import Adapter
+from .seam.protocols import ModelRunner, Scheduler
+from .seam.requests import Requests
+from .seam.steps import ROWS, ForwardStep, StepReader
+from .settings import Settings
+
+log = get_logger()
+
+
+class Steps:
+    """The steps of a scheduler as the ledger reads them; see ``LedgerReader``.
+
+    Args:
+        watch: the watch over its rows.
+        reader: reads the forwards.
+    """
+
+    ready: Literal["planned", "forward", "later"] = "forward"
+
+    def __init__(self, watch: Watch, reader: StepReader) -> None:
+        self.watch: Watch | None = watch
+        self._reader: Final = reader
+
+    def open(self, is_ready: Callable[[], None]) -> Watch | None:
+        """Return the watch: SGLang's caches stay those of its start."""
+        return self.watch
+
+    def begin(self) -> None:
+        """Do nothing: who comes and goes is known when the forward begins."""
+
+    def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
+        """Read the rows of the forward that comes next."""
+        assert isinstance(step, ForwardStep)
+        return self._reader.rows(step), None
+
+    def returning(self, name: str) -> Arrival:
+        """Refuse to describe a request that the ledger does not know; it forgets none that runs.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"the ledger was not told of request {name!r}")
+
+    def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return how many tokens each request has sampled, and which."""
+        assert counts is not None  # the adapter has them
+        return counts, ids
+
+    def mark(self, output: object, wrong: Wrong) -> None:
+        """Do nothing: wrong rows are not contained."""
+
+
+class Watching:
+    """The ledger beside one scheduler.
+
+    Args:
+        scheduler: SGLang's, with its caches.
+        settings: the user's.
+        rank: its tensor-parallel rank, for the log.
+        trees: drafts form trees.
+
+    Attributes:
+        watch: the watch over its rows.
+        adapter: overhears its steps.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool = False
+    ) -> None:
+        runner = scheduler.tp_worker.model_runner
+        device, room = torch.device(runner.device), engine_facts.room(scheduler)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        group = engine_facts.row_group(scheduler)
+        self._scheduler: Final = scheduler
+        self.watch: Final = Watch(
+            {group.name: group},
+            room,
+            rank,
+            settings.on_violation,
+            record=settings.record,
+            device=device,
+            drafts=engine_facts.most_drafts(scheduler),
+            lines=room.requests,
+            stale=settings.stale,
+        )
+        self.watch.found.log_tokens = settings.log_tokens
+        self.watch.weights = WeightWatch(
+            self.watch.ledger, {"target": _parameters(runner)}, settings.weights_every
+        )
+        if settings.audit == "bytes":
+            self._compare_bytes(scheduler, settings, rank, trees=trees)
+        reader = StepReader(scheduler.req_to_token_pool, room.requests, device, trees=trees)
+        self.part: Final = LedgerPart(Steps(self.watch, reader))
+        with self._on_forward_stream(), torch.inference_mode():
+            self._compile(reader, engine_facts.most_drafts(scheduler))
+            self.watch.begin()
+            if device.type == "cuda":  # steps may be on a stream that the event loop makes later
+                torch.cuda.current_stream(device).synchronize()
+        self.adapter: Final = Adapter(
+            scheduler,
+            self.part,
+            reader,
+            Requests(room.requests),
+            self.watch.stop,
+            self._moved if trees else None,
+        )
+
+    def _moved(self, source: Tensor, target: Tensor) -> None:
+        """Tell the ledger which rows were copied."""
+        self.watch.hear(lambda watch: watch.ledger.carry({ROWS: (source, target)}))
+
+    def _compile(self, reader: StepReader, drafts: int) -> None:
+        """Launch every pass over steps of padding, like this engine's; no request waits for it."""
+        ledger, scrub, forms = self.watch.ledger, self.watch.scrub, StepForms()
+        for rows, counts, ids in reader.paddings(drafts):
+            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), None, copies=False)
+            if scrub is not None:
+                scrub.compare(step)
+            ledger.write_and_check(step)
+            ledger.resolve(counts, ids, besides=1)
+            if scrub is not None:
+                scrub.seal(step, counts, besides=1)
+        ledger.restart()
+
+    def _compare_bytes(
+        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool
+    ) -> None:
+        """Let the watch compare the bytes of rows, too; if that is impossible, log why.
+
+        Raises:
+            LayerError: it is impossible, and the user requires the audit.
+        """
+        try:
+            if trees:
+                raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
+            refs = engine_facts.layer_refs(scheduler)
+            self.watch.scrub = Scrub(self.watch.ledger, refs, every=settings.audit_every)
+        except LayerError as error:
+            if settings.required:
+                raise
+            effect = "digests are compared, and no bytes"
+            log.warning("kvtxn.audit_without_bytes", rank=rank, why=str(error), effect=effect)
+
+    def _on_forward_stream(self) -> AbstractContextManager[object]:
+        """Launch what follows where the forwards are launched."""
+        if self.watch.ledger.device.type != "cuda" or not self._scheduler.enable_overlap:
+            return nullcontext()
+        return torch.cuda.stream(self._scheduler.forward_stream)
+
+    def weights_changed(self) -> None:
+        """Hear that the target has other weights; the next step begins an epoch."""
+        if self.watch.weights is not None:
+            self.watch.weights.changed("target")
+
+    def flushed(self) -> None:
+        """Forget every row, as the caches were emptied: often behind an update of the weights."""
+        self.weights_changed()
+        self.adapter.flushed(self._forget)
+
+    def _forget(self) -> None:
+        with self._on_forward_stream():
+            self.watch.forget()
+
+    def show(self, metrics: Metrics) -> None:
+        """Bring the metrics of this scheduler up to date, now and then; an error is logged."""
+        active = self.adapter.active and not self.watch.stopped
+        try:
+            with self._on_forward_stream():
+                metrics.update(self.watch.ledger, active=active)
+        except Exception as error:
+            self.watch.stop(error)
+
+    def report(self) -> dict[str, object]:
+        """Return the counters and the violations that were found; waits for the device."""
+        with self._on_forward_stream():
+            return {"counters": self.watch.counters(), "violations": self.watch.report()}
+
+
+def _parameters(runner: ModelRunner) -> Callable[[], list[Tensor]]:
+    """Return a function that lists the parameters of a runner's model."""
+    return lambda: [each.detach() for each in runner.model.parameters()]

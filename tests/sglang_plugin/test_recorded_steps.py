@@ -1,0 +1,104 @@
+"""Steps that real engines of SGLang 0.5.23 ran on an H200, replayed through the seam."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from replay import RECORDED, Replay, events
+from toy_sglang import ToySglang
+
+NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.jsonl.xz"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_steps_give_no_alarm(hooks, name):
+    """Prompts in chunks beside decoding, hits, aborts, retraction; drafts and their outcomes."""
+    recorded = events(name)
+    replay = Replay(hooks, recorded)
+    replay.run()
+    report = hooks.report()
+    assert report["violations"] == []
+    counted = report["counters"]
+    assert counted["kvtxn_audit_active"] == 1
+    assert counted["kvtxn_audit_steps_total"] == replay.steps > 30
+    assert counted["kvtxn_audit_rows_checked_total"] > 20_000
+    assert counted["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_the_recordings_have_each_kind_of_step():
+    """Otherwise the test above would say little."""
+    every = [event for name in NAMES for event in events(name)]
+    forwards = [event for event in every if event["event"] == "forward"]
+    assert {event["mode"] for event in forwards} == {"EXTEND", "MIXED", "DECODE", "TARGET_VERIFY"}
+    assert any(sum(event.get("extend_prefix_lens_cpu", [0])) for event in forwards)  # hits
+    assert any(event["event"] == "released" for event in every)
+
+
+def lost_write(step):
+    """The first row is written to padding."""
+    forward = step["forward"]
+    right, forward["out_cache_loc"][0] = forward["out_cache_loc"][0], 0
+    return right
+
+
+def wrong_token(step):
+    """The first row is computed of another token."""
+    forward = step["forward"]
+    forward["input_ids"][0] += 1
+    return forward["out_cache_loc"][0]
+
+
+def foreign_row(step):
+    """The last row that the first request has written leads to one of the second's."""
+    forward = step["forward"]
+    _, slots = forward["table"][1]
+    forward["table"][0] = [forward["seq_lens"][0] - 2, [slots[-1], *forward["table"][0][1][-1:]]]
+    return slots[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plant", [lost_write, wrong_token, foreign_row])
+def test_a_fault_in_a_recorded_step_is_found(hooks, name, plant):
+    """By its request, and by its slot."""
+    planted = []
+
+    def fault(step):
+        forward = step["forward"]
+        decodes = forward["mode"] in ("DECODE", "TARGET_VERIFY") and len(forward["rids"]) > 1
+        if decodes and not planted and replay.steps > 20:
+            planted.append((forward["rids"][0], plant(step)))
+
+    replay = Replay(hooks, events(name), fault)
+    replay.run()
+    ((request, slot),) = planted
+    found = [(each["request"], each["slot"]) for each in hooks.report()["violations"]]
+    assert (request, slot) in found
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_the_recorder_writes_can_be_replayed(monkeypatch, tmp_path, hooks, drafts):
+    """The plug-in that made the recordings runs beside the toy here."""
+    for folder in (RECORDED, Path(__file__).parent.parent / "gpu"):
+        monkeypatch.syspath_prepend(folder)
+    recorder = __import__("sglang_recorder").Recorder(tmp_path / "all.jsonl", 100)
+    toy = ToySglang(
+        {
+            "ModelRunner.forward": recorder.forward,
+            "Scheduler.run_batch": recorder.run_batch,
+            "Scheduler.flush_cache": recorder.flushed,
+            "common.release_kv_cache": recorder.released,
+        },
+        drafts=drafts,
+        seed=3,
+    )
+    toy.serve(30)
+    recorder.file.close()
+    __import__("trim").main(str(tmp_path / "all.jsonl"), str(tmp_path / "short.jsonl.xz"), 80)
+    monkeypatch.setattr(sys.modules["replay"], "RECORDED", tmp_path)
+    replay = Replay(hooks, events("short"))
+    replay.run()
+    assert replay.steps > 30
+    assert hooks.report()["violations"] == []
+    assert hooks.report()["counters"]["kvtxn_audit_rows_checked_total"] > 2000
