@@ -1,4 +1,4 @@
-"""The record of states, the audit, connectors, stages and servers on GPUs; the page drawn from it.
+"""The record of what engines and servers did on GPUs; the page drawn from it.
 
 python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
 python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
@@ -6,6 +6,9 @@ python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py
 python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
 python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
 python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
+python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
+python tests/gpu/gpu_seen.py sglang_cost OUT/cost.json COMMIT    what ``sglang_cost.py`` wrote
+python tests/gpu/gpu_seen.py sglang_rings OUT/rings.json COMMIT  what ``sglang_rings.py`` wrote
 python tests/gpu/gpu_seen.py                                 draws again
 
 A record is taken over engine by engine: what a run left out keeps what an older one said. A run
@@ -25,6 +28,7 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
     sys.path.insert(0, str(HERE / _folder))
 
 import seen_servers  # noqa: E402
+import seen_sglang  # noqa: E402
 import seen_stages  # noqa: E402
 import seen_texts as texts  # noqa: E402
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
@@ -216,13 +220,17 @@ def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
     parts = [texts.HEAD.format(machine=machine)]
+    rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
         ("states", texts.STATES, _states),
         ("fast", fast_head(), _fast),
         ("audit", texts.AUDIT, _audit),
         ("connectors", texts.CONNECTORS, _connectors),
-        ("stages", seen_stages.HEAD, _by(seen_stages)),
-        ("servers", seen_servers.HEAD, _by(seen_servers)),
+        ("stages", seen_stages.HEAD, _by(seen_stages.drawn)),
+        ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
+        ("sglang", seen_sglang.ENGINES, _by(seen_sglang.drawn_engines)),
+        ("sglang_cost", seen_sglang.COST, _by(seen_sglang.drawn_cost)),
+        ("sglang_rings", rings_head, _by(seen_sglang.drawn_rings)),
     ):
         parts += [head, body(record[kind])] if kind in record else []
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
@@ -324,14 +332,17 @@ def _connectors(engines: Mapping[str, Any]) -> str:
     return table(header, rows) + _commits(engines.values())
 
 
-def _by(part: Any) -> Callable[[Mapping[str, Any]], str]:
-    return lambda engines: part.drawn(engines) + _commits(engines.values())
+def _by(drawn: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
+    return lambda engines: drawn(engines) + _commits(engines.values())
 
 
 #: By kind of record, what reduces a folder of reports, or the content of a file of them.
 REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     **{"states": states, "fast": fast, "audit": audit, "connectors": connectors},
     **{"stages": seen_stages.stages, "servers": seen_servers.servers},
+    "sglang": seen_sglang.engines,
+    "sglang_cost": seen_sglang.cost,
+    "sglang_rings": seen_sglang.rings,
 }
 
 
