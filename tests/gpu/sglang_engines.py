@@ -1,0 +1,295 @@
+"""Small engines of SGLang on one GPU, side by side: with the ledger, without it, with faults.
+
+python tests/gpu/sglang_engines.py OUT [ENGINE ...]     default: all of ``sglang_models.ENGINES``
+
+The first engine runs alone, to compile kernels. OUT gets ``engines.json``, which ``gpu_seen.py``
+reads, and logs, results, and what the recorder wrote. kvtxn is the one that is installed for this
+Python, and so is SGLang, if ``--site`` names no folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from sglang_machine import environment, where
+from sglang_models import ENGINES, MODELS, make
+
+HERE: Final = Path(__file__).resolve().parent
+#: Plug-ins around kvtxn's, in the order in which SGLang loads them.
+PLUGINS: Final = "[sglang.srt.plugins]\n" + "".join(
+    f"{name} = {module}:register\n"
+    for name, module in (
+        ("aa_mend", "sglang_mend"),
+        ("yy_faults", "sglang_faults"),
+        ("zz_recorder", "sglang_recorder"),
+    )
+)
+#: In the place of a package that SGLang imports for other models.
+STUB: Final = '''"""A stub: names can be imported, calls raise."""
+
+
+class FlashMLASchedMeta:
+    pass
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"flash_mla.{name} is a stub")
+
+    return missing
+'''
+WRONG: Final = re.compile(r"\b\w*(Error|Exception)\b|error:|undefined symbol|No module")
+OURS: Final = re.compile(r"kvtxn.*event=|Failed to.*plugin")
+PARTS: Final = (
+    *("load_s", "batch_s", "fuzz_s", "steady_s", "accept", "errors", "failed", "flushed"),
+    "dropped",
+)
+COUNTERS: Final = {
+    "rows": "kvtxn_audit_rows_checked_total",
+    "steps": "kvtxn_audit_steps_total",
+    "active": "kvtxn_audit_active",
+    "bytes": "kvtxn_audit_bytes_compared_total",
+    "unjudged": "kvtxn_audit_unjudged_total",
+}
+
+
+def install(folder: Path) -> None:
+    """Write what makes the plug-ins beside this script known, and the stub."""
+    info = folder / "kvtxn_tools-0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtxn-tools\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(PLUGINS)
+    if importlib.util.find_spec("flash_mla") is None:
+        for name in ("__init__", "flash_mla_interface"):
+            (folder / "flash_mla").mkdir(exist_ok=True)
+            (folder / "flash_mla" / f"{name}.py").write_text(STUB)
+
+
+def variables(name: str, kind: str, out: Path) -> dict[str, str]:
+    """Return the variables of an engine's process."""
+    found = environment()
+    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS"):
+        found.pop(unwanted, None)
+    found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2", **ENGINES[name][2]}
+    found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    paths = [found.get("PYTHONPATH", ""), str(HERE), str(out / "plugins")]
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    audit = found.pop("AUDIT", "ledger")
+    found["FAULTS_FILE"] = str(out / "logs" / f"{name}.faults.jsonl")
+    if kind != "plain":
+        every = {"audit_every": 8} if audit == "bytes" else {}
+        found["KVTXN_SGLANG"] = json.dumps({"audit": audit, "log_tokens": True, **every})
+    if kind == "recorded":
+        found["RECORD_FILE"] = str(out / "logs" / f"{name}.recorded.jsonl")
+    return found
+
+
+class Job:
+    """An engine's process.
+
+    Args:
+        name: of the engine.
+        kind: ``ledger``, ``plain`` or ``recorded``.
+        given: the script's arguments.
+        limit: seconds.
+    """
+
+    def __init__(self, name: str, kind: str, given: argparse.Namespace, limit: float) -> None:
+        self.name, self.kind, self.out = name, kind, given.out
+        self.begun, self.limit, self.took = time.time(), limit, 0.0
+        self.log = self.out / "logs" / f"{name}.{kind}.log"
+        options = {"fuzz": given.fuzz, "rounds": given.rounds, "extra": given.extra}
+        command = [sys.executable, str(HERE / "sglang_child.py")]
+        command += [str(self.out), name, kind, json.dumps(options)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables(name, kind, self.out),
+                start_new_session=True,
+                cwd=self.out,
+            )
+
+    def stop(self) -> None:
+        """End the engine with all of its processes."""
+        self.took = self.took or round(time.time() - self.begun, 1)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def over(self) -> bool:
+        """End an engine that is done or out of time; tell whether it is."""
+        if self.process.poll() is None and time.time() <= self.begun + self.limit:
+            return False
+        self.stop()
+        return True
+
+
+# -- what was found -----------------------------------------------------------------------
+
+
+def result_of(name: str, kind: str, out: Path) -> dict[str, Any]:
+    path = out / "results" / f"{name}.{kind}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def summary(job: Job) -> dict[str, Any]:
+    """Say what an engine counted and found."""
+    result = result_of(job.name, job.kind, job.out)
+    lines = job.log.read_text(errors="replace").splitlines()
+    row: dict[str, Any] = {"engine": job.name, "kind": job.kind, "took": job.took}
+    row |= {"exit": job.process.poll(), "ok": result.get("ok", False)}
+    row |= {part: result.get(part) for part in PARTS}
+    row["log"] = [line[-600:] for line in lines if OURS.search(line)][:6]
+    report = result.get("report")
+    if report:
+        row |= {key: report["counters"].get(name) for key, name in COUNTERS.items()}
+        row |= {"violations": report["number"], "first": report["violations"][:3]}
+        planted = job.out / "logs" / f"{job.name}.faults.jsonl"
+        if planted.exists():
+            faults = [json.loads(line) for line in planted.read_text().splitlines()]
+            row["faults"] = [judged(fault, report["violations"]) for fault in faults]
+    plain = result_of(job.name, "plain", job.out)
+    if job.kind != "plain" and plain:
+        row["same"] = same(result.get("tokens") or [], plain["tokens"])
+    if not row["ok"]:
+        wrong = [line[-300:] for line in lines if WRONG.search(line)]
+        row["wrong"] = list(dict.fromkeys(wrong[:4] + wrong[-6:]))
+        row["last"] = [line[-300:] for line in lines[-25:]]
+    return row
+
+
+def same(one: Sequence[Any], other: Sequence[Any]) -> dict[str, int]:
+    """Compare the texts of two engines, and count the tokens before they part."""
+    batches = zip(one, other, strict=False)
+    pairs = [pair for both in batches for pair in zip(*both, strict=True)]
+    lengths = [min(map(len, pair)) for pair in pairs]
+    parted = (
+        next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), length)
+        for (a, b), length in zip(pairs, lengths, strict=True)
+    )
+    return {
+        "requests": len(pairs),
+        "equal": sum(a == b for a, b in pairs),
+        "tokens": sum(lengths),
+        "first_equal": sum(parted),
+    }
+
+
+def judged(fault: Mapping[str, Any], violations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Say which violations fit a fault: of its request and position, or of its slots."""
+    name, asked, slot = fault["fault"], fault.get("request"), fault.get("slot")
+    slots = slot if isinstance(slot, list) else [slot]
+    anywhere = name in ("flush_without_tree", "length_one_less")
+
+    def fits(violation: Mapping[str, Any]) -> bool:
+        if violation["step"] < fault["step"]:
+            return False
+        if asked is not None:
+            return violation["request"] in (asked, fault.get("other"))
+        return anywhere or violation["slot"] in slots
+
+    found = [each for each in violations if fits(each)]
+    position = fault.get("position")
+    exact = [v for v in found if position in (None, v["position"]) or v["slot"] in slots]
+    hidden = ("group", "layer", "found")
+    short = [
+        {key: value for key, value in each.items() if value is not None and key not in hidden}
+        for each in (exact or found)[:2]
+    ]
+    planted = {key: value for key, value in fault.items() if key != "fault"}
+    facts = {"exact": len(exact), "fits": len(found), "found": short}
+    return {"fault": name, "planted": planted, **facts}
+
+
+# -- the run ------------------------------------------------------------------------------
+
+
+def play(given: argparse.Namespace) -> list[Job]:
+    """Run the first engine, then all others, so many at a time, and end what takes too long."""
+    jobs: list[Job] = []
+    deadline = time.time() + given.total
+    queue = [(name, "ledger") for name in given.engines if name != given.first]
+    for kind, names in (("plain", given.plain), ("recorded", given.recorded)):
+        queue += [(name, kind) for name in given.engines if name in names]
+    try:
+        if given.first in given.engines:
+            jobs.append(Job(given.first, "ledger", given, given.first_limit))
+            while not jobs[0].over():
+                time.sleep(0.25)
+        running: list[Job] = []
+        while (queue or running) and time.time() < deadline:
+            while queue and len(running) < given.parallel:
+                running.append(Job(*queue.pop(0), given, min(given.limit, deadline - time.time())))
+                jobs.append(running[-1])
+                time.sleep(0.5)
+            running = [job for job in running if not job.over()]
+            time.sleep(0.25)
+    finally:
+        for job in jobs:
+            job.stop()
+    for name, kind in queue:
+        print(f"not started: {name}, {kind}")
+    return jobs
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("out", type=lambda path: Path(path).resolve(), help="folder")
+    add("engines", nargs="*", metavar="ENGINE", help=", ".join(ENGINES))
+    add("--site", help="folder in which SGLang is installed")
+    add("--first", default="radix", help="the engine that runs alone, or ''")
+    add("--first-limit", type=float, default=160, help="seconds of that engine")
+    add("--limit", type=float, default=130, help="seconds of each other engine")
+    add("--total", type=float, default=540, help="seconds of all")
+    add("--parallel", type=int, default=9, help="engines at a time")
+    add("--plain", nargs="*", default=["radix", "chunked", "eagle"], help="also without kvtxn")
+    add("--recorded", nargs="*", default=["chunked", "eagle"], help="also with the recorder")
+    add("--fuzz", type=int, default=40, help="requests of a round of the fuzzed load")
+    add("--rounds", type=int, default=2, help="of the fuzzed load")
+    add("--extra", type=json.loads, default={}, help="JSON: more arguments of each engine")
+    given = parser.parse_args(words)
+    given.engines = given.engines or list(ENGINES)
+    if unknown := {*given.engines, *given.plain, *given.recorded} - {*ENGINES}:
+        parser.error(f"no such engine: {', '.join(sorted(unknown))}")
+    return given
+
+
+def main() -> None:
+    """Run the engines, write ``engines.json``, and print a line for each."""
+    given = parsed()
+    if given.site:
+        sys.path.insert(1, given.site)
+        os.environ["PYTHONPATH"] = os.pathsep.join([given.site, os.environ.get("PYTHONPATH", "")])
+    for part in ("logs", "results"):
+        (given.out / part).mkdir(parents=True, exist_ok=True)
+    install(given.out / "plugins")
+    for model in MODELS:
+        make(model, given.out / "models")
+    rows = [summary(job) for job in play(given)]
+    found = {**where(given.out), "extra": given.extra, "engines": rows}
+    (given.out / "engines.json").write_text(json.dumps(found, indent=1) + "\n")
+    for row in rows:
+        print(json.dumps({key: row[key] for key in row if row[key] not in (None, [], {})})[:1800])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""A plug-in of SGLang that plants faults, one after the other, and writes down where.
+
+``FAULTS=NAME,NAME,...`` switches it on, or ``all``, ``chain`` and ``tree``; ``FAULTS_FILE`` gets a
+line of JSON for each: its request, position and slot. The plug-in is registered behind kvtxn, so
+that its hooks run before kvtxn's: the ledger and the engine get the same wrong numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+
+#: Decode steps from one fault to the next.
+EVERY = 12
+ROWS = (
+    *("wrong_slot", "lost_write", "foreign_slot", "table_off_by_one", "swapped_lines"),
+    *("slot_given_twice", "wrong_token", "wrong_position", "padding_read", "old_row"),
+)
+CHAIN = ("accepts_one_more", "length_one_less", "accepts_anothers")
+TREE = ("lost_move",)
+ENDS = ("stale_node", "flush_without_tree")
+#: By the name of an engine's kind, its faults.
+SETS = {
+    "all": (*ROWS, *ENDS),
+    "chain": (*ROWS[:7], *CHAIN, *ENDS),
+    "tree": (*ROWS[:7], *TREE, *ENDS),
+}
+NEXT_TOKENS = 2000
+
+
+def guarded(plant):
+    """Write an error of a planter down instead of raising it; the engine goes on."""
+
+    @functools.wraps(plant)
+    def call(self, *args):
+        try:
+            return plant(self, *args)
+        except Exception as error:
+            self.note("error", error=repr(error))
+            return None
+
+    return call
+
+
+class Faults:
+    """The faults of one scheduler, in their order.
+
+    Args:
+        todo: names.
+        path: of the file of lines.
+    """
+
+    def __init__(self, todo, path) -> None:
+        self.todo, self.path = list(todo), path
+        self.steps, self.armed, self.chance = 0, None, random.Random(3)
+
+    def note(self, name, **facts) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"fault": name, "step": self.steps, **facts}) + "\n")
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def forward(self, original, runner, batch, *args, **kwargs):
+        modes = ("DECODE", "TARGET_VERIFY")
+        if not runner.is_draft_worker and batch.rids and batch.forward_mode.name in modes:
+            self.steps += 1
+            due = self.todo and not self.armed and self.steps % EVERY == 0
+            if due and len(batch.rids) >= 3:
+                self.plant(self.todo.pop(0), runner.req_to_token_pool.req_to_token, batch)
+        return original(runner, batch, *args, **kwargs)
+
+    @guarded
+    def plant(self, name, table, batch) -> None:
+        """Plant a fault of rows into this batch; arm one that waits for its occasion."""
+        if name not in ROWS:
+            self.armed = name
+            return
+        n, m = self.chance.sample(range(len(batch.rids)), 2)
+        facts = {"request": batch.rids[n], "other": batch.rids[m], "mode": batch.forward_mode.name}
+        plant = {
+            "slot_given_twice": self.give_twice,
+            "swapped_lines": self.swap_lines,
+            "wrong_slot": self.write_elsewhere,
+            "lost_write": self.write_elsewhere,
+            "wrong_token": self.change_input,
+            "wrong_position": self.change_input,
+        }.get(name, self.change_table)
+        facts |= plant(name, table, batch, n, m)
+        self.note(name, **facts)
+
+    def write_elsewhere(self, name, table, batch, n, m):
+        """Let a row go to another request's slot, or to none."""
+        where, first = self.first_row(batch, n)
+        batch.out_cache_loc = batch.out_cache_loc.clone()
+        right = int(batch.out_cache_loc[where])
+        other, length = int(batch.req_pool_indices[m]), int(batch.seq_lens[m])
+        batch.out_cache_loc[where] = 0 if name == "lost_write" else int(table[other, length // 2])
+        return {"position": first, "slot": right}
+
+    def change_table(self, name, table, batch, n, m):
+        """Let a request's line name wrong slots of older rows."""
+        _, first = self.first_row(batch, n)
+        line, other = int(batch.req_pool_indices[n]), int(batch.req_pool_indices[m])
+        at = max(first // 2, 1)
+        if name == "table_off_by_one":
+            table[line, at : first - 1] = table[line, at + 1 : first].clone()
+        elif name == "foreign_slot":
+            table[line, at] = table[other, min(at, int(batch.seq_lens[m]) - 2) - 1]
+        else:
+            table[line, at] = 0 if name == "padding_read" else table[line, at - 1]
+        return {"position": at, "slot": int(table[line, at])}
+
+    def swap_lines(self, name, table, batch, n, m):
+        lines = batch.req_pool_indices
+        batch.req_pool_indices = lines.clone()
+        batch.req_pool_indices[n], batch.req_pool_indices[m] = int(lines[m]), int(lines[n])
+        return {"position": None, "slot": None}
+
+    def give_twice(self, name, table, batch, n, m):
+        """Let a request write its row where another one has an older row."""
+        where, first = self.first_row(batch, n)
+        theirs = min(max(first // 2, 1), int(batch.seq_lens[m]) - 2)
+        slot = int(table[int(batch.req_pool_indices[m]), theirs])
+        table[int(batch.req_pool_indices[n]), first] = slot
+        batch.out_cache_loc = batch.out_cache_loc.clone()
+        batch.out_cache_loc[where] = slot
+        them = {"request": batch.rids[m], "other": None, "writer": batch.rids[n]}
+        return {"position": theirs, "slot": slot, **them}
+
+    def change_input(self, name, table, batch, n, m):
+        """Compute a row for another token, or for the next position."""
+        where, first = self.first_row(batch, n)
+        if name == "wrong_token":
+            batch.input_ids = batch.input_ids.clone()
+            batch.input_ids[where] = (batch.input_ids[where] + 1) % NEXT_TOKENS
+        else:
+            batch.positions = batch.positions.clone()
+            batch.positions[where] += 1
+        return {"position": first, "slot": int(batch.out_cache_loc[where])}
+
+    def first_row(self, batch, n):
+        """Return the number of a request's first row in the batch, and its position."""
+        per = len(batch.input_ids) // len(batch.rids)
+        return n * per, int(batch.seq_lens[n]) - (1 if per == 1 else 0)
+
+    # -- outcomes ----------------------------------------------------------------------------
+
+    def sampled(self, result, *args, **kwargs):
+        """After ``eagle_sample(verify_input, batch, ...)``."""
+        if self.armed not in ("accepts_one_more", "accepts_anothers"):
+            return None
+        return self.accept_more(result, args[1])
+
+    @guarded
+    def accept_more(self, result, batch):
+        """Count drafts as accepted that were rejected."""
+        predict, lens, index = result
+        values, width = lens.tolist(), index.shape[1]
+        if len(batch.reqs) < 2:
+            return None
+        if self.armed == "accepts_anothers":
+            n = min(range(len(values)), key=values.__getitem__)
+            now = max(values)
+        else:
+            n = next((n for n, value in enumerate(values) if value < width), 0)
+            now = min(values[n] + 1, width)
+        if values[n] == now:
+            return None
+        name, self.armed = self.armed, None
+        lens, index = lens.clone(), index.clone()
+        lens[n] = now
+        for k in range(values[n], now):
+            index[n, k] = n * width + k
+        position = int(batch.seq_lens[n]) + values[n]
+        facts = {"position": position, "slot": None, "mode": "TARGET_VERIFY"}
+        self.note(name, request=batch.reqs[n].rid, **facts)
+        return predict, lens, index
+
+    def committed(self, result, predict, accept_index, accept_lens, seq_lens, **kwargs):
+        """After ``prepare_verify_commit_outputs``."""
+        return self.shorten(result, accept_lens) if self.armed == "length_one_less" else None
+
+    @guarded
+    def shorten(self, result, accept_lens):
+        """Lose an accepted draft of the new lengths."""
+        n = next((n for n, value in enumerate(accept_lens.tolist()) if value > 1), None)
+        if n is None:
+            return None
+        self.armed = None
+        lengths = result[0].clone()
+        lengths[n] -= 1
+        facts = {"number": n, "position": int(lengths[n]), "slot": None}
+        self.note("length_one_less", request=None, **facts)
+        return (lengths, *result[1:])
+
+    def moved(self, original, batch, accept_index, num_correct_drafts, *args, **kwargs):
+        """Around ``move_accept_tokens_to_target_kvcache``: no row is moved, once one would be."""
+        if self.armed == "lost_move" and self.would_move(batch, accept_index, num_correct_drafts):
+            return None
+        return original(batch, accept_index, num_correct_drafts, *args, **kwargs)
+
+    @guarded
+    def would_move(self, batch, accept_index, num_correct_drafts):
+        width = len(batch.out_cache_loc) // len(batch.reqs)
+        paths = zip(accept_index.tolist(), num_correct_drafts.tolist(), strict=False)
+        for n, (path, count) in enumerate(paths):
+            at = next((k for k in range(1, count + 1) if path[k] != n * width + k), None)
+            if at is not None:
+                self.armed = None
+                slot = int(batch.out_cache_loc[n * width + at])
+                position = int(batch.seq_lens[n]) + at
+                self.note("lost_move", request=batch.reqs[n].rid, position=position, slot=slot)
+                return True
+        return False
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def released(self, original, req, tree_cache, *args, **kwargs):
+        """Free slots that the tree keeps, behind a request's end."""
+        armed = self.armed == "stale_node" and kwargs.get("checkpoint")
+        freed = self.slots(req, tree_cache) if armed else None
+        done = original(req, tree_cache, *args, **kwargs)
+        if freed is not None:
+            self.armed = None
+            tree_cache.token_to_kv_pool_allocator.free(freed)
+            self.note("stale_node", request=None, position=4, slot=freed.tolist(), giver=req.rid)
+        return done
+
+    @guarded
+    def slots(self, req, tree_cache):
+        if not req.kv.holds_kv or len(req.origin_input_ids) <= 24:
+            return None
+        table = tree_cache.req_to_token_pool.req_to_token
+        return table[req.kv.req_pool_idx, 4:16].clone().long()
+
+    def flushed(self, original, scheduler, *args, **kwargs):
+        """Flush, and let the tree keep its nodes."""
+        if self.armed != "flush_without_tree":
+            return original(scheduler, *args, **kwargs)
+        reset, scheduler.tree_cache.reset = scheduler.tree_cache.reset, lambda: None
+        try:
+            done = original(scheduler, *args, **kwargs)
+        finally:
+            scheduler.tree_cache.reset = reset
+        if done:
+            self.armed = None
+            self.note("flush_without_tree", request=None, position=0, slot=None)
+        return done
+
+
+def register() -> None:
+    """Plant faults into the scheduler of this process, if the user asks for it."""
+    names = os.environ.get("FAULTS")
+    if not names:
+        return
+    faults = Faults(SETS.get(names) or names.split(","), os.environ["FAULTS_FILE"])
+    hooks = __import__("sglang.srt.plugins.hook_registry", fromlist=["HookRegistry"])
+    around, after = hooks.HookType.AROUND, hooks.HookType.AFTER
+    targets = [
+        ("model_executor.model_runner.ModelRunner.forward", faults.forward, around),
+        ("mem_cache.common.release_kv_cache", faults.released, around),
+        ("managers.scheduler.Scheduler.flush_cache", faults.flushed, around),
+    ]
+    if set(TREE) & set(faults.todo):
+        moves = "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
+        targets.append((moves, faults.moved, around))
+    if set(CHAIN) & set(faults.todo):
+        eagle = "speculative.eagle_worker_common"
+        targets.append((f"{eagle}.eagle_sample", faults.sampled, after))
+        targets.append((f"{eagle}.prepare_verify_commit_outputs", faults.committed, after))
+    for target, hook, kind in targets:
+        hooks.HookRegistry.register(f"sglang.srt.{target}", hook, kind)

@@ -1,0 +1,72 @@
+"""The scripts that run SGLang on a GPU: what they can be asked for, and how they judge."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import seen_sglang
+import sglang_cost
+import sglang_engines
+import sglang_faults
+import sglang_models
+
+
+def test_engines_with_faults_name_a_set_of_them():
+    named = {more["FAULTS"] for _, _, more in sglang_models.ENGINES.values() if "FAULTS" in more}
+    assert named == set(sglang_faults.SETS)
+
+
+def test_the_recorded_commands_can_be_given_again():
+    """Each command of the record is one that the script reads."""
+    import shlex
+
+    from gpu_seen import RECORD
+
+    for each in json.loads(RECORD.read_text())["sglang"].values():
+        given = sglang_engines.parsed(shlex.split(each["command"])[2:])
+        assert given.engines
+
+
+def test_an_unknown_engine_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        sglang_engines.parsed(["OUT", "radixx"])
+    assert "no such engine: radixx" in capsys.readouterr().err
+
+
+def test_tokens_count_until_two_engines_part():
+    found = sglang_engines.same([[[1, 2, 3], [4, 5]]], [[[1, 9, 3], [4, 5]]])
+    assert found == {"requests": 2, "equal": 1, "tokens": 5, "first_equal": 3}
+
+
+def violation(**facts):
+    some = {"kind": "foreign", "step": 5, "request": "a", "position": 3, "slot": 9, "layer": None}
+    return {**some, **facts}
+
+
+def test_a_violation_fits_the_fault_that_made_it():
+    fault = {"fault": "old_row", "step": 4, "request": "a", "position": 3, "slot": 9}
+    early, other, near = violation(step=3), violation(request="b"), violation(position=4, slot=2)
+    found = sglang_engines.judged(fault, [early, other, near, violation()])
+    assert (found["exact"], found["fits"]) == (1, 2)
+    assert "layer" not in found["found"][0]
+    assert seen_sglang._fault(found)["slot"] == "yes"
+    assert sglang_engines.judged(fault, [early, other])["fits"] == 0
+
+
+def test_a_fault_of_slots_asks_for_no_request():
+    fault = {"fault": "stale_node", "step": 4, "request": None, "position": 4, "slot": [8, 9]}
+    found = sglang_engines.judged(fault, [violation(request="x"), violation(slot=1)])
+    assert (found["exact"], found["fits"]) == (1, 1)
+    flush = {"fault": "flush_without_tree", "step": 4, "position": 3, "slot": None}
+    assert sglang_engines.judged(flush, [violation(request="x")])["exact"] == 1
+
+
+def test_plug_ins_surround_kvtxns():
+    """SGLang loads entry points in the order of their names."""
+    names = [line.split()[0] for line in sglang_engines.PLUGINS.splitlines()[1:]]
+    assert sorted([*names, "kvtxn"]) == [names[0], "kvtxn", *names[1:]]
+
+
+def test_each_engine_is_first_in_turn():
+    assert [order[0] for order in sglang_cost.turns(["a", "b", "c"], 4)] == ["a", "b", "c", "a"]
