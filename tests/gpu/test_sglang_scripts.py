@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from types import SimpleNamespace
 
 import pytest
 import seen_sglang
@@ -10,6 +12,9 @@ import sglang_cost
 import sglang_engines
 import sglang_faults
 import sglang_models
+import sglang_rings
+import torch
+from gpu_seen import RECORD
 
 
 def test_engines_with_faults_name_a_set_of_them():
@@ -19,10 +24,6 @@ def test_engines_with_faults_name_a_set_of_them():
 
 def test_the_recorded_commands_can_be_given_again():
     """Each command of the record is one that the script reads."""
-    import shlex
-
-    from gpu_seen import RECORD
-
     for each in json.loads(RECORD.read_text())["sglang"].values():
         given = sglang_engines.parsed(shlex.split(each["command"])[2:])
         assert given.engines
@@ -70,3 +71,24 @@ def test_plug_ins_surround_kvtxns():
 
 def test_each_engine_is_first_in_turn():
     assert [order[0] for order in sglang_cost.turns(["a", "b", "c"], 4)] == ["a", "b", "c", "a"]
+
+
+def test_what_a_ring_holds_follows_the_accepted_counts():
+    """A ring of 8 rows folds once two more steps of 3 rows do not fit behind what it has."""
+    given = SimpleNamespace(requests=1, width=3, steps=2, lots=torch.full((2, 2, 1), 2))
+    past = sglang_rings.history(given, 8, 3)
+    # 2 rows stay, as 6 more fit; 4 do not, and are folded: every other step.
+    assert past["folds_per_request_and_step"] == 0.5
+    assert past["rows_per_fold"] == 4
+    assert past["rows_in_ring_at_verify"] == 1
+    moved = sglang_rings.traffic(given, 8, past)
+    assert moved["kvtxn"]["step"] == moved["kvtxn"]["verify"] + moved["kvtxn"]["commit"]
+    idle = sglang_rings.traffic(given, 8, dict.fromkeys(past, 0.0))
+    assert idle["sglang"]["commit"] == 0
+    assert idle["kvtxn"]["commit"] > 0
+
+
+def test_a_spread_leaves_the_outer_fifths():
+    found = sglang_rings.spread([float(number) for number in range(11)])
+    assert (found["median"], found["p20"], found["p80"]) == (5, 2, 8)
+    assert seen_sglang._spread([5.0, 1.0, 3.0, 2.0, 4.0]) == [3, 2, 4]
