@@ -14,17 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Final, Protocol
-from urllib.parse import unquote
 
 import attrs
 
-from ..errors import ConfigError, KVTxnError
+from ..errors import KVTxnError
 
 #: Blocks that a store remembers, and about what one takes on disk with its index.
 MOST_BLOCKS: Final = 1 << 20
 BYTES_PER_BLOCK: Final = 256
 
-_SQLITE: Final = "sqlite:///"
 #: The store's format, as SQLite's ``user_version``.
 _VERSION: Final = 1
 #: Seconds for which SQLite waits for another process that writes.
@@ -192,22 +190,3 @@ class SqliteStore:
 
     def _failed(self, what: str, error: Exception) -> StoreError:
         return StoreError("audit_store", f"{self._path} cannot be {what}", got=repr(error))
-
-
-def store_path(url: object) -> Path:
-    """Return the file that a store's URL names.
-
-    Args:
-        url: ``sqlite:///`` and a path: ``sqlite:////data/kvtxn.db`` is ``/data/kvtxn.db``.
-
-    Raises:
-        ConfigError: the URL is of another kind.
-    """
-    path = url.removeprefix(_SQLITE) if isinstance(url, str) else ""
-    if not isinstance(url, str) or not url.startswith(_SQLITE) or not path:
-        raise ConfigError(
-            "audit_store", "audit_store is not valid",
-            expected="sqlite:///PATH, such as sqlite:////data/kvtxn.db", got=repr(url),
-            hint="name a file on a disk of this machine",
-        )  # fmt: skip
-    return Path(unquote(path))

@@ -14,13 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtxn import ConfigError
 from kvtxn.audit.identity_store import (
     BYTES_PER_BLOCK,
     SqliteStore,
     StoredBlock,
     StoreError,
-    store_path,
 )
 from kvtxn.audit.store_thread import StoreThread
 
@@ -193,14 +191,6 @@ def test_a_file_that_is_damaged_later(path):
     path.write_bytes(raw)
     with pytest.raises(StoreError):
         SqliteStore(path).get(SCOPE, contents(*range(2000)))
-
-
-def test_urls():
-    assert str(store_path("sqlite:////data/a%20b.db")) == "/data/a b.db"
-    assert str(store_path("sqlite:///a.db")) == "a.db"
-    for wrong in ("sqlite:///", "/data/a.db", "mysql://x", "", None, 3):
-        with pytest.raises(ConfigError, match="sqlite:///PATH"):
-            store_path(wrong)
 
 
 # -- the thread ------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _watch_of_all_ranks(
         RequiredError: a rank has none, and the user requires the audit.
     """
     key, wanted = shared_key(), runner.kvtxn_settings
-    shared = read_key(wanted.audit_key_file)
+    shared = read_key(wanted.audit_store, wanted.audit_key_file)
     if key is not None and wanted.audit_key_file is not None:
         shared = ranks.from_first(shared)
     why, error, watch = lacking, None, None
