@@ -6,7 +6,7 @@ when a part asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import attrs
@@ -114,12 +114,15 @@ class Changes:
         grown: blocks that running requests got, by KV-cache group, in the engine's order.
         copies: blocks that are copied before the forward: pairs of source and target, which hold in
             all groups of rows.
+        unused: rows of the arrivals that the prefix cache has, and that are computed again all the
+            same, by reason: one of ``audit.repeated_work.WHY_UNUSED``.
     """
 
     gone: Sequence[str]
     arrivals: Sequence[Arrival]
     grown: Sequence[Sequence[int]]
     copies: Sequence[tuple[int, int]]
+    unused: Mapping[str, int] = attrs.field(factory=dict)
 
 
 #: Of a step that only goes on with its requests, within their blocks.

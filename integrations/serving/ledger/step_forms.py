@@ -65,14 +65,15 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
     ]
 
 
-def count_repeated(work: RepeatedWork, arrivals: Iterable[Arrival]) -> None:
-    """Count the arriving requests that the engine had put back.
+def count_repeated(work: RepeatedWork, changes: Changes) -> None:
+    """Count the arriving requests that the engine had put back, and the reuse that is lost.
 
     Args:
         work: counts them.
-        arrivals: the requests.
+        changes: those of a step.
     """
-    for each in arrivals:
+    work.leave_unused(changes.unused)
+    for each in changes.arrivals:
         if each.had is not None:
             length = len(each.tokens)
             prompt = length if each.prompt is None else each.prompt

@@ -266,7 +266,7 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
-        count_repeated(self.repeated, changes.arrivals)
+        count_repeated(self.repeated, changes)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
