@@ -24,13 +24,11 @@ _AT_ONCE: Final = 256
 
 #: The names of all that this format has in a database; another format has another number.
 _PREFIX: Final = b"kvtxn:1:"
-#: A sorted set: the scope, content and identity of each block, by the time of its last use.
+#: A sorted set: the scope and content of each hash, by the time of its last use.
 _USED: Final = b"kvtxn:used:1"
 #: An identity: the digest and the weights.
 _IDENTITY: Final = struct.Struct(">qq")
 _POSITION: Final = struct.Struct(">q")
-#: Bytes of an identity in a name of ``_USED``, which ends with it.
-_TAIL: Final = _IDENTITY.size
 
 
 class RedisStore:
@@ -45,7 +43,7 @@ class RedisStore:
     Args:
         client: of the server.
         where: names the server in errors.
-        most_blocks: the most blocks of all processes together.
+        most_blocks: the most blocks of all processes together; those of the same bytes are one.
     """
 
     def __init__(self, client: Redis, where: str, most_blocks: int = MOST_BLOCKS) -> None:
@@ -86,7 +84,7 @@ class RedisStore:
                 said = _POSITION.pack(each.position) + each.who.encode()
                 batch.hsetnx(_PREFIX + name, identity, said)
                 batch.expire(_PREFIX + name, KEPT)
-                uses[name + identity] = time.time()
+                uses[name] = time.time()
             batch.zadd(_USED, uses)
             batch.expire(_USED, KEPT)
             batch.zcard(_USED)
@@ -95,15 +93,15 @@ class RedisStore:
         self._forget(min(excess, 2 * len(blocks)))
 
     def _forget(self, number: int) -> None:
-        """Forget the blocks that were unused for longest."""
+        """Forget the bytes that were unused for longest, with all that they were."""
         if number <= 0:
             return
         with self._client.pipeline() as batch:
             batch.zpopmin(_USED, number)
             (oldest,) = batch.execute()
-            for used, _ in oldest:
-                batch.hdel(_PREFIX + used[:-_TAIL], used[-_TAIL:])
-            batch.execute()
+            if oldest:
+                batch.unlink(*(_PREFIX + name for name, _ in oldest))
+                batch.execute()
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
         """Return what is known of blocks, as ``IdentityStore`` says; it is a use of them."""
@@ -119,14 +117,10 @@ class RedisStore:
                 batch.hgetall(_PREFIX + scope + content)
             answers = zip(contents, batch.execute(), strict=True)
         found = {content: _blocks(content, known) for content, known in answers if known}
-        now = time.time()
-        uses = {
-            scope + content + _IDENTITY.pack(each.digest, each.weights): now
-            for content, known in found.items()
-            for each in known
-        }
-        if uses:
+        if found:
+            now = time.time()
             with self._client.pipeline(transaction=False) as batch:
+                uses = {scope + content: now for content in found}
                 batch.zadd(_USED, uses, xx=True)  # one that is being forgotten stays so
                 batch.expire(_USED, KEPT)
                 for content in found:

@@ -68,6 +68,40 @@ def test_a_store_forgets_the_oldest(path):
     assert sorted(store.get(SCOPE, contents(*range(1000)))) == contents(*range(900, 1000))
 
 
+def test_what_is_used_is_not_forgotten(path):
+    """By readers and by writers; with it goes whatever else the same bytes were."""
+    writer, reader = SqliteStore(path, most_blocks=100), SqliteStore(path, most_blocks=100)
+    writer.put(SCOPE, [block(0), block(1), block(1, digest=6), block(2), block(2, digest=6)])
+    for begin in range(10, 1000, 10):
+        writer.put(SCOPE, [block(1), *map(block, range(begin, begin + 10))])
+        assert len(reader.get(SCOPE, contents(0, 1))) == 2
+    found = reader.get(SCOPE, contents(*range(1000)))
+    assert set(contents(0, 1, *range(930, 1000))) <= {*found}
+    assert len(found[block(1).content]) == 2
+    assert block(2).content not in found
+    assert sum(map(len, found.values())) <= 100
+
+
+def test_bytes_are_forgotten_with_all_that_they_were(path):
+    """Half of it would accuse who has the other half."""
+    store = SqliteStore(path, most_blocks=40)
+    for number in range(39):
+        store.put(SCOPE, [block(number)])
+    store.put(SCOPE, [block(0, digest=6)])
+    store._file.execute(
+        "UPDATE blocks SET number = 0 WHERE content = ? AND digest = 5", contents(0)
+    )
+    store.put(SCOPE, [block(40)])
+    assert sorted(store.get(SCOPE, contents(*range(41)))) == contents(*range(1, 39), 40)
+
+
+def test_a_file_that_another_process_has_filled_shrinks(path):
+    SqliteStore(path).put(SCOPE, map(block, range(1000)))
+    small = SqliteStore(path, most_blocks=640)
+    small.put(SCOPE, [block(2000)])
+    assert len(small.get(SCOPE, contents(*range(2001)))) == 640
+
+
 def test_a_store_stays_as_small_as_the_guide_says(path):
     store = SqliteStore(path, most_blocks=4000)
     who = "engine 0123456789abcdef rank 0: request 0123456789abcdef"
