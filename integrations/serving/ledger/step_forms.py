@@ -14,6 +14,7 @@ from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
 from ....audit.books import REFUSED
 from ....audit.repeated_work import RepeatedWork
 from ....audit.rows import first_of
+from ....errors import ConfigError
 from ....host_values import to_device
 from ..step import Arrival, Changes, Rows, States
 
@@ -39,6 +40,21 @@ def fresh_blocks(
             elif not arrival.computed:
                 known += blocks
     return fresh
+
+
+def number_of_group(name: str) -> int:
+    """Return the number of a group among all groups of an engine's caches, by its name.
+
+    Raises:
+        ConfigError: the name has none.
+    """
+    group, _, number = name.partition(".")
+    if group != "group" or not (number.isascii() and number.isdigit()):
+        raise ConfigError(
+            "Watch", "the name of a group is not valid", expected="group.0, group.1 and so on",
+            got=repr(name), hint="name each group by its number among all groups of the caches",
+        )  # fmt: skip
+    return int(number)
 
 
 def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
