@@ -19,6 +19,7 @@ import mutants_states
 from kvtxn.testing.promise_captured_endings import StepEndings
 from kvtxn.testing.promise_saving import SavingForwards
 from kvtxn.testing.promise_steps import CapturedSteps
+from kvtxn.testing.promise_supplied import SuppliedStates
 
 CAUGHT_BY = {
     **mutants.CAUGHT_BY,
@@ -155,11 +156,11 @@ def test_a_defect_of_the_library_is_seen(tmp_path: Path, defect, test: str) -> N
 
 def test_sound_launches_pass(tmp_path: Path) -> None:
     """Every promise of steps, with prepared launches that stand for a GPU's graphs."""
-    kits = (CapturedSteps, StepEndings, SavingForwards)
+    kits = (CapturedSteps, StepEndings, SavingForwards, SuppliedStates)
     tests = [name for kit in kits for name in vars(kit) if "test_" in name]
-    outcomes = run_kit(tmp_path, mutants_captured.Prepared, tests)
+    outcomes = run_kit(tmp_path, mutants_captured.Capturing, tests)
     assert outcomes.failed == []
-    assert len(outcomes.passed) > 150
+    assert len(outcomes.passed) > 180
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="shows on a GPU only")

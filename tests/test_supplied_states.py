@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from small_caches import HEAD_SIZE, HEADS, make_layers
-from toy_states import ToyStates
 
 from kvtxn import (
     AcceptanceError,
@@ -26,39 +25,15 @@ from kvtxn import (
 from kvtxn.errors import IncompleteWindowError
 from kvtxn.layout import RowLayout
 from kvtxn.testing import registered
+from kvtxn.testing.supplied_states import ToyStates
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
-from mutants_captured import Layout, Prepared
+from mutants_captured import Capturing
 
 build = partial(RowLayout.build, device=torch.device("cpu"))
 COMMITTED, FELL_BACK = WindowState.COMMITTED, WindowState.FELL_BACK
 DRAFTS, SAMPLED = (3, 2), (2, 3)
 LENGTHS = tuple(drafts + 1 for drafts in DRAFTS)
-
-
-class Capturing(Prepared):
-    """An executor that captures rows with states from the second commit of a layout on."""
-
-    class kind(Layout):
-        def __init__(self, *given) -> None:
-            super().__init__(*given)
-            self.with_states, self.seen, self.fails = {}, 0, False
-
-        def commit(self, sampled) -> None:
-            if self.fails:
-                raise RuntimeError("rows fail")
-            super().commit(sampled)
-
-        def recurs_with_states(self, sampled) -> bool:
-            self.seen += 1
-            return self.seen == 2
-
-        def capture_with(self, sampled, states, capture) -> None:
-            def both() -> None:
-                states()
-                self.commit(sampled)
-
-            self.with_states[sampled.data_ptr()] = capture(both)
 
 
 class Rig:

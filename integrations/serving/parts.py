@@ -15,6 +15,7 @@ events of a step where its engine has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -33,8 +34,9 @@ class Part:
 
     # -- caches ------------------------------------------------------------------------------
 
-    def memory_wanted(self) -> None:
-        """Hear that the engine is about to measure how much memory it needs beside its caches."""
+    def memory_wanted(self) -> int:
+        """Return the bytes of the device's memory that the part will take beside the caches."""
+        return 0
 
     def caches_wanted(self) -> None:
         """Hear that the engine is about to say which caches it wants."""
@@ -188,6 +190,31 @@ class Part:
         """Hear that the engine goes on without kvtxn."""
 
 
+#: Events that parts hear one after the other, without more ado. Where one part alone overrides such
+#: an event, the list's own method is that part's, so that a step makes no call in between.
+_PLAIN_EVENTS: Final = (
+    "caches_wanted",
+    "caches_made",
+    "profiling_caches_made",
+    "step_begins",
+    "requests_changed",
+    "batch_ordered",
+    "planned",
+    "graph_sought",
+    "graph_chosen",
+    "attention_described",
+    "forward_begins",
+    "forward_ended",
+    "sampling_begins",
+    "sampled",
+    "outcomes_arrive",
+    "outcome_known",
+    "outcome_kept",
+    "step_ended",
+    "raised",
+)
+
+
 class Parts(Part):
     """A list of parts that hears every event for them, in its order.
 
@@ -203,16 +230,16 @@ class Parts(Part):
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: Final = tuple(parts)
+        for event in _PLAIN_EVENTS:
+            calls = [getattr(part, event) for part in self._parts]
+            nothing = getattr(Part, event)
+            heard = [call for call in calls if getattr(call, "__func__", None) is not nothing]
+            if heard:
+                setattr(self, event, heard[0] if len(heard) == 1 else partial(_each, heard))
 
-    def memory_wanted(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.memory_wanted()
-
-    def caches_wanted(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.caches_wanted()
+    def memory_wanted(self) -> int:
+        """Return the bytes that all parts will take beside the caches."""
+        return sum(part.memory_wanted() for part in self._parts)
 
     def wants_one_state(self) -> bool:
         """Ask the parts; True if one of them says so."""
@@ -229,61 +256,6 @@ class Parts(Part):
             config = part.caches_planned(config)
         return config
 
-    def caches_made(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.caches_made()
-
-    def profiling_caches_made(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.profiling_caches_made()
-
-    def step_begins(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.step_begins()
-
-    def requests_changed(self, changes: Callable[[], Changes]) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.requests_changed(changes)
-
-    def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.batch_ordered(lead_with_drafts)
-
-    def planned(self, step: PlannedStep) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.planned(step)
-
-    def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.graph_sought(arguments)
-
-    def graph_chosen(self, graph: object) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.graph_chosen(graph)
-
-    def attention_described(self, metadata: Mapping[str, object]) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.attention_described(metadata)
-
-    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.forward_begins(step, inputs)
-
-    def forward_ended(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.forward_ended()
-
     def failed(self, error: BaseException) -> None:
         """Tell every part; what a part raises becomes a note of the error."""
         for part in self._parts:
@@ -292,48 +264,13 @@ class Parts(Part):
             except Exception as failure:
                 error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
 
-    def sampling_begins(self, outputs: Outputs) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.sampling_begins(outputs)
-
-    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.sampled(ids, counts)
-
-    def outcomes_arrive(self) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.outcomes_arrive()
-
-    def outcome_known(self, counts: Tensor) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.outcome_known(counts)
-
-    def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.outcome_kept(ids, counts)
-
     def outcomes_arrived(self) -> None:
         """Tell every part, then raise what the first failing one raised."""
         _every(part.outcomes_arrived for part in self._parts)
 
-    def step_ended(self, output: object) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.step_ended(output)
-
     def step_failed(self) -> None:
         """Tell every part, then raise what the first one raised."""
         _every(part.step_failed for part in self._parts)
-
-    def raised(self, error: Exception) -> None:
-        """Forward the event to every part, in their order."""
-        for part in self._parts:
-            part.raised(error)
 
     def released(self) -> None:
         """Tell every part, the last one first, then raise what the first of them raised."""
@@ -364,6 +301,12 @@ class Parts(Part):
         if ends:
             self.step_ended(output)
         return output
+
+
+def _each(heard: Iterable[Callable[..., None]], *arguments: object) -> None:
+    """Make every call with the same arguments."""
+    for hear in heard:
+        hear(*arguments)
 
 
 def _every(events: Iterable[Callable[[], None]]) -> None:

@@ -226,9 +226,9 @@ def _attach(
     if facts.device == "cpu":
         return
     from .audit import watch_opening
-    from .gpu.windows import reserve_graphs
+    from .gpu.windows import reserve_memory
 
-    reserve_graphs(wrapper)
+    reserve_memory(wrapper)
     watch_opening.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))

@@ -16,6 +16,7 @@ from ..formats import words
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout
 from ..row_io import LayerRows, write_layers
+from ..state_supplier import StateSupplier
 from ..window_states import WindowState
 from .batches import Batch, random_counts
 from .rig import Rig
@@ -46,6 +47,7 @@ class CapturedForward:
         rig: the rig; no request of its batches has more rows than a ring.
         places: one of ``PLACES``, or ``HELD``; only ``deferred`` windows take given storage.
         saves: the forward begins with saving the rows that it overwrites, where a launch can.
+        states: states of an engine's own kernels, for the windows to hold; not under ``HELD``.
 
     Attributes:
         slots: int64 ``[num_groups, n]``, read in place by the forward and the windows.
@@ -53,7 +55,14 @@ class CapturedForward:
         captured: under ``HELD``, the rows of the forward, held and checked.
     """
 
-    def __init__(self, rig: Rig, places: str = "own", *, saves: bool = False) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        places: str = "own",
+        *,
+        saves: bool = False,
+        states: StateSupplier | None = None,
+    ) -> None:
         self._rig = rig
         self._deferred = rig.policy == "deferred"
         self._most = rig.manager.config.max_rows
@@ -83,7 +92,7 @@ class CapturedForward:
             self.windows = self._windows_over_held_rows()
             return
         given = self._places() if places == "given" and self._deferred else None
-        self.windows = rig.manager.captured_windows(self.slots, given)
+        self.windows = rig.manager.captured_windows(self.slots, given, states=states)
         self._position = self.windows.position
         if saves:
             self._save = self.windows.save_in_forward(self._rows)

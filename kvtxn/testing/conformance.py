@@ -22,6 +22,7 @@ from .promise_state_boundaries import StateBoundaries
 from .promise_state_runs import StateRuns
 from .promise_states import States
 from .promise_steps import CapturedSteps
+from .promise_supplied import SuppliedStates
 from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
@@ -38,6 +39,7 @@ class ExecutorConformance(
     TreeAttention,
     Trees,
     SavingForwards,
+    SuppliedStates,
     StepEndings,
     CapturedSteps,
     CapturedWindows,

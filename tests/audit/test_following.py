@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from toy_states import ToyStates
 
 from kvtxn import ConfigError, LayerRef, TransactionManager, TxnConfig, WindowStateError
 from kvtxn.audit import Ledger, RecordingLedger, RowGroup, StateGroup, Step
 from kvtxn.recurrent import ShortConv, StateSlots
+from kvtxn.testing.supplied_states import ToyStates
 
 BLOCK, REQUESTS, LENGTH, RING = 4, 3, 40, 5
 BLOCKS = LENGTH // BLOCK

@@ -7,7 +7,8 @@ import torch
 from kernels_here import importing_kernels
 from kvtxn.integrations.serving.graph_steps import GraphSteps
 from step_rig import DEVICE, Rig, anywhere
-from toy_states import ToyStates
+
+from kvtxn.testing.supplied_states import ToyStates
 
 with importing_kernels():
     from kvtxn.backends.graphs import static_window

@@ -203,6 +203,47 @@ class WaitsForTheDevice(Prepared):
                 super().commit(sampled)
 
 
+class Capturing(Prepared):
+    """An executor that captures rows with states from the second commit of a layout on."""
+
+    class kind(Layout):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            self.with_states, self.seen, self.fails = {}, 0, False
+
+        def commit(self, sampled) -> None:
+            if self.fails:
+                raise RuntimeError("rows fail")
+            super().commit(sampled)
+
+        def recurs_with_states(self, sampled) -> bool:
+            self.seen += 1
+            return self.seen == 2
+
+        def capture_with(self, sampled, states, capture) -> None:
+            def both() -> None:
+                states()
+                self.commit(sampled)
+
+            self.with_states[sampled.data_ptr()] = capture(both)
+
+
+class LeavesStatesOut(Capturing):
+    """The launch of both commits the rows alone."""
+
+    class kind(Capturing.kind):
+        def capture_with(self, sampled, states, capture):
+            super().capture_with(sampled, lambda: None, capture)
+
+
+class CommitsStatesAgain(Capturing):
+    """The launch of both takes every accepted row in twice."""
+
+    class kind(Capturing.kind):
+        def capture_with(self, sampled, states, capture):
+            super().capture_with(sampled, lambda: (states(), states()), capture)
+
+
 #: The defect, and the test of the kit that must go red for it.
 CAPTURED_CAUGHT_BY: dict[type[Executor], str] = {
     CountsTheBonusToken: "test_steps_are_exact",
@@ -217,6 +258,8 @@ CAPTURED_CAUGHT_BY: dict[type[Executor], str] = {
     SavesNothing: "test_steps_are_exact",
     SavesOnce: "test_steps_of_changing_shape",
     WarmsUpOverTheCaches: "test_warming_up_leaves_no_trace",
+    LeavesStatesOut: "test_one_commit_takes_supplied_states_and_rows",
+    CommitsStatesAgain: "test_one_commit_takes_supplied_states_and_rows",
 }
 
 #: Defects that only a GPU can show.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
-import torch
 from torch import Tensor
 
 from ....config import TxnConfig
@@ -98,9 +97,8 @@ class StepMaker(Protocol):
 class WindowCaches(Part):
     """Makes the runner's steps over new caches, in fixed buffers, which captured graphs read.
 
-    Before vLLM measures how much memory is free, the memory of the steps is reserved; once the
-    caches exist, the steps take it. The steps are the runner's ``kvtxn``; a self-test takes them
-    away for a while.
+    vLLM sizes the caches without the memory of the steps, which take it once the caches exist.
+    The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
 
     Args:
         runner: the hooked runner.
@@ -108,7 +106,6 @@ class WindowCaches(Part):
         states: the recurrent states of its model; None without any.
 
     Attributes:
-        room: memory reserved while vLLM measures how much is free, for the steps to take.
         spare: blocks behind vLLM's own, for drafts that wait; None without any.
     """
 
@@ -121,13 +118,12 @@ class WindowCaches(Part):
         self._runner = runner
         self._maker = maker
         self._states = states
-        self.room: Tensor | None = None
         self.spare: SpareBlocks | None = None
 
-    def memory_wanted(self) -> None:
-        """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
+    def memory_wanted(self) -> int:
+        """Return the bytes that the steps take, with the buffers of states."""
         more = 0 if self._states is None else self._states.num_bytes()
-        self.room = reserved_room(self._runner, more)
+        return bytes_of_steps(self._runner) + more
 
     def caches_dropped(self) -> None:
         """Forget the steps over the caches that go, and their spare blocks."""
@@ -138,13 +134,10 @@ class WindowCaches(Part):
         planned = self._with_spare_blocks(config)
         if self.spare is not None:
             connectors.adopt(config, planned)
-            self.room = None
-            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
         return planned
 
     def caches_made(self) -> None:
         """Make steps over new caches, or log why there are none."""
-        self.room = None  # the allocator keeps it, and gives it to the steps
         self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
 
     def raised(self, error: Exception) -> None:
@@ -469,10 +462,12 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
         del each.kvtxn
 
 
-def reserve_graphs(wrapper: Foreign) -> None:
-    """Let vLLM size the KV cache without the memory of captured commits, outside of torch's.
+def reserve_memory(wrapper: Foreign) -> None:
+    """Let vLLM size the KV cache without the memory of the parts and of captured commits.
 
-    Where the user gives the size of the KV cache, that stays as it is.
+    Where the user gives the size of the KV cache, that stays as it is. No memory is held in the
+    meantime: vLLM's profile run gets the addresses that it has without kvtxn. It reads memory of
+    Mamba-2 layers that nobody wrote, and ends the engine where that is NaN (FAULTS.md).
 
     Args:
         wrapper: the wrapper of a worker whose runner is hooked.
@@ -480,20 +475,21 @@ def reserve_graphs(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        return available if kv_cache.is_given(runner) else max(available - MOST_BYTES, 0)
+        if kv_cache.is_given(runner):
+            return available
+        return max(available - MOST_BYTES - runner.kvtxn_parts.memory_wanted(), 0)
 
     runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 
 
-def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Tensor | None:
-    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache.
+def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
+    """Return the bytes that the steps of a runner take, its model loaded.
 
     Args:
         runner: the hooked runner.
-        more: bytes to reserve beside those of the rows.
 
     Returns:
-        The memory; None if that failed, which is logged.
+        The bytes; 0 if they cannot be told, which is logged.
 
     Raises:
         Exception: whatever went wrong, if the user wants errors to be raised.
@@ -502,8 +498,7 @@ def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Ten
     try:
         size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
-        tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
-        return kv_cache.room(runner, size + tables + more)
+        return size + (kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0)
     except Exception as error:
         if wanted.on_error == "raise":
             raise
@@ -513,4 +508,4 @@ def reserved_room(runner: HookedRunnerV1 | HookedRunnerV2, more: int = 0) -> Ten
             why=repr(error),
             hint="kvtxn may run out of GPU memory: lower gpu_memory_utilization",
         )
-        return None
+        return 0

@@ -37,7 +37,6 @@ V1_METHODS: Final = {
 }
 #: Of the V1 runner on a GPU:
 V1_GPU_METHODS: Final = {
-    "profile_run": ("randomize_inputs",),
     "_may_reorder_batch": ("scheduler_output",),
     **{
         name: V1_METHODS[name]
@@ -60,7 +59,6 @@ V1_STATE_METHODS: Final = {
 }
 #: Of the V2 runner:
 V2_METHODS: Final = {
-    "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     "prepare_inputs": (
         *("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras?"),

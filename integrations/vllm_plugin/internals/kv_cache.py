@@ -6,8 +6,6 @@ from collections import Counter
 from copy import deepcopy
 
 import attrs
-import torch
-from torch import Tensor
 
 from ....errors import LayerError
 from . import batches, state_layers
@@ -40,11 +38,6 @@ def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     requests = min(most, int(runner.max_num_reqs))
     lines = requests * (batches.query_len(runner) if lines_by_row(runner) else 1)
     return 4 * groups * lines * int(runner.max_model_len)
-
-
-def room(runner: RunnerV1 | RunnerV2, size: int) -> Tensor:
-    """Allocate ``size`` bytes on the runner's device."""
-    return torch.empty(size, dtype=torch.uint8, device=runner.device)
 
 
 def block_sizes(config: KVCacheConfig, without: set[str]) -> dict[str, int]:

@@ -43,11 +43,6 @@ class AdapterV1:
 
     # -- caches ------------------------------------------------------------------------------
 
-    def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        """Let the parts reserve memory before vLLM sizes the KV cache by what is left."""
-        self.kvtxn_parts.memory_wanted()
-        super().profile_run(*args, **kwargs)  # type: ignore[misc]
-
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
         """Ask for one state per request and layer, if a part wants that."""
         self.kvtxn_parts.caches_wanted()

@@ -12,10 +12,11 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
+from kvtxn.integrations.serving.parts import Part, Parts
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.windows import reserve_graphs, reserved_room
+    from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
 from kvtxn import TxnConfig
@@ -65,7 +66,7 @@ def runner(**settings):
 def test_room_is_the_target_layers_rows():
     """A row is a slot's share of a page; the drafter's layers have no windows."""
     made = runner()
-    assert reserved_room(made).nbytes == 10 * 2 * 96
+    assert bytes_of_steps(made) == 10 * 2 * 96
 
 
 @pytest.mark.parametrize(("last", "windows"), [(True, 1), (False, 3)])
@@ -73,7 +74,7 @@ def test_room_for_every_window_that_is_open_at_one_time(last, windows):
     """An earlier pipeline stage saves rows of as many steps as vLLM's queue has entries."""
     made = runner()
     made.pp_handler = Made(is_last_rank=last, queue=[] if last else [None] * 3)
-    assert reserved_room(made).nbytes == windows * 10 * 2 * 96
+    assert bytes_of_steps(made) == windows * 10 * 2 * 96
 
 
 @pytest.mark.parametrize(("mixed", "requests"), [("PIECEWISE", 12), ("FULL", 30)])
@@ -95,22 +96,38 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     made.vllm_config, made.compilation_config = Made(compilation_config=compilation), compilation
     made.decode_query_len, made.max_num_reqs, made.max_model_len = 5, 30, 100
     made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
-    assert reserved_room(made).nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
+    assert bytes_of_steps(made) == 10 * 3 * 96 + 4 * requests * 100 * 4
     layer.impl.kvtxn_line_per_row = True  # and of each row, where the kernel wants it so
-    assert reserved_room(made).nbytes == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
+    assert bytes_of_steps(made) == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
     layer.impl.vllm_flash_attn_version = 2
-    assert reserved_room(made).nbytes == 10 * 3 * 96
+    assert bytes_of_steps(made) == 10 * 3 * 96
+
+
+class Wanting(Part):
+    """A part that takes so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def memory_wanted(self) -> int:
+        return self.size
 
 
 @pytest.mark.parametrize(
     ("free", "given", "left"),
-    [(1 << 30, None, (1 << 30) - MOST_BYTES), (1 << 20, None, 0), (1 << 30, 1 << 30, 1 << 30)],
+    [
+        (1 << 30, None, (1 << 30) - MOST_BYTES - 1000),
+        (1 << 20, None, 0),
+        (1 << 30, 1 << 30, 1 << 30),
+    ],
 )
-def test_captured_commits_are_in_the_memory_plan(free, given, left):
-    """vLLM sizes its cache without their memory, unless the user says how large the cache is."""
-    made = Made(kvtxn_unhook=ExitStack(), cache_config=Made(kv_cache_memory_bytes=given))
+def test_memory_of_parts_and_captured_commits_is_in_the_plan(free, given, left):
+    """vLLM sizes its cache without it, unless the user says how large the cache is."""
+    parts = Parts([Wanting(600), Wanting(400)])
+    config = Made(kv_cache_memory_bytes=given)
+    made = Made(kvtxn_unhook=ExitStack(), cache_config=config, kvtxn_parts=parts)
     worker = Made(model_runner=made, determine_available_memory=lambda: free)
-    reserve_graphs(Made(worker=worker))
+    reserve_memory(Made(worker=worker))
     assert worker.determine_available_memory() == left
     made.kvtxn_unhook.close()
     assert worker.determine_available_memory() == free
@@ -120,8 +137,8 @@ def test_room_that_cannot_be_had():
     """The engine starts all the same, unless errors were asked for."""
     made = runner()
     del made.get_kv_cache_spec
-    assert reserved_room(made) is None
+    assert bytes_of_steps(made) == 0
     made = runner(on_error="raise")
     del made.get_kv_cache_spec
     with pytest.raises(AttributeError):
-        reserved_room(made)
+        bytes_of_steps(made)

@@ -67,9 +67,6 @@ class Own:
         rows = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
         return {"it": states, "attention": rows}
 
-    def profile_run(self, randomize_inputs=False):
-        self.calls.append("profile")
-
     def initialize_kv_cache(
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
     ):
@@ -239,11 +236,10 @@ def test_one_block_for_each_state(runner):
 
 def test_the_memory_is_reserved(runner):
     """That of the buffers, beside the rows of attention."""
-    runner.profile_run()
     row = 2 * 8 * 2
-    room = part(runner, gpu_windows.WindowCaches).room
-    assert room.nbytes >= held_states.bytes_of_buffers(runner) + 8 * row
-    assert runner.calls == ["profile"]
+    wanted = runner.kvtxn_parts.memory_wanted()
+    assert wanted >= held_states.bytes_of_buffers(runner) + 8 * row
+    assert wanted == part(runner, gpu_windows.WindowCaches).memory_wanted()
 
 
 def test_memory_of_captured_commits_is_reserved(runner):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from kernels_here import importing_kernels
 from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
-from toy_states import ToyStates
+
+from kvtxn.testing.supplied_states import ToyStates
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps

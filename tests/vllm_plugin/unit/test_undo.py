@@ -194,8 +194,6 @@ def test_the_log_is_given_back(monkeypatch):
 class Runner:
     """Has the methods of vLLM's V2 runner."""
 
-    def profile_run(self, randomize_inputs=False): ...
-
     def initialize_kv_cache(
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
     ): ...

@@ -80,7 +80,6 @@ class Own:
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
     ):
         self.given.append(kv_cache_config)
-        self.room_then = self.caches.room
         self.kv_cache_config = deepcopy(kv_cache_config)
         caches = allocated(self.kv_cache_config, self.layout, self.kernel_size, DEVICE)
         for name, cache in caches.items():
@@ -250,19 +249,6 @@ def test_caches_without_blocks_of_one_row_are_restored(case, layout, told):
     named = hooked(config, layout=KVCacheLayout[layout], policy="deferred")
     named.initialize_kv_cache(config)
     assert named.kvtxn is None
-
-
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
-def test_what_was_held_for_rows_is_let_go_when_they_get_room(policy):
-    """In the caches, before these are allocated; or beside them, once the steps come."""
-    config = planned(LBNHC, GROUPS["one group"])
-    runner = hooked(config, policy=policy)
-    runner.caches.room = torch.empty(8)
-    runner.initialize_kv_cache(config, True)
-    assert runner.room_then is runner.caches.room is not None
-    runner.initialize_kv_cache(config)
-    assert (runner.room_then is None) == (policy == "deferred")
-    assert runner.caches.room is None
 
 
 def test_a_profiling_runs_caches_are_vllms_own():
