@@ -200,9 +200,9 @@ class SqliteStore:
                 self._use(rows)
         except sqlite3.Error as error:
             raise self._failed("read", error) from error
-        for *fields, _ in rows:
-            block = StoredBlock(*fields)
-            found.setdefault(block.content, []).append(block)
+        for content, digest, weights, position, who, _ in rows:
+            block = StoredBlock(content, digest, weights, position, who)
+            found.setdefault(content, []).append(block)
         return found
 
     def _rows(self, scope: bytes, contents: Sequence[bytes]) -> list[Row]:
