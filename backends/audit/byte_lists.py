@@ -14,8 +14,8 @@ import triton.language as tl
 from ...audit import books as book
 from ...audit import group_lines, passes
 from . import byte_plan
-from .compare_kernel import first_read, table_place
-from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
+from .compare_kernel import block_of, first_read, table_of, table_place
+from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
 
 STEP = tl.constexpr(book.STEP)
@@ -130,16 +130,14 @@ def list_reads(
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    rows_at = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
+    has_rows, table, width, block_map, length = table_of(tables, number, index)
     state_at = tl.load(sources + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     wanted = admitted & (tl.load(watched + number * GROUP_FIELDS + WATCHED) != 0)
     end = tl.where(wanted & (count > 0), first, 0)
     low = first_read(group, first, first + count)
     low = tl.where(is_state, tl.maximum(first - 1, 0), low)
-    address = tl.where(is_state, state_at, rows_at)
-    end = tl.where(address != 0, end, 0)
-    width = tl.where(is_state, 1, tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS))
-    stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
+    end = tl.where(tl.where(is_state, state_at != 0, has_rows), end, 0)
+    width = tl.where(is_state, 1, width)
     turn = tl.load(counters + STEP)
     size = tl.load(group + BLOCK_SIZE)
     blocks = tl.load(group + NUM_BLOCKS)
@@ -155,8 +153,7 @@ def list_reads(
                 state_at.to(tl.pointer_type(tl.int64)) + index + column * 0, mask=inside, other=-1
             )
         else:
-            table = rows_at.to(tl.pointer_type(tl.int32)) + index * stride
-            block = tl.load(table + column, mask=inside, other=-1).to(tl.int64)
+            block, inside = block_of(column, inside, table, block_map, length, group)
         inside = inside & (block >= 0) & (block < blocks)
         block = tl.where(inside, block, 0)
         place = tl.load(group + BASE) + block * tl.load(group + STRIDE) + seen % size

@@ -80,7 +80,7 @@ class TritonBytePasses(BytePasses):
         """Launch ``list_reads`` for a step that is given for the first time."""
         step = contiguous(step)
         books = self.books.books
-        tables = self._table("tables", step.tables, torch.int32)
+        tables = self._table("tables", step.tables, torch.int32, step)
         sources = self._table("sources", step.sources, torch.int64)
         arguments = (
             step.lines, step.starts, first_of(books, step), self._or_none(step.positions), tables,
@@ -138,10 +138,10 @@ class TritonBytePasses(BytePasses):
         step = contiguous(step)
         arguments = (
             flat, rows.long().contiguous(), step.lines, step.starts, first_of(books, step),
-            self._table("tables", step.tables, torch.int32), self._groups, self._plan.groups,
-            books.words, self.books.nans, books.own, books.facts, books.journal, books.found,
-            books.counters, len(step.lines), step.num_rows, flat.shape[1], *self._sizes(),
-            len(self._groups), _NUMBERS, _NUMBERS,
+            self._table("tables", step.tables, torch.int32, step), self._groups,
+            self._plan.groups, books.words, self.books.nans, books.own, books.facts, books.journal,
+            books.found, books.counters, len(step.lines), step.num_rows, flat.shape[1],
+            *self._sizes(), len(self._groups), _NUMBERS, _NUMBERS,
         )  # fmt: skip
         self._finding.launch((len(flat), 1, 1), arguments)
 

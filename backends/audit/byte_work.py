@@ -32,7 +32,7 @@ from .byte_lists import (
     SEAL,
     SLOT,
 )
-from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
+from .compare_kernel import block_of, table_of
 from .reports import record_violation
 from .requests import rows_of
 from .words import REJECTED, RESERVED, permute
@@ -320,22 +320,18 @@ def find_nan(
                     place_found = serial * 0 - 1
                     slot_found = serial * 0 - 1
                     for each in tl.static_range(GROUPS):
-                        address = tl.load(tables + each * NUM_TENSOR_FIELDS + AT_ADDRESS)
+                        is_read, table, width, block_map, length = table_of(tables, each, index)
                         poisoned = tl.load(watched + each * GROUP_FIELDS + POISONED)
-                        if (address != 0) & (poisoned != 0):
+                        if is_read & (poisoned != 0):
                             group = groups + each * FIELDS
                             size = tl.load(group + BLOCK_SIZE)
-                            table = address.to(tl.pointer_type(tl.int32))
-                            table += index * tl.load(tables + each * NUM_TENSOR_FIELDS + AT_STRIDE)
-                            total = tl.load(tables + each * NUM_TENSOR_FIELDS + AT_COLUMNS) * size
+                            total = width * size
                             for at in range(0, total, TILE):
                                 lane = at + tl.arange(0, TILE).to(tl.int64)
                                 inside = lane < total
-                                block = tl.load(table + lane // size, mask=inside, other=-1)
-                                block = block.to(tl.int64)
-                                inside = inside & (block >= 0)
-                                inside = inside & (block < tl.load(group + NUM_BLOCKS))
-                                block = tl.where(inside, block, 0)
+                                block, inside = block_of(
+                                    lane // size, inside, table, block_map, length, group
+                                )
                                 place = tl.load(group + BASE) + block * tl.load(group + STRIDE)
                                 place += lane % size
                                 word = tl.load(words + place, mask=inside, other=0)

@@ -10,8 +10,10 @@ Memory contract of ``compare_rows`` and ``compare_states``:
 - ``own`` and ``journal`` are read, ``found`` is written by ``reports.record_violation`` alone.
 - ``counters`` and ``ages`` are added to atomically.
 - Padding and malformed requests are left out, as by ``write_rows``.
-- A table is read up to its width; a column beyond, or a block outside the group, leads nowhere and
-  counts as unwritten. Every address is computed in int64.
+- A table is read up to its width, at the request's line; a column beyond, a line that the table
+  does not have, or a block outside the group, leads nowhere and counts as unwritten. The line is
+  read at the request's number from the address that the plan has beside the table's own, and a
+  map of blocks from 0 up to its length. Every address is computed in int64.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit import group_lines, passes
-from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
+from .plan import (
+    AT_ADDRESS,
+    AT_BLOCK_MAP,
+    AT_COLUMNS,
+    AT_LINES,
+    AT_MAP_LENGTH,
+    AT_STRIDE,
+    AT_TABLE_LINES,
+    NUM_TENSOR_FIELDS,
+)
 from .reports import (
     IS_COUNT,
     IS_DRAFT,
@@ -69,6 +80,63 @@ FIELDS = tl.constexpr(group_lines.FIELDS)
 
 
 @triton.jit
+def table_of(
+    tables: tl.tensor, number: tl.tensor, index: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the line of a group's table that is a request's.
+
+    Args:
+        tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
+        number: the group's number.
+        index: the request's number in the step.
+
+    Returns:
+        True if the group is read; a pointer to int32 ``[width]``; the width, which is 0 where the
+        table does not have the line; the address of int64 ``[length]``, the block that each number
+        in the table stands for, or 0; and the length.
+    """
+    entry = tables + number * NUM_TENSOR_FIELDS
+    address = tl.load(entry + AT_ADDRESS)
+    named = tl.load(entry + AT_TABLE_LINES)
+    line = index + address * 0
+    if named != 0:
+        line = tl.load(named.to(tl.pointer_type(tl.int64)) + index)
+    inside = (line >= 0) & (line < tl.load(entry + AT_LINES))
+    line = tl.where(inside, line, 0)
+    width = tl.where(inside, tl.load(entry + AT_COLUMNS), 0)
+    table = address.to(tl.pointer_type(tl.int32)) + line * tl.load(entry + AT_STRIDE)
+    block_map, length = tl.load(entry + AT_BLOCK_MAP), tl.load(entry + AT_MAP_LENGTH)
+    return address != 0, table, width, block_map, length
+
+
+@triton.jit
+def block_of(
+    column: tl.tensor,
+    inside: tl.tensor,
+    table: tl.tensor,
+    block_map: tl.tensor,
+    length: tl.tensor,
+    group: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the blocks that columns of a table lead to, 0 for none; and where there is one.
+
+    Args:
+        column: int64 ``[TILE]``.
+        inside: bool ``[TILE]``, the columns that the table has.
+        table: as from ``table_of``; so are ``block_map`` and ``length``.
+        block_map: likewise.
+        length: likewise.
+        group: the group's line of the plan.
+    """
+    block = tl.load(table + column, mask=inside, other=-1).to(tl.int64)
+    if block_map != 0:
+        known = inside & (block >= 0) & (block < length)
+        block = tl.load(block_map.to(tl.pointer_type(tl.int64)) + block, mask=known, other=-1)
+    inside = inside & (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
+    return tl.where(inside, block, 0), inside
+
+
+@triton.jit
 def table_place(group: tl.tensor, position: tl.tensor) -> tl.tensor:
     """Return the column of the block table that has a position's block; 0 for a state."""
     ring = tl.load(group + RING)
@@ -94,6 +162,8 @@ def judge(
     live: tl.tensor,
     table: tl.tensor,
     width: tl.tensor,
+    block_map: tl.tensor,
+    length: tl.tensor,
     group: tl.tensor,
     digests: tl.tensor,
     words: tl.tensor,
@@ -106,6 +176,8 @@ def judge(
         live: bool ``[RUN]``.
         table: pointer to the request's int32 ``[width]``.
         width: columns.
+        block_map: as from ``table_of``; so is ``length``.
+        length: likewise.
         group: the group's line of the plan.
         digests: pointer to the digests of the request that reads.
         words: int64 ``[num_words]``.
@@ -119,10 +191,7 @@ def judge(
     size = tl.load(group + BLOCK_SIZE)
     at = table_place(group, position)
     column = at // size
-    inside = live & (column < width)
-    block = tl.load(table + column, mask=inside, other=-1).to(tl.int64)
-    inside = inside & (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
-    block = tl.where(inside, block, 0)
+    block, inside = block_of(column, live & (column < width), table, block_map, length, group)
     place = tl.load(group + BASE) + block * tl.load(group + STRIDE) + at % size
     word = tl.load(words + place, mask=inside, other=UNWRITTEN)
     wanted = as_word(tl.load(digests + position + 1, mask=live, other=0) + tl.load(group + SALT))
@@ -227,7 +296,7 @@ def compare_rows(
     index = tl.program_id(0)
     number = tl.program_id(1)
     group = groups + number * FIELDS
-    address = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
+    is_read, table, width, block_map, length = table_of(tables, number, index)
     if STEPPING:
         line, _start, first, count, admitted, _skipped, _refused = rows_of(
             index, lines, high, low, facts, num_lines, own_stride, num_rows
@@ -241,10 +310,7 @@ def compare_rows(
         admitted = (line == given) & (tl.load(facts + SERIAL * num_lines + line) >= 0)
         first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
-    end = tl.where(admitted & (address != 0), end, 0)
-    width = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS)
-    stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
-    table = address.to(tl.pointer_type(tl.int32)) + index * stride
+    end = tl.where(admitted & is_read, end, 0)
     digests = own + line * own_stride
     durable = own_stride + 0
     if EXPORTED:
@@ -253,7 +319,9 @@ def compare_rows(
     for at in range(begin, end, SPLITS * RUN):
         position = at + tl.arange(0, RUN).to(tl.int64)
         live = (position >= first) & (position < end)
-        code, place, apart = judge(position, live, table, width, group, digests, words, durable)
+        code, place, apart = judge(
+            position, live, table, width, block_map, length, group, digests, words, durable
+        )
         age = position * 0
         if tl.max(code, axis=0) >= 0:
             code, age = judge_ages(code, apart, position, durable, group, counters, STEPPING)
@@ -271,7 +339,7 @@ def compare_rows(
             inner = live & (position > first) & (position % RUN != 0)
             inner = inner & (table_place(group, position) % size != 0)
             before, _, apart = judge(
-                position - 1, inner, table, width, group, digests, words, durable
+                position - 1, inner, table, width, block_map, length, group, digests, words, durable
             )
             before, _ = judge_ages(before, apart, position - 1, durable, group, counters, STEPPING)
             heads = ((code >= 0) & ((inner & (before == code)) == 0)).to(tl.int32)

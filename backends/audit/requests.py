@@ -91,6 +91,18 @@ def rows_of(
 
 
 @triton.jit
+def parent_of(parents: tl.tensor, draft: tl.tensor) -> tl.tensor:
+    """Return the drafts that drafts of a tree follow; -1: none, as for whatever is below 0.
+
+    Args:
+        parents: pointer to the first of a request's drafts in int ``[num_rows]``.
+        draft: int64 ``[TILE]``, numbers among the request's drafts.
+    """
+    given = tl.load(parents + draft, mask=draft >= 0, other=-1).to(tl.int64)
+    return tl.where(draft >= 0, tl.maximum(tl.minimum(given, draft - 1), -1), -1)
+
+
+@triton.jit
 def place_of(
     slots: tl.tensor,
     row: tl.tensor,

@@ -2,7 +2,9 @@
 
 Memory contract:
 
-- One request's facts and own digests are written by the program that has the request.
+- One request's facts and own digests are written by the program that has the request. Of drafts
+  that are trees, it reads the digests that ``write_rows`` has left for them, and puts those of the
+  sampled path in their place when all its threads have read them.
 - ``words`` is written where the slots of rejected drafts lead, if they are inside their group.
 - ``counters`` at ``OPEN`` is cleared by the first program.
 - Every address is computed in int64.
@@ -24,6 +26,85 @@ KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT = tl.constexpr(book.KEPT)
 FIELDS = tl.constexpr(group_lines.FIELDS)
+
+
+@triton.jit
+def kept_of_tree(
+    most: tl.tensor,
+    drafts: tl.tensor,
+    taken: tl.tensor,
+    position: tl.tensor,
+    sampled: tl.tensor,
+    key: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Count the leading sampled tokens that are drafts of a request's tree.
+
+    Args:
+        most: the most tokens that are counted.
+        drafts: pointer to the digest up to the last settled row; that of each draft follows.
+        taken: drafts.
+        position: the position after the last settled row.
+        sampled: pointer to the request's int ``[most]`` at least.
+        key: int64 ``[3]``.
+        TILE: drafts at a time.
+    """
+    digest = tl.load(drafts)
+    kept = most * 0
+    left = most
+    while left > 0:
+        token = tl.load(sampled + kept).to(tl.int64) & PLAIN
+        digest += term(token, position + kept, key)
+        found = most * 0
+        for at in range(0, taken, TILE):
+            draft = at + tl.arange(0, TILE).to(tl.int64)
+            there = tl.load(drafts + 1 + draft, mask=draft < taken, other=0)
+            same = (draft < taken) & (there == digest)
+            found += tl.sum(same.to(tl.int64), axis=0)
+        kept += (found > 0).to(tl.int64)
+        left = tl.where(found > 0, left - 1, 0)
+    return kept
+
+
+@triton.jit
+def on_path(
+    drafts: tl.tensor,
+    draft: tl.tensor,
+    live: tl.tensor,
+    kept: tl.tensor,
+    position: tl.tensor,
+    sampled: tl.tensor,
+    key: tl.tensor,
+) -> tl.tensor:
+    """Tell which drafts are of the ``kept`` first sampled tokens, bool ``[TILE]``.
+
+    Arguments are those of ``kept_of_tree``, and:
+        draft: int64 ``[TILE]``, numbers of drafts.
+        live: bool ``[TILE]``.
+    """
+    digest = tl.load(drafts)
+    there = tl.load(drafts + 1 + draft, mask=live, other=0)
+    found = draft < 0
+    for number in range(0, kept):
+        digest += term(tl.load(sampled + number).to(tl.int64) & PLAIN, position + number, key)
+        found = found | (there == digest)
+    return found & live
+
+
+@triton.jit
+def put_path(
+    drafts: tl.tensor, kept: tl.tensor, position: tl.tensor, sampled: tl.tensor, key: tl.tensor
+) -> None:
+    """Put the digests of the ``kept`` first sampled tokens in the place of those of drafts.
+
+    Arguments are those of ``kept_of_tree``.
+    """
+    tl.debug_barrier()
+    digest = tl.load(drafts)
+    for number in range(0, kept):
+        digest += term(tl.load(sampled + number).to(tl.int64) & PLAIN, position + number, key)
+        tl.store(drafts + 1 + number, digest)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "columns", "besides"])
@@ -49,6 +130,7 @@ def resolve_rows(
     besides: tl.int64,
     REJECTED: tl.constexpr,
     DRAFTS: tl.constexpr,
+    TREES: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -57,10 +139,12 @@ def resolve_rows(
     Arguments are those of ``write_rows``, and:
         accepted: int ``[num_requests]``; -1: nothing was sampled.
         sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is
-            of another token counts as rejected, and so do those after it.
+            of another token counts as rejected, and so do those after it; if ``TREES``, those that
+            are not of these tokens, one after the other.
         columns: tokens sampled per request, at most; -1 stands for none.
         besides: tokens that ``accepted`` counts beside drafts.
         REJECTED: the word of a rejected row.
+        TREES: the drafts are trees. Those of a request that has ended are not marked.
     """
     index = tl.program_id(0)
     if index == 0:
@@ -76,17 +160,28 @@ def resolve_rows(
         given = tl.load(accepted + index).to(tl.int64) - besides
         stay = tl.minimum(tl.maximum(given, 0), taken)
         settled = count - taken
-        compared = tl.minimum(stay, columns)
-        for at in range(0, compared, TILE):
-            draft = at + tl.arange(0, TILE).to(tl.int64)
-            here = draft < compared
-            drawn = tl.load(sampled + index * columns + draft, mask=here, other=0).to(tl.int64)
-            fed = tl.load(tokens + start + settled + draft, mask=here, other=0).to(tl.int64)
-            other = here & (((drawn ^ fed) & PLAIN) != 0)
-            stay = tl.minimum(stay, tl.min(tl.where(other, draft, stay), axis=0))
-        for at in range(settled + stay, count, TILE):
+        most = tl.minimum(stay, columns)
+        tree = own + line * own_stride + first + settled
+        drawn = sampled + index * columns
+        if TREES:
+            most = tl.where(admitted, most, 0)
+            stay = kept_of_tree(most, tree, taken, first + settled, drawn, key, TILE)
+            marked = tl.where(admitted, settled, count)
+        else:
+            for at in range(0, most, TILE):
+                draft = at + tl.arange(0, TILE).to(tl.int64)
+                here = draft < most
+                theirs = tl.load(drawn + draft, mask=here, other=0).to(tl.int64)
+                fed = tl.load(tokens + start + settled + draft, mask=here, other=0).to(tl.int64)
+                other = here & (((theirs ^ fed) & PLAIN) != 0)
+                stay = tl.minimum(stay, tl.min(tl.where(other, draft, stay), axis=0))
+            marked = settled + stay
+        for at in range(marked, count, TILE):
             within = at + tl.arange(0, TILE).to(tl.int64)
             live = within < count
+            if TREES:
+                is_kept = on_path(tree, within - settled, live, stay, first + settled, drawn, key)
+                live = live & (is_kept == 0)
             for number in tl.static_range(GROUPS):
                 address = tl.load(slots + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
                 if address != 0:
@@ -95,6 +190,8 @@ def resolve_rows(
                     tl.store(words + place, place * 0 + REJECTED, mask=place >= 0)
         length = first + settled + stay
         if admitted:
+            if TREES:
+                put_path(tree, stay, first + settled, drawn, key)
             fact = facts + line
             tl.store(fact + KEPT * num_lines, stay)
             tl.store(fact + DURABLE * num_lines, length)

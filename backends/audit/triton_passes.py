@@ -26,7 +26,7 @@ from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import Launches
-from .plan import Addresses, contiguous
+from .plan import Addresses, contiguous, with_numbers
 from .staging import Staging
 from .step_input import TritonStepInput
 
@@ -80,10 +80,10 @@ class TritonPasses(Passes):
         self.staging: Final = Staging(device)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
-        self._writing: Final = Launches(write_kernel.write_rows, 5, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 6, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
-        self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)
+        self._resolving: Final = Launches(resolve_kernel.resolve_rows, 5, device)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
@@ -131,12 +131,12 @@ class TritonPasses(Passes):
         books, requests = self.books, len(step.lines)
         arguments = (
             step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
-            step.tokens, self._or_unread(step.drafts),
+            self._or_unread(step.parents), step.tokens, self._or_unread(step.drafts),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.owners, books.own, books.facts, books.journal, books.counters,
             books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
-            step.drafts is not None, step.positions is not None, step.first is None,
-            self._num_groups, _ROWS,
+            step.drafts is not None, step.positions is not None, _are_trees(step),
+            step.first is None, self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
@@ -163,7 +163,7 @@ class TritonPasses(Passes):
             return
         step = contiguous(step)
         first = first_of(self.books, step)
-        given = (step.lines, first, step.starts, step.tables, None, step.num_rows)
+        given = (step.lines, first, step.starts, step, None, step.num_rows)
         grid, arguments = self._compare(*given)
         recurs = self._as_they_are("tables", step.tables)
         self._checking.first(step, grid, arguments, recurs=recurs)
@@ -173,7 +173,8 @@ class TritonPasses(Passes):
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
-        grid, arguments = self._compare(lines, first, end, stretch.tables, stretch.kind, 0)
+        given = (lines, first, end, with_numbers(stretch), stretch.kind, 0)
+        grid, arguments = self._compare(*given)
         self._checking.launch(grid, arguments)
 
     def _compare(
@@ -181,7 +182,7 @@ class TritonPasses(Passes):
         lines: Tensor,
         low: Tensor,
         high: Tensor,
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         kind: str | None,
         num_rows: int,
     ) -> tuple[tuple[int, int, int], tuple[object, ...]]:
@@ -190,13 +191,14 @@ class TritonPasses(Passes):
         # A table without columns has no address, as if the group were not read.
         tables = {
             name: table if table.shape[1] else table.new_full((len(table), 1), -1)
-            for name, table in tables.items()
+            for name, table in read.tables.items()
         }
         return (len(lines), self._num_groups, self.splits), (
-            lines, low, high, self._table("tables", tables, torch.int32), self._groups,
-            books.words, books.own, books.facts, books.journal, books.found, books.counters,
-            books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
-            kind is None, kind == "exported", self._num_groups, self.splits, _ENTRIES,
+            lines, low, high, self._table("tables", tables, torch.int32, read),
+            self._groups, books.words, books.own, books.facts, books.journal, books.found,
+            books.counters, books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows,
+            *self._sizes(), kind is None, kind == "exported", self._num_groups, self.splits,
+            _ENTRIES,
         )  # fmt: skip
 
     def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
@@ -221,7 +223,7 @@ class TritonPasses(Passes):
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.own, books.facts, books.counters, step.num_rows, *self._sizes()[:2],
             0 if ids is None else ids.shape[1], besides, REJECTED, step.drafts is not None,
-            self._num_groups, _DRAFTS,
+            _are_trees(step), self._num_groups, _DRAFTS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         grid = (len(step.lines), 1, 1)
@@ -242,11 +244,22 @@ class TritonPasses(Passes):
     def _or_unread(self, tensor: Tensor | None) -> Tensor:
         return self._unread if tensor is None else tensor
 
-    def _table(self, what: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the addresses of a step's tensors, one per group."""
+    def _table(
+        self,
+        what: str,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        read: Step | Stretch | None = None,
+    ) -> Tensor:
+        """Return the addresses of a step's tensors, one per group; and how it reads tables."""
         right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
         self._held[what] = right  # converted ones live until the next launch of this sort
-        return self._addresses[what].of(right)
+        return self._addresses[what].of(right, read)
+
+
+def _are_trees(step: Step) -> bool:
+    """Tell whether a step has drafts that are trees."""
+    return step.parents is not None and step.drafts is not None
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

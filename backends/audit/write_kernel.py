@@ -9,6 +9,9 @@ Memory contract of ``write_rows``:
   rows of a step have distinct slots; where an engine breaks that, either row may stand.
 - ``journal`` is written at ``(journalled + row) % size``, by the last ``size`` rows of the step: no
   two programs write one entry.
+- Of drafts that are trees, ``parents`` and the rows that a draft follows are read, all of the same
+  request: a draft comes after the one that it follows. Nothing that this launch writes is read for
+  that.
 - ``counters`` and ``fingerprints`` are added to atomically. The program that ends last moves the
   clock on, so that all others have read the old one. What publishes it is the end of the launch.
   It also takes ``OPENING``, to which the others have added, for ``OPEN``.
@@ -26,7 +29,7 @@ import triton.language as tl
 from ...audit import books as book
 from ...audit import group_lines, passes
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
-from .requests import fill_first, place_of, rows_of
+from .requests import fill_first, parent_of, place_of, rows_of
 from .words import EMBEDDED, MAX_POSITION, PLAIN, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
@@ -87,29 +90,98 @@ def computed_for(
 
 @triton.jit
 def term_before(
-    BACK: tl.constexpr,
     POSITIONS: tl.constexpr,
     positions: tl.tensor,
     tokens: tl.tensor,
-    row: tl.tensor,
-    within: tl.tensor,
-    position: tl.tensor,
+    start: tl.tensor,
+    ahead: tl.tensor,
+    earlier: tl.tensor,
     live: tl.tensor,
     known: tl.tensor,
     digests: tl.tensor,
     key: tl.tensor,
 ) -> tl.tensor:
-    """Return the terms of the tokens so many places before: of this step, or older."""
-    here = live & (within >= BACK)
-    earlier = tl.maximum(position - BACK, 0)
+    """Return the terms of tokens before those of some rows: of this step, or older.
+
+    Args:
+        POSITIONS: as for ``write_rows``.
+        positions: as for ``write_rows``.
+        tokens: as for ``write_rows``.
+        start: the request's first row.
+        ahead: int64 ``[TILE]``, the number within the request of the row with the token; below 0:
+            it is older.
+        earlier: int64 ``[TILE]``, the token's position; below 0: the first one.
+        live: bool ``[TILE]``.
+        known: positions from here on are not told; int64, or int64 ``[TILE]``.
+        digests: pointer to the request's own digests.
+        key: int64 ``[3]``.
+    """
+    here = live & (ahead >= 0)
+    earlier = tl.maximum(earlier, 0)
     old = own_term(digests, earlier, live)
-    token = tl.load(tokens + row - BACK, mask=here, other=0).to(tl.int64) & PLAIN
+    token = tl.load(tokens + start + ahead, mask=here, other=0).to(tl.int64) & PLAIN
     opaque = (earlier < known) & (token_of(old, key) >= EMBEDDED)
     given = earlier
     if POSITIONS:
-        given = computed_for(positions, row - BACK, earlier, here)
+        given = computed_for(positions, start + ahead, earlier, here)
         opaque = opaque & (given == earlier)
     return tl.where(here & (opaque == 0), term(token, given, key), old)
+
+
+@triton.jit
+def depth_of(parents: tl.tensor, draft: tl.tensor) -> tl.tensor:
+    """Return the number of drafts on the way to each draft; 0 for whatever is below 0.
+
+    Arguments are those of ``parent_of``.
+    """
+    depth = draft * 0
+    draft = parent_of(parents, draft)
+    while tl.max(draft, axis=0) >= 0:
+        depth += (draft >= 0).to(tl.int64)
+        draft = parent_of(parents, draft)
+    return depth
+
+
+@triton.jit
+def terms_along(
+    POSITIONS: tl.constexpr,
+    parents: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    draft: tl.tensor,
+    position: tl.tensor,
+    key: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the sums of the terms of drafts and of all drafts on the way to them.
+
+    Args:
+        POSITIONS: as for ``write_rows``.
+        parents: as for ``parent_of``.
+        positions: as for ``write_rows``.
+        tokens: as for ``write_rows``.
+        begin: the request's first draft row.
+        draft: int64 ``[TILE]``, numbers among the request's drafts; of what is below 0 the sum is
+            0.
+        position: int64 ``[TILE]``, the positions that they stand for.
+        key: int64 ``[3]``.
+
+    Returns:
+        Terms of the positions that the rows are computed for, and of those that they stand for.
+    """
+    fed = position * 0
+    right = position * 0
+    while tl.max(draft, axis=0) >= 0:
+        here = draft >= 0
+        token = tl.load(tokens + begin + draft, mask=here, other=0).to(tl.int64) & PLAIN
+        each = term(token, position, key)
+        right += tl.where(here, each, 0)
+        if POSITIONS:
+            each = term(token, computed_for(positions, begin + draft, position, here), key)
+        fed += tl.where(here, each, 0)
+        draft = parent_of(parents, draft)
+        position -= 1
+    return fed, right
 
 
 @triton.jit(
@@ -120,6 +192,7 @@ def write_rows(
     starts: tl.tensor,
     first_position: tl.tensor,
     positions: tl.tensor,
+    parents: tl.tensor,
     tokens: tl.tensor,
     drafts: tl.tensor,
     slots: tl.tensor,
@@ -139,6 +212,7 @@ def write_rows(
     journal_size: tl.int64,
     DRAFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    TREES: tl.constexpr,
     FILLS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
@@ -150,6 +224,7 @@ def write_rows(
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
         positions: int ``[num_rows]``; unread unless ``POSITIONS``.
+        parents: int ``[num_rows]``, the drafts that drafts follow; unread unless ``TREES``.
         tokens: int ``[num_rows]``.
         drafts: int ``[num_requests]``; unread unless ``DRAFTS``.
         slots: int64 ``[GROUPS, NUM_TENSOR_FIELDS]``, as ``plan.Addresses`` makes it.
@@ -169,6 +244,7 @@ def write_rows(
         journal_size: entries.
         DRAFTS: some request has drafts.
         POSITIONS: rows are noted as computed for ``positions``.
+        TREES: drafts are trees; ``DRAFTS``, too.
         FILLS: ``first_position`` is that of the books, and is filled from ``positions`` at first.
         GROUPS: number of groups.
         TILE: rows at a time.
@@ -188,6 +264,11 @@ def write_rows(
     fact = facts + line
     known = tl.load(fact + KNOWN * num_lines)
     serial = tl.load(fact + SERIAL * num_lines)
+    taken = count * 0
+    if DRAFTS:
+        taken = tl.load(drafts + index).to(tl.int64)
+        taken = tl.minimum(tl.maximum(taken, 0), count)
+    settled = count - taken
     fed = tl.load(digests + first)
     truth = fed
     now_prints = fingerprints + now % FINGERPRINTS * GROUPS
@@ -196,9 +277,15 @@ def write_rows(
         live = within < count
         position = first + within
         row = start + within
+        chained = live
+        if TREES:
+            draft = tl.where(live, within - settled, -1)
+            follows = parents + start + settled
+            chained = within < settled
+            position = tl.where(chained, position, first + settled + depth_of(follows, draft))
         token = tl.load(tokens + row, mask=live, other=0).to(tl.int64) & PLAIN
         theirs = own_term(digests, position, live)
-        told = live & (position < known)
+        told = chained & (position < known)
         each = term(token, position, key)
         each = tl.where(told & (token_of(theirs, key) >= EMBEDDED), theirs, each)
         each = tl.where(live, each, 0)
@@ -207,9 +294,20 @@ def write_rows(
         if POSITIONS:
             given = computed_for(positions, row, position, live)
             each = tl.where(given == position, each, term(token, given, key))
-        chain = fed + tl.cumsum(each, axis=0)
-        fed += tl.sum(each, axis=0)
-        tl.store(digests + position + 1, truth + tl.cumsum(right, axis=0), mask=live)
+        if TREES:
+            fed_way, right_way = terms_along(
+                POSITIONS, follows, positions, tokens, start + settled, draft, position, key
+            )
+            sums = tl.where(chained, each, 0)
+            right = tl.where(chained, right, 0)
+            chain = fed + tl.cumsum(sums, axis=0) + fed_way
+            fed += tl.sum(sums, axis=0)
+            own_chain = truth + tl.cumsum(right, axis=0) + right_way
+        else:
+            chain = fed + tl.cumsum(each, axis=0)
+            fed += tl.sum(each, axis=0)
+            own_chain = truth + tl.cumsum(right, axis=0)
+        tl.store(digests + first + within + 1, own_chain, mask=live)
         truth += tl.sum(right, axis=0)
         written = tl.sum(tl.where(live, chain, 0), axis=0)
         entry = (journalled + row) % journal_size * (PLACES + GROUPS)
@@ -219,9 +317,17 @@ def write_rows(
         tl.store(journal + entry + ENTRY_POSITION, tl.where(live, given, -1), mask=kept)
         tl.store(journal + entry + TERMS, each, mask=kept)
         for back in tl.static_range(1, 3):
+            ahead = within - back
+            told_to = known
+            if TREES:
+                draft = parent_of(follows, draft)
+                of_settled = position - first - back  # a settled row's number within the request
+                ahead = tl.where(draft >= 0, settled + draft, tl.where(chained, ahead, of_settled))
+                told_to = tl.where(draft >= 0, 0, known)
             before = term_before(
-                back, POSITIONS, positions, tokens, row, within, position, live, known, digests, key
-            )
+                POSITIONS, positions, tokens, start, ahead, position - back, live, told_to,
+                digests, key,
+            )  # fmt: skip
             tl.store(journal + entry + TERMS + back, before, mask=kept)
         for number in tl.static_range(GROUPS):
             group = groups + number * FIELDS
@@ -241,18 +347,17 @@ def write_rows(
     if refused:
         tl.atomic_add(counters + REFUSED, 1)
     if count > 0:
-        taken = count * 0
-        if DRAFTS:
-            taken = tl.load(drafts + index).to(tl.int64)
-            taken = tl.minimum(tl.maximum(taken, 0), count)
-        settled = first + count - taken
+        settled += first
         told = tl.minimum(tl.load(fact + TELLING * num_lines), first)
         # A request that goes back begins anew: other blocks may hold its rows now.
         back = first < tl.load(fact + DURABLE * num_lines)
         told = tl.where(back & (tl.load(fact + TOLD * num_lines) != IMPORTED), -1, told)
         tl.store(fact + TOLD * num_lines, told)
         tl.store(fact + TELLING * num_lines, told)
-        tl.store(fact + KNOWN * num_lines, tl.maximum(known, settled))
+        known = tl.maximum(known, settled)
+        if TREES:  # the drafts' digests have taken the place of own ones
+            known = tl.where(taken > 0, settled, known)
+        tl.store(fact + KNOWN * num_lines, known)
         tl.store(fact + DURABLE * num_lines, settled)
         tl.store(fact + KEPT_BEFORE * num_lines, tl.load(fact + KEPT * num_lines))
         tl.store(fact + KEPT * num_lines, tl.where(taken > 0, -1, 0).to(tl.int64))

@@ -15,7 +15,7 @@ from typing import Final
 import numpy
 
 from ...audit import group_lines as line_of
-from .compare_rows import first_read, run_of
+from .compare_rows import first_read, run_of, table_of
 from .requests import rows_of
 from .words import compiled, permuted
 from .write_rows import place_of
@@ -33,7 +33,7 @@ def is_due(where, words, seals):
 
 
 @compiled
-def due_in_table(low, end, table, group, words, seals, turn, every, found, number):
+def due_in_table(low, end, table, block_map, group, words, seals, turn, every, found, number):
     """List the slots of a request's positions whose turn it is; return how many are listed.
 
     The positions are those from ``low`` to before ``end``. ``found``, int64 ``[n]``, gets the slots
@@ -41,7 +41,7 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
     """
     position = low
     while position < end:
-        where, run = run_of(position, end, table, group)
+        where, run = run_of(position, end, table, block_map, group)
         if where >= 0:
             within = where - group[BASE]
             slot = within // group[STRIDE] * group[BLOCK_SIZE] + within % group[STRIDE]
@@ -55,7 +55,20 @@ def due_in_table(low, end, table, group, words, seals, turn, every, found, numbe
 
 
 @compiled
-def due_rows(requests, table, group, words, facts, columns, num_rows, seals, turn, every):
+def due_rows(
+    requests,
+    table,
+    table_lines,
+    block_map,
+    group,
+    words,
+    facts,
+    columns,
+    num_rows,
+    seals,
+    turn,
+    every,
+):
     """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
     found = numpy.empty(0, numpy.int64)
     for _ in range(2):  # count them, then list them
@@ -63,8 +76,9 @@ def due_rows(requests, table, group, words, facts, columns, num_rows, seals, tur
         for index in range(len(requests[0])):
             _, _, at, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
             if count:
+                own = table_of(index, table, table_lines)
                 number = due_in_table(
-                    *(first_read(at, at + count, group), at, table[index], group),
+                    *(first_read(at, at + count, group), at, own, block_map, group),
                     *(words, seals, turn, every, found, number),
                 )
         if number == 0 or len(found):

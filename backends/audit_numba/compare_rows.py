@@ -4,6 +4,9 @@ None of these functions reports or changes anything. Where something is wrong, t
 look at the whole step again, and report it. Arguments are those of ``write_rows``, and:
 
     tables: for each group, int32 ``[num_requests, blocks]``; without lines: the group is not read.
+    table_lines: int64 ``[num_requests]``, each request's line of the tables; empty: its own number.
+    block_maps: for each group, int64 ``[n]``, the block that a number in its table stands for;
+        empty: itself.
     sources: for each group, int64 ``[num_requests]``; empty: the step continues no states there.
     told: int64 ``[num_requests]``; empty: the engine never says.
 
@@ -37,7 +40,14 @@ def first_read(first, end, group):
 
 
 @compiled
-def run_of(position, end, table, group):
+def table_of(index, table, table_lines):
+    """Return the line of a table that is a request's; without columns if the table has no such."""
+    line = table_lines[index] if len(table_lines) else index
+    return table[line] if 0 <= line < len(table) else table[0][:0]
+
+
+@compiled
+def run_of(position, end, table, block_map, group):
     """Return the index of a position's word, and how many positions from there on follow it.
 
     Positions of one block have neighbouring words. The index is -1 if the table leads outside.
@@ -49,17 +59,19 @@ def run_of(position, end, table, group):
     column, within = at // size, at % size
     run = min(run, size - within)
     block = table[column] if column < len(table) else -1
+    if len(block_map):
+        block = block_map[block] if 0 <= block < len(block_map) else -1
     if block < 0 or block >= group[NUM_BLOCKS]:
         return -1, run
     return group[BASE] + block * group[STRIDE] + within, run
 
 
 @compiled
-def are_right(first, end, digests, table, group, words):
+def are_right(first, end, digests, table, block_map, group, words):
     """Tell whether the rows of a request's positions hold what its tokens ask for."""
     position, salt = first, group[SALT]
     while position < end:
-        where, run = run_of(position, end, table, group)
+        where, run = run_of(position, end, table, block_map, group)
         if where < 0:
             return False
         wrong = 0
@@ -74,7 +86,7 @@ def are_right(first, end, digests, table, group, words):
 
 
 @compiled
-def compare_rows(requests, tables, groups, words, own, facts, num_rows):
+def compare_rows(requests, tables, table_lines, block_maps, groups, words, own, facts, num_rows):
     """Compare the rows that a step reads; see ``Passes.check``."""
     compared = 0
     for index in range(len(requests[0])):
@@ -86,14 +98,18 @@ def compare_rows(requests, tables, groups, words, own, facts, num_rows):
                 continue
             group, end = groups[number], at + count
             low = max(first_read(at, end, group), facts[TOLD, line])
-            if not are_right(low, end, own[line], tables[number][index], group, words):
+            table = table_of(index, tables[number], table_lines)
+            block_map = block_maps[number]
+            if not are_right(low, end, own[line], table, block_map, group, words):
                 return -1
             compared += max(end - low, 0)
     return compared
 
 
 @compiled
-def compare_stretches(lines, first, end, tables, groups, words, own, facts, exported):
+def compare_stretches(
+    lines, first, end, tables, table_lines, block_maps, groups, words, own, facts, exported
+):
     """Compare rows that are published, or leave; see ``Passes.inspect``.
 
     ``first`` and ``end``, int64 ``[num_requests]``, are each request's first position and the one
@@ -112,7 +128,9 @@ def compare_stretches(lines, first, end, tables, groups, words, own, facts, expo
         for number in range(len(tables)):
             if tables[number].shape[0] == 0:
                 continue
-            if not are_right(low, stop, own[line], tables[number][index], groups[number], words):
+            table = table_of(index, tables[number], table_lines)
+            block_map, group = block_maps[number], groups[number]
+            if not are_right(low, stop, own[line], table, block_map, group, words):
                 return -1
             compared += stop - low
     return compared

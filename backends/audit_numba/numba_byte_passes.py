@@ -142,10 +142,15 @@ class NumbaBytePasses(TorchBytePasses):
             table = read_at[place.index]
             if source not in self._layers or not len(table):
                 continue
-            listed = (due_states if place.group.is_state else due_rows)(
-                read.requests, table, group, self._words, self._facts, self._columns,
-                read.num_rows, self._seals, turn, every,
+            rest = (
+                group, self._words, self._facts, self._columns, read.num_rows, self._seals, turn,
+                every,
             )  # fmt: skip
+            if place.group.is_state:
+                listed = due_states(read.requests, table, *rest)
+            else:
+                how = read.table_lines, read.block_maps[place.index]
+                listed = due_rows(read.requests, table, *how, *rest)
             if len(listed):
                 found.append((source, listed))
         return found

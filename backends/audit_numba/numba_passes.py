@@ -103,7 +103,7 @@ class NumbaPasses(TorchPasses):
             else:
                 self._counters[book.STATES_CHECKED] += compared
         write_rows(
-            read.requests, read.positions, read.tokens, read.slots, self._groups,
+            read.requests, read.positions, read.parents, read.tokens, read.slots, self._groups,
             self._key, self._words, self._owners, self._own, self._facts, self._entries,
             self._counters, self._fingerprints, read.num_rows,
         )  # fmt: skip
@@ -112,8 +112,8 @@ class NumbaPasses(TorchPasses):
         """Do what ``Passes.check`` says."""
         read = self.reader.read(step)
         compared = compare_rows(
-            read.requests, read.tables, self._groups, self._words, self._own,
-            self._facts, read.num_rows,
+            read.requests, read.tables, read.table_lines, read.block_maps, self._groups,
+            self._words, self._own, self._facts, read.num_rows,
         )  # fmt: skip
         if compared < 0:
             super().check(step)
@@ -124,8 +124,9 @@ class NumbaPasses(TorchPasses):
         """Do what ``Passes.inspect`` says."""
         compared = compare_stretches(
             ints(stretch.lines), ints(stretch.first), ints(stretch.end),
-            self.reader.tables(stretch.tables), self._groups, self._words, self._own, self._facts,
-            stretch.kind == "exported",
+            self.reader.tables(stretch.tables), ints(stretch.table_lines),
+            self.reader.by_group(stretch.block_maps), self._groups, self._words, self._own,
+            self._facts, stretch.kind == "exported",
         )  # fmt: skip
         if compared < 0:
             super().inspect(stretch)
@@ -143,7 +144,7 @@ class NumbaPasses(TorchPasses):
         read = self.reader.read(step)
         ids = _NOTHING if sampled is None else ints(sampled)
         resolve_rows(
-            read.requests, read.tokens, ints(accepted), besides, ids, read.slots,
+            read.requests, read.parents, read.tokens, ints(accepted), besides, ids, read.slots,
             self._groups, self._key, self._words, self._own, self._facts, self._counters,
             read.num_rows,
         )  # fmt: skip

@@ -38,9 +38,14 @@ class StepArrays:
         slots: by number of the group, int64 ``[num_rows]``; empty if nothing is written there.
         tables: by number of the group, int32 ``[num_requests, blocks]``; without lines if the group
             is not read.
+        table_lines: int64 ``[num_requests]``, each request's line of the tables; empty if these
+            have the requests in their order.
+        block_maps: by number of the group, int64 ``[n]``, the block that each number in its table
+            stands for; empty: itself.
         sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
         told: int64 ``[num_requests]``; empty if the engine never says.
         positions: int64 ``[num_rows]``; empty if the engine does not say.
+        parents: int64 ``[num_rows]``; empty if drafts are no trees.
         num_rows: rows for which the tensors have room.
         shared: all arrays are the tensors themselves, and none is a copy.
     """
@@ -52,9 +57,12 @@ class StepArrays:
     drafts: Ints
     slots: tuple[Ints, ...]
     tables: tuple[NDArray[numpy.int32], ...]
+    table_lines: Ints
+    block_maps: tuple[Ints, ...]
     sources: tuple[Ints, ...]
     told: Ints
     positions: Ints
+    parents: Ints
     num_rows: int
     shared: bool
 
@@ -111,6 +119,10 @@ class StepReader:
         """Return the block tables of all groups, by their numbers."""
         return tuple(table(tables[name]) if name in tables else _NO_TABLE for name in self._groups)
 
+    def by_group(self, tensors: Mapping[str, Tensor]) -> tuple[Ints, ...]:
+        """Return the arrays of all groups, by their numbers; empty where there is no tensor."""
+        return tuple(ints(tensors.get(name)) for name in self._groups)
+
     def _arrays(self, step: Step) -> StepArrays:
         return StepArrays(
             lines=ints(step.lines),
@@ -118,11 +130,14 @@ class StepReader:
             first=ints(first_of(self._books, step)),
             tokens=ints(step.tokens),
             drafts=ints(step.drafts),
-            slots=tuple(ints(step.slots.get(name)) for name in self._groups),
+            slots=self.by_group(step.slots),
             tables=self.tables(step.tables),
-            sources=tuple(ints(step.sources.get(name)) for name in self._groups),
+            table_lines=ints(step.table_lines),
+            block_maps=self.by_group(step.block_maps),
+            sources=self.by_group(step.sources),
             told=ints(step.told),
             positions=ints(step.positions),
+            parents=ints(step.parents),
             num_rows=step.num_rows,
             shared=_share_memory(step),
         )
@@ -130,8 +145,8 @@ class StepReader:
 
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
-    maybe = (step.first, step.drafts, step.told, step.positions)
-    several = (*step.slots.values(), *step.sources.values())
+    maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines, step.parents)
+    several = (*step.slots.values(), *step.sources.values(), *step.block_maps.values())
     numbers = (step.lines, step.starts, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)
     return all(

@@ -4,6 +4,7 @@ Both functions do what ``kvtxn.audit.torch_passes.TorchPasses`` does, request by
 that they share:
 
     requests: lines, starts, first positions and drafts, see ``StepArrays``.
+    parents: int64 ``[num_rows]``; empty: drafts are no trees. See ``kvtxn.audit.draft_trees``.
     tokens: int64 ``[num_rows]``.
     slots: for each group, int64 ``[num_rows]``; empty: the step writes nothing there.
     groups: int64 ``[num_groups, FIELDS]``, as ``kvtxn.audit.group_lines`` makes it.
@@ -71,8 +72,23 @@ def term_at(digests, position):
 
 
 @compiled
+def followed(within, settled, row, parents):
+    """Return the number within its request of the row that a row follows; -1: an earlier step's.
+
+    Args:
+        within: the row's number within its request.
+        settled: the request's rows before its drafts.
+        row: the row's number in the step.
+        parents: as ``write_rows`` gets them.
+    """
+    if len(parents) == 0 or within < settled:
+        return within - 1
+    return settled + min(max(parents[row], -1), within - settled - 1)
+
+
+@compiled
 def write_rows(
-    requests, positions, tokens, slots, groups, key, words, owners, own, facts,
+    requests, positions, parents, tokens, slots, groups, key, words, owners, own, facts,
     journal, counters, fingerprints, num_rows,
 ):  # fmt: skip
     """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here.
@@ -80,7 +96,8 @@ def write_rows(
     ``positions`` is int64 ``[num_rows]``; empty: rows are computed for those they stand for.
     """
     now, noted = counters[STEP] + 1, counters[JOURNALLED]
-    chains = numpy.empty(num_rows, numpy.int64)
+    chains, terms = numpy.empty(num_rows, numpy.int64), numpy.empty(num_rows, numpy.int64)
+    depths = numpy.empty(num_rows if len(parents) else 0, numpy.int64)
     written, refusals, unsure, columns = 0, 0, 0, own.shape[1]
     for index in range(len(requests[0])):
         line, start, at, count, taken, refused = rows_of(
@@ -89,24 +106,27 @@ def write_rows(
         refusals += refused
         if count == 0:
             continue
-        digests, known = own[line], facts[KNOWN, line]
-        chain, last, older = digests[at], term_at(digests, at - 1), term_at(digests, at - 2)
+        digests, known, settled = own[line], facts[KNOWN, line], count - taken
         for within in range(count):
+            ahead = followed(within, settled, start + within, parents)
             position = at + within
-            theirs = digests[position + 1] - digests[position]
+            if len(parents):
+                depths[start + within] = depths[start + ahead] + 1 if ahead >= 0 else 0
+                position = at + depths[start + within]
             token, given = tokens[start + within] & PLAIN, position
             each = term(token, position, key)
-            if position < known:
+            if position < known and not (len(parents) and within >= settled):
+                theirs = digests[position + 1] - digests[position]
                 if token_of(theirs, key) >= EMBEDDED:
                     each = theirs
             else:
-                digests[position + 1] = digests[position] + each
+                digests[at + within + 1] = digests[at + ahead + 1] + each
             if len(positions) and positions[start + within] != position:
                 given = positions[start + within]
                 given = given if 0 <= given < MAX_POSITION else -1
                 each = term(token, given, key)
-            chain += each
-            chains[start + within] = chain
+            chain = (chains[start + ahead] if ahead >= 0 else digests[at]) + each
+            chains[start + within], terms[start + within] = chain, each
             written += chain
             entry = journal[noted % len(journal)]
             entry[AT_STEP], entry[AT_SERIAL], entry[AT_POSITION] = (
@@ -114,13 +134,18 @@ def write_rows(
                 facts[SERIAL, line],
                 given,
             )
-            entry[AT_TERMS], entry[AT_TERMS + 1], entry[AT_TERMS + 2] = each, last, older
-            older, last, noted = last, each, noted + 1
-        settled = at + count - taken
+            entry[AT_TERMS], noted = each, noted + 1
+            for back in range(1, 3):
+                here = ahead >= 0
+                before = terms[start + ahead] if here else term_at(digests, position - back)
+                entry[AT_TERMS + back] = before
+                ahead = followed(ahead, settled, start + ahead, parents) if here else -1
+        settled += at
         goes_on = facts[TOLD, line] == IMPORTED or at >= facts[DURABLE, line]
         told = min(facts[TELLING, line], at) if goes_on else -1
         facts[TOLD, line], facts[TELLING, line] = told, told
-        facts[KNOWN, line] = max(known, settled)
+        replaced = len(parents) and taken  # by the digests of drafts
+        facts[KNOWN, line] = settled if replaced else max(known, settled)
         facts[DURABLE, line] = settled
         facts[KEPT_BEFORE, line] = facts[KEPT, line]
         facts[KEPT, line] = -1 if taken else 0
@@ -152,8 +177,38 @@ def write_rows(
 
 
 @compiled
+def on_path(digest, path, length):
+    """Tell whether a digest is one of the first ``length`` of a path, int64 ``[n]``."""
+    number = 0
+    while number < length and path[number] != digest:
+        number += 1
+    return number < length
+
+
+@compiled
+def sampled_path(drafts, before, position, sampled, most, key, path):
+    """Count the leading sampled tokens that are drafts of a tree; see ``SampledPath``.
+
+    Args:
+        drafts: int64 ``[num_drafts]``, the digest up to each draft.
+        before: the digest up to the last settled row.
+        position: the position after that row.
+        sampled: int64 ``[n]``.
+        most: the most tokens that are counted.
+        key: int64 ``[3]``.
+        path: int64 ``[n]``, filled with the digests up to the counted tokens.
+    """
+    for number in range(min(most, len(sampled))):
+        before += term(sampled[number] & PLAIN, position + number, key)
+        if not on_path(before, drafts, len(drafts)):
+            return number
+        path[number] = before
+    return min(most, len(sampled))
+
+
+@compiled
 def resolve_rows(
-    requests, tokens, accepted, besides, sampled, slots, groups, key, words,
+    requests, parents, tokens, accepted, besides, sampled, slots, groups, key, words,
     own, facts, counters, num_rows,
 ):  # fmt: skip
     """Mark rejected rows, and count the others as the request's own; see ``Passes.resolve``.
@@ -163,6 +218,7 @@ def resolve_rows(
     """
     counters[OPEN] = 0
     columns = sampled.shape[1]
+    path, trees = numpy.empty(columns, numpy.int64), len(parents) > 0
     for index in range(len(requests[0])):
         line, start, at, count, taken, _ = rows_of(
             index, requests, facts, own.shape[1], num_rows, True
@@ -170,12 +226,22 @@ def resolve_rows(
         if count == 0:
             continue
         given, settled = accepted[index] - besides, count - taken
-        stay = min(max(given, 0), taken)
-        for draft in range(min(stay, columns)):
-            if (tokens[start + settled + draft] ^ sampled[index, draft]) & PLAIN:
-                stay = draft
-                break
-        for within in range(settled + stay, count):
+        stay, begin = min(max(given, 0), taken), at + settled
+        drafts, first_rejected = own[line, begin + 1 : begin + 1 + taken], settled
+        if trees:
+            before = own[line, begin]
+            stay = sampled_path(drafts, before, begin, sampled[index], stay, key, path)
+            if facts[SERIAL, line] < 0:  # its digests are gone; the words say what its drafts are
+                continue
+        else:
+            for draft in range(min(stay, columns)):
+                if (tokens[start + settled + draft] ^ sampled[index, draft]) & PLAIN:
+                    stay = draft
+                    break
+            first_rejected += stay
+        for within in range(first_rejected, count):
+            if trees and on_path(drafts[within - settled], path, stay):
+                continue
             for number in range(len(slots)):
                 if len(slots[number]):
                     slot = slots[number][start + within]
@@ -184,6 +250,8 @@ def resolve_rows(
                         words[place] = REJECTED
         if facts[SERIAL, line] < 0:
             continue
+        if trees:
+            drafts[:stay] = path[:stay]
         length = at + settled + stay
         known = max(facts[KNOWN, line], length)
         if stay < columns and given >= 0 and known == length < own.shape[1] - 1:

@@ -148,6 +148,12 @@ class Rows:
             rows with the same object have the same tensors, with other values. None if they do not.
         lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
             where they are not those up to its last one; None if they are, or are not known.
+        table_lines: int64 ``[num_requests]``, each request's line of the tables, where these have a
+            line for each request that there can be; None if theirs are the batch's requests.
+        parents: int64 ``[num_rows]``, where drafts are trees, the draft that each draft row
+            follows, as in ``kvtxn.audit.Step``; None if each row follows the one before.
+        block_maps: int64 ``[n]`` for each group whose table names numbers of another pool, the
+            group's block that each number stands for.
     """
 
     names: list[str]
@@ -160,6 +166,9 @@ class Rows:
     positions: Tensor | None = None
     buffers: object | None = None
     lengths: dict[str, Tensor] | None = None
+    table_lines: Tensor | None = None
+    parents: Tensor | None = None
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False)

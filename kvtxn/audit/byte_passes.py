@@ -17,7 +17,16 @@ from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
 from .digest import REJECTED
 from .groups import Place
-from .rows import Batch, fill_first, first_visible, ragged, slots_at, through, word_at
+from .rows import (
+    Batch,
+    blocks_read,
+    fill_first,
+    first_visible,
+    ragged,
+    slots_at,
+    word_at,
+    words_read,
+)
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
 from .violation_record import record_violation
@@ -151,13 +160,13 @@ class TorchBytePasses(BytePasses):
         books = self.books.books
         fill_first(books, step)
         batch = Batch.of(books, step)
-        for name, table in step.tables.items():
+        for name in step.tables:
             place = books.layout.places[name]
             source = books.layout.places[place.written]
             low = first_visible(place, batch.first, batch.first + batch.counts)
             owner, within = ragged((batch.first - low).clamp(min=0) * batch.live)
             position = low[owner] + within
-            where = through(place, table, owner, position)
+            where = words_read(step, place, owner, position)
             self._compare(source, batch.lines[owner], position, where)
         for name, blocks in step.sources.items():
             place, block = books.layout.places[name], blocks[: len(batch.lines)].long()
@@ -272,7 +281,7 @@ class TorchBytePasses(BytePasses):
             place = books.layout.places[name]
             if name not in step.tables or place.written not in self.books.poisoned:
                 continue
-            table = step.tables[name][index].long()
+            table = blocks_read(step, name, index)
             inside = (table >= 0) & (table < place.group.num_blocks)
             slots = table[:, None] * place.group.block_size
             slots = slots + torch.arange(place.group.block_size, device=table.device)

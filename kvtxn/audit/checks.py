@@ -181,12 +181,13 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
             operation, "this is not a step", expected="a Step", got=type(step).__name__,
             hint="describe the forward pass as a kvtxn.audit.Step",
         )  # fmt: skip
-    for name in ("slots", "tables", "sources"):
+    for name in ("slots", "tables", "sources", "block_maps"):
         _by_group(operation, name, getattr(step, name))
     number = len(_fits(operation, books, "lines", step.lines, 0))
     _fits(operation, books, "starts", step.starts, number + 1)
     _fits(operation, books, "tokens", step.tokens, 0)
     lengths = {"first": number, "drafts": number, "told": number, "positions": 0}
+    lengths |= {"table_lines": number, "parents": 0}
     for name, length in lengths.items():
         tensor = getattr(step, name)
         if tensor is not None:
@@ -209,7 +210,9 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
         _fits(operation, books, f"slots[{group!r}]", tensor, 0)
     for group, tensor in step.tables.items():
         place_of(operation, books, group, states=False)
-        _fits(operation, books, f"tables[{group!r}]", tensor, number, dimensions=2)
+        lines = number if step.table_lines is None else 1
+        _fits(operation, books, f"tables[{group!r}]", tensor, lines, dimensions=2)
+    _check_maps(operation, books, step)
     for group, tensor in step.sources.items():
         place_of(operation, books, group, states=True)
         _fits(operation, books, f"sources[{group!r}]", tensor, number)
@@ -235,9 +238,22 @@ def check_stretch(books: Books, stretch: Any) -> None:
     number = len(_fits("inspect", books, "lines", stretch.lines, 0))
     _fits("inspect", books, "first", stretch.first, number)
     _fits("inspect", books, "end", stretch.end, number)
+    _by_group("inspect", "block_maps", stretch.block_maps)
+    _check_maps("inspect", books, stretch)
+    lines = number
+    if stretch.table_lines is not None:
+        _fits("inspect", books, "table_lines", stretch.table_lines, number)
+        lines = 1
     for group, tensor in stretch.tables.items():
         place_of("inspect", books, group)
-        _fits("inspect", books, f"tables[{group!r}]", tensor, number, dimensions=2)
+        _fits("inspect", books, f"tables[{group!r}]", tensor, lines, dimensions=2)
+
+
+def _check_maps(operation: str, books: Books, read: Step | Stretch) -> None:
+    """Refuse maps of blocks that are none, or of no group of rows."""
+    for group, tensor in read.block_maps.items():
+        place_of(operation, books, group, states=False)
+        _fits(operation, books, f"block_maps[{group!r}]", tensor, 1)
 
 
 def _by_group(operation: str, name: str, tensors: Any) -> None:

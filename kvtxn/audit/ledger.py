@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, WindowStateError
+from ..errors import AcceptanceError, ConfigError, WindowStateError
 from ..manager import TransactionManager
 from . import arguments, checks
 from . import books as book
@@ -24,11 +24,11 @@ from .findings import Findings
 from .following import Following
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
+from .moves import Moves
 from .passes import Passes, Stretch
 from .ranks import Fingerprints, compare_ranks
 from .request_changes import NONE, RequestChanges
 from .request_table import RequestTable
-from .state_moves import StateMoves
 from .step import Step
 from .transfers import RowTransfers
 from .violation import NOBODY, Violation
@@ -108,7 +108,7 @@ class Ledger:
         self._epochs: Final = Epochs(self._state, stale)
         self._changes: Final = RequestChanges(self._state, self._epochs)
         self._transfers: Final = RowTransfers(self._state)
-        self._states: Final = StateMoves(self._state)
+        self._moves: Final = Moves(self._state)
         self.findings: Final = Findings(self.books, self.groups, requests)
         self._checked: Step | None = None
         self._buffers: Final[WeakSet[Step]] = WeakSet()  # steps whose tensors were checked
@@ -417,6 +417,7 @@ class Ledger:
                 If given, the row at the next token's position must be computed from that token,
                 and a draft whose row was computed from another token than the one sampled counts
                 as rejected, with all drafts after it. What follows the next token is not read.
+                Drafts that are trees need it: see ``Step.parents``.
             besides: tokens that ``accepted`` counts beside drafts: 1 for counts of sampled tokens.
 
         Raises:
@@ -428,6 +429,12 @@ class Ledger:
             raise WindowStateError(
                 "resolve", "no step waits to be resolved", expected="one that was written",
                 got="none", hint="call write first, and resolve each step once",
+            )  # fmt: skip
+        if step.parents is not None and sampled is None:
+            raise AcceptanceError(
+                "resolve", "a count says nothing of drafts that are trees",
+                expected="the sampled tokens, too", got="none",
+                hint="give the accepted drafts of each request and its next token; nothing changed",
             )  # fmt: skip
         besides = arguments.tokens_besides("resolve", besides)
         counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
@@ -715,16 +722,21 @@ class Ledger:
         self.passes.inspect(stretch)
 
     def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Record that the engine copied states, where the device alone knows which; never waits.
+        """Record that the engine copied rows or states, as the device alone knows; never waits.
+
+        All are copied at once: what is copied to one slot may be copied from another to a third.
+        A report names whoever wrote the row that was copied, if it is one of the latest thousands.
+        Rows of a step are copied after its ``resolve``. A copy has no checksum: see ``Scrub``.
 
         Args:
-            copies: by group of states, int ``[n]`` twice on the ledger's device, as many of each
-                group: the blocks copied from, and those copied to, all different; -1 for none.
+            copies: by group, int ``[n]`` twice on the ledger's device, as many of each group: the
+                slots copied from, and those copied to, all different; -1 for none. The slot of a
+                state is its block. Of groups that share their blocks, one names the copied rows.
 
         Raises:
-            ConfigError: a group is unknown or has no states, or the blocks do not fit together.
+            ConfigError: a group is unknown, or the slots do not fit together.
         """
-        self._states.carry(copies)
+        self._moves.carry(copies)
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
@@ -744,7 +756,7 @@ class Ledger:
         Raises:
             ConfigError: a group is unknown or has no states, or blocks do not fit the lines.
         """
-        self._states.leave(lines, blocks, lengths)
+        self._moves.leave(lines, blocks, lengths)
 
     @property
     def steps(self) -> int:

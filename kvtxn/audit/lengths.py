@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .books import Books
-from .rows import Batch, through
+from .rows import Batch, words_read
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
 from .violation_record import record_violation
@@ -38,8 +38,8 @@ def report_lengths(books: Books, step: Step, lengths: Mapping[str, Tensor] | Non
     for name, given in lengths.items():
         place, read = books.layout.places[name], given[:number].long()
         position = read.minimum(ends).clamp(0, last)
-        owner = torch.arange(number, device=position.device)
-        where = through(place, step.tables[name], owner, position)
+        request = torch.arange(number, device=position.device)
+        where = words_read(step, place, request, position)
         for index in (batch.live & (read != ends)).nonzero().flatten().tolist():
             at = int(position[index]), int(where[index])
             record_violation(books, _FOREIGN, batch.lines[index], place, *at, _LENGTH)

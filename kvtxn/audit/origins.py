@@ -18,7 +18,7 @@ from ..row_io import read
 from .byte_books import ByteBooks, Watched
 from .checksum import has_nan
 from .groups import Place
-from .rows import Batch, first_visible, slots_at, through, word_at
+from .rows import Batch, first_visible, slots_at, word_at, words_read
 from .step import Step
 
 _READ, _MASKED, _OWN = range(3)
@@ -106,7 +106,7 @@ def _reach(books: ByteBooks, step: Step, batch: Batch, index: int) -> Iterator[_
             low = int(first_visible(place, first, end))
             high = min(-(-int(end) // size), step.tables[name].shape[1]) * size
             position = torch.arange(low // size * size, high, device=first.device)
-            where = through(place, step.tables[name][here], position * 0, position)
+            where = words_read(step, place, torch.full_like(position, index), position)
             masked = (position < low) | (position >= end)
             use = torch.where(masked, _MASKED, torch.where(position < first, _READ, _OWN))
             inside = where >= 0

@@ -40,6 +40,8 @@ class Stretch:
         end: int ``[num_requests]``, the position after each request's last row.
         tables: by group, int ``[num_requests, blocks]``.
         kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
+        table_lines: int ``[num_requests]``, as in ``Step``.
+        block_maps: by group, int ``[n]``, as in ``Step``.
     """
 
     lines: Tensor
@@ -47,6 +49,8 @@ class Stretch:
     end: Tensor
     tables: Mapping[str, Tensor]
     kind: str
+    table_lines: Tensor | None = None
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 class Passes(ABC):
@@ -101,6 +105,9 @@ class Passes(ABC):
 
         A slot outside its group is skipped, like -1. If two rows of one request have one slot
         of a ring, the later row stands.
+
+        Of drafts that are trees, the digests are of the tokens on the way to each; ``KNOWN`` ends
+        before them. See ``draft_trees``.
         """
 
     @abstractmethod
@@ -122,6 +129,7 @@ class Passes(ABC):
             sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
                 one more, which from now on counts as the request's own; -1 stands for no token.
                 A draft whose row is of another token counts as rejected, and so do those after it.
+                Of a tree, the drafts are kept that are of these tokens, one after the other.
             besides: tokens that ``accepted`` counts beside drafts.
         """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 import attrs
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from .admission import Admission, admissions_of
 from .arguments import listed
+from .digest import REJECTED
 from .groups import Group
 from .ledger import Ledger
 from .passes import Stretch
-from .rows import Batch, first_visible, in_ring
+from .rows import Batch, blocks_read, first_visible, in_ring, word_at
 from .step import Step
 from .violation import Violation
 
@@ -143,6 +145,14 @@ class RecordingLedger(Ledger):
         super().copy(group, source, target)
         self._add_blocks("copied", group, _numbers(target))
 
+    def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Do what ``Ledger.carry`` says, and record it; it counts to the end of the last step."""
+        super().carry(copies)
+        for group, (source, target) in copies.items():
+            pairs = zip(_numbers(source), _numbers(target), strict=True)
+            slots = sorted(there for here, there in pairs if 0 <= here != there)
+            self._add("copied", self.books.layout.places[group].index, -1, -1, slots, after=1)
+
     def write(self, step: Step) -> None:
         """Do what ``Ledger.write`` says, and record it."""
         super().write(step)
@@ -154,7 +164,7 @@ class RecordingLedger(Ledger):
                 continue
             if request in self._arrived:
                 self._arrived.remove(request)
-                self._add_stretch("found", step.tables, index, request, 0, first)
+                self._add_stretch("found", step, index, request, 0, first)
             settled = count - draft
             self._add_rows("durable", step, request, first, row, settled)
             self._add_rows("draft", step, request, first + settled, row + settled, draft)
@@ -183,12 +193,28 @@ class RecordingLedger(Ledger):
             kept = min(max(kept_of[index] - besides, 0), draft)
             if self._lives[request].end is None:  # the row may be of another token than was sampled
                 kept = min(kept, own[index])
-            settled, good = count - draft, count - draft + kept
-            self._add_rows("kept", step, request, first + settled, row + settled, kept, after=1)
-            lost = draft - kept
-            self._add_rows("rejected", step, request, first + good, row + good, lost, after=1)
+            settled = count - draft
+            if step.parents is None:
+                stays = [True] * kept + [False] * (draft - kept)
+            else:
+                stays = self._not_rejected(step, row + settled, draft)
+            at = settled
+            for stay, run in groupby(stays):
+                what, number = "kept" if stay else "rejected", len([*run])
+                self._add_rows(what, step, request, first + at, row + at, number, after=1)
+                at += number
             self._lives[request].accepted += kept
             self._steps[-1][3] += kept
+
+    def _not_rejected(self, step: Step, row: int, count: int) -> list[bool]:
+        """Return which of a request's drafts ``resolve`` has not marked."""
+        stays = torch.ones(count, dtype=torch.bool, device=self.device)
+        for name, slots in step.slots.items():
+            place, slot = self.books.layout.places[name], slots[row : row + count].long()
+            inside = (slot >= 0) & (slot < place.num_slots)
+            words = self.books.words[word_at(place, torch.where(inside, slot, 0))]
+            stays &= ~(inside & (words == REJECTED))
+        return stays.tolist()
 
     def take_back(self, step: Step) -> None:
         """Do what ``Ledger.take_back`` says, and record it: as of blocks that are handed out."""
@@ -204,7 +230,7 @@ class RecordingLedger(Ledger):
         for index, line in enumerate(_numbers(stretch.lines)):
             if line in self._by_line:
                 what, request = stretch.kind, self._by_line[line]
-                self._add_stretch(what, stretch.tables, index, request, firsts[index], ends[index])
+                self._add_stretch(what, stretch, index, request, firsts[index], ends[index])
 
     def violations(self) -> list[Violation]:
         """Do what ``Ledger.violations`` says, and record the violations."""
@@ -280,14 +306,14 @@ class RecordingLedger(Ledger):
     def _add_stretch(
         self,
         what: str,
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         index: int,
         request: int,
         first: int,
         end: int,
     ) -> None:
         """Record the rows of a request that its tables lead to, as far as its queries see them."""
-        for name, table in tables.items():
+        for name in read.tables:
             place = self.books.layout.places[name]
             ends = torch.tensor([end])
             low = max(first, int(first_visible(place, ends, ends))) if what == "found" else first
@@ -295,9 +321,11 @@ class RecordingLedger(Ledger):
                 position = torch.arange(low, end)
                 size = place.group.block_size
                 at = in_ring(place, position)
-                column, width = at // size, table.shape[1]
-                blocks = table[index].cpu().long()[column.clamp(max=width - 1)]
-                inside = (column < width) & (blocks >= 0)
+                own = blocks_read(read, name, index).cpu()
+                if not len(own):
+                    continue
+                blocks = own[(at // size).clamp(max=len(own) - 1)]
+                inside = (at // size < len(own)) & (blocks >= 0)
                 slots = torch.where(inside, blocks * size + at % size, -1)
                 self._add(what, place.index, request, low, slots.tolist())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import attrs
 import torch
 from torch import Tensor
@@ -199,13 +202,85 @@ def slots_at(place: Place, where: Tensor) -> Tensor:
     return within // place.stride * place.group.block_size + within % place.stride
 
 
-def through(place: Place, table: Tensor, owner: Tensor, position: Tensor) -> Tensor:
-    """Return the index of the word that each position's table leads to; -1 if outside."""
+class Reads(Protocol):
+    """Tables that requests are read through: a step, or a stretch of rows; see ``Step``."""
+
+    @property
+    def tables(self) -> Mapping[str, Tensor]:
+        """By group, int ``[lines, blocks]``."""
+
+    @property
+    def table_lines(self) -> Tensor | None:
+        """Int ``[num_requests]``, each request's line of the tables; None: its own number."""
+
+    @property
+    def block_maps(self) -> Mapping[str, Tensor]:
+        """By group, int ``[n]``, the block that each number in the group's table stands for."""
+
+
+def words_read(read: Reads, place: Place, request: Tensor, position: Tensor) -> Tensor:
+    """Return the index of the word that each request reads for a position; -1 for none.
+
+    Args:
+        read: has a table of the group.
+        place: the group.
+        request: int64 ``[n]``, numbers of requests.
+        position: int64 ``[n]``.
+    """
+    name, lines = place.group.name, read.table_lines
+    line = request if lines is None else lines.long()[request]
+    return through(place, read.tables[name], line, position, read.block_maps.get(name))
+
+
+def blocks_read(read: Reads, name: str, request: int) -> Tensor:
+    """Return the blocks in a group's table of a request, int64 ``[blocks]``; waits for the device.
+
+    Args:
+        read: has a table of the group.
+        name: the group's name.
+        request: the number of the request.
+
+    Returns:
+        Without columns where the table does not have the request's line.
+    """
+    table, lines = read.tables[name], read.table_lines
+    line = request if lines is None else int(lines[request])
+    own = table[line] if 0 <= line < len(table) else table.new_empty(0)
+    return _mapped(own.long(), read.block_maps.get(name))
+
+
+def _mapped(block: Tensor, block_map: Tensor | None) -> Tensor:
+    """Return the blocks that numbers in a table stand for, int64; -1 for none."""
+    if block_map is None:
+        return block
+    inside = (block >= 0) & (block < len(block_map))
+    return torch.where(inside, block_map[torch.where(inside, block, 0)].long(), -1)
+
+
+def through(
+    place: Place,
+    table: Tensor,
+    line: Tensor,
+    position: Tensor,
+    block_map: Tensor | None = None,
+) -> Tensor:
+    """Return the index of the word that a table leads to; -1 if outside.
+
+    Args:
+        place: the group.
+        table: int ``[lines, blocks]``.
+        line: int64 ``[n]``, lines of the table; one that is none leads nowhere.
+        position: int64 ``[n]``.
+        block_map: int ``[n]``, the block that each number of the table stands for; None: itself.
+    """
     at = in_ring(place, position)
     column = at // place.group.block_size
-    if not table.shape[1]:
+    if not table.numel():
         return torch.full_like(position, -1)
-    block = table[owner, column.clamp(max=table.shape[1] - 1)].long()
-    inside = (column < table.shape[1]) & (block >= 0) & (block < place.group.num_blocks)
+    last_line, last_column = (size - 1 for size in table.shape)
+    block = table[line.clamp(0, last_line), column.clamp(max=last_column)].long()
+    block = _mapped(block, block_map)
+    inside = (line >= 0) & (line <= last_line) & (column <= last_column)
+    inside &= (block >= 0) & (block < place.group.num_blocks)
     slot = block * place.group.block_size + at % place.group.block_size
     return torch.where(inside, word_at(place, slot), -1)

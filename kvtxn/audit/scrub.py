@@ -142,11 +142,17 @@ class Scrub:
             besides: as given to ``Ledger.resolve``.
 
         Raises:
-            ConfigError: the step is no step.
+            ConfigError: the step is no step, or has drafts that are trees.
             AcceptanceError: ``accepted`` does not fit the step, or ``besides`` is no number.
         """
         besides = tokens_besides("seal", besides)
         self._ledger.require("seal", step, after=True)
+        if step.parents is not None:
+            raise ConfigError(
+                "seal", "a count does not say which drafts of a tree stay",
+                expected="a step without parents", got="parents",
+                hint="compare no bytes where drafts are trees; nothing was sealed",
+            )  # fmt: skip
         if accepted is None:
             counts = torch.zeros(len(step.lines), dtype=torch.int64, device=self._ledger.device)
         else:

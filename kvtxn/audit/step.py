@@ -44,6 +44,13 @@ class Step:
             that state is not kept.
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
             A group that is left out is not read in this step, and not compared.
+        table_lines: int ``[num_requests]``, the line of each table that is the request's, for
+            tables with a line for each request that there can be: int ``[lines, blocks]``, of at
+            least one line. A line that a table does not have leads nowhere, and its request reads
+            unwritten rows. None: the table's lines are the step's requests, in their order.
+        block_maps: by group of rows, int ``[n]``, if the group's table names numbers of another
+            pool: number b stands for block ``block_maps[group][b]`` of this group; one that the map
+            does not have leads nowhere. ``slots`` are the group's own, as ever.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
             continues; -1 if it begins with zeros. A request at position 0 has no state to continue,
             so any block that it names is a wrong read. If the engine's kernels ignore the source of
@@ -55,6 +62,13 @@ class Step:
             first one plus its number within the request: a row computed for another position is
             foreign to every reader. None: rows are taken to be computed for the positions that they
             stand for.
+        parents: int ``[num_rows]``, if drafts are trees: for each draft row the draft that it
+            follows, an earlier one, by its number among the request's drafts; -1 if it follows the
+            last settled row. The drafts lie in the table one after the other, and each is computed
+            for the position after the one that it follows. A number that is none of these is taken
+            for the nearest; of other rows it is not read. ``resolve`` needs the sampled tokens, by
+            which it finds the accepted drafts; then the engine copies their rows to where the
+            request's next step reads them: ``Ledger.carry``. None: each row follows the one before.
     """
 
     lines: Tensor
@@ -67,12 +81,16 @@ class Step:
     sources: Mapping[str, Tensor] = attrs.field(factory=dict)
     told: Tensor | None = None
     positions: Tensor | None = None
+    table_lines: Tensor | None = None
+    parents: Tensor | None = attrs.field(default=None, repr=False)
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @property
     def num_rows(self) -> int:
         """Rows for which every tensor of rows has room."""
-        every = [self.tokens, *self.slots.values()]
-        return min(map(len, every if self.positions is None else [*every, self.positions]))
+        some = (self.positions, self.parents)
+        every = [self.tokens, *self.slots.values(), *(each for each in some if each is not None)]
+        return min(map(len, every))
 
     def is_like(self, other: Step) -> bool:
         """Tell whether two steps have the same requests and tokens; waits for their device."""

@@ -15,6 +15,7 @@ from ..host_values import to_device
 from . import books as book
 from .changes import Change
 from .digest import EMBEDDED, REJECTED, UNWRITTEN, age_of, as_word
+from .draft_trees import SampledPath, along, followed
 from .epochs import age_in, count_ages
 from .groups import Place
 from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
@@ -29,8 +30,8 @@ from .rows import (
     next_token,
     ragged,
     same_drafts,
-    through,
     word_at,
+    words_read,
 )
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
@@ -89,25 +90,33 @@ class TorchPasses(Passes):
         self._check_states(step, batch)
         owner, within = ragged(batch.counts)
         line = batch.lines[owner]
-        position = batch.first[owner] + within
+        position = column = batch.first[owner] + within
         row = batch.starts[owner] + within
+        ahead = followed(step, batch, owner, within)
         known = position < books.facts[book.KNOWN][line]
+        if step.parents is not None:
+            position = batch.first[owner] + along(torch.ones_like(within), ahead) - 1
+            known &= within < (batch.counts - batch.drafts)[owner]
         given, tokens = computed_for(step, row, position), step.tokens[row].long() & (EMBEDDED - 1)
         own_terms = books.own[line, position + 1] - books.own[line, position]
         embedded = known & (books.key.tokens_of(own_terms) >= EMBEDDED) & (given == position)
         terms = torch.where(embedded, own_terms, books.key.terms(tokens, given))
         right = torch.where(known, own_terms, books.key.terms(tokens, position))
-        chain, truth = (self._chain(each, owner, batch) for each in (terms, right))
+        if step.parents is None:
+            chain, truth = (self._chain(each, owner, batch) for each in (terms, right))
+        else:
+            before = books.own[line, batch.first[owner]]
+            chain, truth = (before + along(each, ahead) for each in (terms, right))
         places = self._places(step, batch, owner, within)
-        self._journal(line, position, given, terms, within, places)
-        books.own[line, position + 1] = truth
+        self._journal(line, position, given, terms, ahead, places)
+        books.own[line, column + 1] = truth
         for place, where in places.items():
             there = where >= 0
             books.words[where[there]] = as_word(chain[there] + books.salts[place.written])
             if place.group.is_state:
                 state = (where[there] - place.base) // place.stride + place.owners
                 books.owners[state] = books.facts[book.SERIAL][line[there]]
-        self._note_step(batch, chain, places)
+        self._note_step(step, batch, chain, places)
 
     def _chain(self, terms: Tensor, owner: Tensor, batch: Batch) -> Tensor:
         """Return the digest up to each row: the request's digest before its rows, plus terms."""
@@ -137,7 +146,7 @@ class TorchPasses(Passes):
         position: Tensor,
         given: Tensor,
         terms: Tensor,
-        within: Tensor,
+        ahead: Tensor,
         places: Mapping[Place, Tensor],
     ) -> None:
         """Write a journal entry for each row: its request, position, token and digests.
@@ -147,7 +156,7 @@ class TorchPasses(Passes):
             position: int64 ``[num_rows]``, of each row in its request.
             given: int64 ``[num_rows]``, the position that each row is computed for.
             terms: int64 ``[num_rows]``, the token of each row as ``Key.terms`` has it.
-            within: int64 ``[num_rows]``, the index of each row in its request's rows of the step.
+            ahead: int64 ``[num_rows]``, the row that each row follows; -1: an earlier step's.
             places: by KV-cache group, the index of each row's digest; -1 for a row without one.
         """
         books, rows = self.books, len(line)
@@ -157,18 +166,21 @@ class TorchPasses(Passes):
             given,
             terms,
         ]
+        here = ahead
         for back in (1, 2):
             earlier = (position - back).clamp(min=0)
             before = books.own[line, earlier + 1] - books.own[line, earlier]
-            here = torch.cat([terms.new_zeros(back), terms])[:rows]
-            columns.append(torch.where(within >= back, here, before))
+            columns.append(torch.where(here >= 0, terms[here], before))
+            here = torch.where(here >= 0, ahead[here], -1)
         none = position.new_full((rows,), -1)
         columns += [places.get(p, none) for p in books.layout.places.values()]
         entries = torch.stack(columns, 1)[-books.sizes.journal :]
         number = books.counters[book.JOURNALLED] + torch.arange(rows, device=line.device)
         books.journal[number[-books.sizes.journal :] % books.sizes.journal] = entries
 
-    def _note_step(self, batch: Batch, chain: Tensor, places: Mapping[Place, Tensor]) -> None:
+    def _note_step(
+        self, step: Step, batch: Batch, chain: Tensor, places: Mapping[Place, Tensor]
+    ) -> None:
         """Update the requests' facts, the fingerprint and the step counter."""
         books, facts, live = self.books, self.books.facts, batch.live
         line, drafts = batch.lines[live], batch.drafts[live]
@@ -179,7 +191,10 @@ class TorchPasses(Passes):
         goes_on = imported | (first >= facts[book.DURABLE][line])
         told = torch.where(goes_on, facts[book.TELLING][line].minimum(first), -1)
         facts[book.TOLD][line] = facts[book.TELLING][line] = told
-        facts[book.KNOWN][line] = facts[book.KNOWN][line].maximum(settled)
+        known = facts[book.KNOWN][line].maximum(settled)
+        if step.parents is not None:  # the drafts' digests have taken the place of own ones
+            known = torch.where(drafts > 0, settled, known)
+        facts[book.KNOWN][line] = known
         facts[book.DURABLE][line] = settled
         facts[book.KEPT_BEFORE][line] = facts[book.KEPT][line]
         facts[book.KEPT][line] = torch.where(drafts > 0, -1, 0)
@@ -203,13 +218,22 @@ class TorchPasses(Passes):
         batch = Batch.of(books, step, released=True)
         books.counters[book.OPEN] = 0
         kept = accepted.long().clamp(min=0).minimum(batch.drafts)
-        if sampled is not None:
-            kept = kept.minimum(same_drafts(step, batch, sampled))
         owner, within = ragged(batch.counts)
-        rejected = within >= (batch.counts - batch.drafts + kept)[owner]
+        live = batch.live & (facts[book.SERIAL][batch.lines.clamp(min=0)] >= 0)
+        settled = batch.counts - batch.drafts
+        if step.parents is not None:
+            drawn = kept.new_empty(len(kept), 0) if sampled is None else sampled
+            path = SampledPath.of(books, batch, kept, drawn, owner, within)
+            kept = path.kept
+            # Of a request that has ended the digests are gone; its drafts' words say what they are.
+            rejected = (within >= settled[owner]) & ~path.on & live[owner]
+            self._put_path(batch, settled, path, live)
+        else:
+            if sampled is not None:
+                kept = kept.minimum(same_drafts(step, batch, sampled))
+            rejected = within >= (settled + kept)[owner]
         for where in self._places(step, batch, owner, within).values():
             books.words[where[rejected & (where >= 0)]] = REJECTED
-        live = batch.live & (facts[book.SERIAL][batch.lines.clamp(min=0)] >= 0)
         line = batch.lines[live]
         length = (batch.first + batch.counts - batch.drafts + kept)[live]
         facts[book.KEPT][line] = kept[live]
@@ -225,6 +249,13 @@ class TorchPasses(Passes):
         books.own[line, length + 1] = books.own[line, length] + term
         facts[book.KNOWN][line] += 1
 
+    def _put_path(self, batch: Batch, settled: Tensor, path: SampledPath, live: Tensor) -> None:
+        """Put the digests of sampled paths in the place of those of the trees."""
+        column = torch.arange(path.digests.shape[1], device=settled.device)
+        request, at = ((column < path.kept[:, None]) & live[:, None]).nonzero(as_tuple=True)
+        end = (batch.first + settled)[request] + at + 1
+        self.books.own[batch.lines[request], end] = path.digests[request, at]
+
     # -- comparing ---------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
@@ -236,7 +267,7 @@ class TorchPasses(Passes):
             place: (first_visible(place, batch.first, end).maximum(told), end)
             for place in map(self.books.layout.places.__getitem__, step.tables)
         }
-        self._compare(batch.lines, bounds, step.tables, None)
+        self._compare(batch.lines, bounds, step, None)
 
     def inspect(self, stretch: Stretch) -> None:
         """Do what ``Passes.inspect`` says."""
@@ -246,13 +277,13 @@ class TorchPasses(Passes):
         end = torch.where(lines >= 0, stretch.end[:number].long(), 0)
         end = end.clamp(max=self.books.sizes.max_length)
         places = [self.books.layout.places[name] for name in stretch.tables]
-        self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
+        self._compare(lines, dict.fromkeys(places, (first, end)), stretch, stretch.kind)
 
     def _compare(
         self,
         lines: Tensor,
         bounds: Mapping[Place, tuple[Tensor, Tensor]],
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         kind: str | None,
     ) -> None:
         """Compare stretches of rows, and report wrong rows request by request."""
@@ -262,7 +293,7 @@ class TorchPasses(Passes):
             owner, within = ragged(counts)
             self.books.counters[book.ROWS_CHECKED] += len(owner)
             position = first[owner] + within
-            where = through(place, tables[place.group.name], owner, position)
+            where = words_read(read, place, owner, position)
             found, age = self._found(place, lines[owner], position, where, kind)
             if kind is None:
                 count_ages(self.books, lines[owner], age)
@@ -271,7 +302,7 @@ class TorchPasses(Passes):
         for index in wrong.nonzero().flatten().tolist():
             for place, (first, end) in bounds.items():
                 positions = torch.arange(int(first[index]), int(end[index]), device=lines.device)
-                self._report_rows(place, index, lines[index], positions, tables, kind)
+                self._report_rows(place, index, lines[index], positions, read, kind)
 
     def _found(
         self, place: Place, line: Tensor, position: Tensor, where: Tensor, kind: str | None
@@ -304,12 +335,11 @@ class TorchPasses(Passes):
         index: int,
         line: Tensor,
         position: Tensor,
-        tables: Mapping[str, Tensor],
+        read: Step | Stretch,
         kind: str | None,
     ) -> None:
         """Report one request's wrong rows of one group, and note up to where it was told."""
-        table = tables[place.group.name]
-        where = through(place, table, torch.full_like(position, index), position)
+        where = words_read(read, place, torch.full_like(position, index), position)
         found, age = self._found(place, line.expand_as(position), position, where, kind)
         wrong = found >= 0
         within = in_ring(place, position) % place.group.block_size

@@ -1,4 +1,4 @@
-"""``Ledger.carry`` and ``leave``: states that move, or are written, as the device alone knows."""
+"""``Ledger.carry`` and ``leave``: what moves, or is written, as the device alone knows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtxn import ConfigError, LayerRef
-from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step
+from kvtxn.audit import Ledger, RecordingLedger, RowGroup, Scrub, StateGroup, Step
 
 GROUPS = (RowGroup("a", 4, 8, pool="p"), StateGroup("s", 8, pool="p"))
 
@@ -69,8 +69,8 @@ def test_the_checksum_of_what_was_there_is_gone():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"a": (ints(1), ints(2))}, "is not a group of states"),
-        ({"b": (ints(1), ints(2))}, "is not a group of states"),
+        ({"b": (ints(1), ints(2))}, "is not a group of the ledger"),
+        ({"a": (ints(1, 2), ints(2, 3)), "s": (ints(1), ints(2))}, "do not fit"),
         ({"s": (ints(1), ints(2, 3))}, "do not fit"),
         ({"s": (torch.tensor([1.0]), ints(2))}, "source"),
         ([], "copies"),
@@ -79,6 +79,88 @@ def test_the_checksum_of_what_was_there_is_gone():
 def test_what_does_not_fit_is_refused(given, says):
     with pytest.raises(ConfigError, match=says):
         begun().carry(given)
+
+
+def rows_of(ledger, name, first, tokens, slots, table):
+    """Write and check a step of rows alone."""
+    step = Step(
+        lines=torch.tensor([ledger.line(name)]),
+        starts=torch.tensor([0, len(tokens)]),
+        first=torch.tensor([first]),
+        tokens=torch.tensor(tokens),
+        slots={"a": torch.tensor(slots)},
+        tables={"a": torch.tensor([table], dtype=torch.int32)},
+    )
+    ledger.write_and_check(step)
+    return [
+        (v.kind, v.position, v.slot, v.written_request, v.written_position)
+        for v in ledger.violations()
+    ]
+
+
+def of_rows(backend="auto", kind=Ledger, **named):
+    """Request "r" has its first four rows in block 2, and "u" has in block 5."""
+    ledger = kind(GROUPS, max_requests=4, max_length=30, backend=backend, **named)
+    for name, tokens, block in (("r", [5, 6, 7, 8], 2), ("u", [4, 6, 7, 8], 5)):
+        ledger.admit(name, [*tokens, 9])
+        slots = range(4 * block, 4 * block + 4)
+        assert rows_of(ledger, name, 0, tokens, slots, [block]) == []
+    return ledger
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_rows_are_the_rows_that_they_were(backend):
+    """From one block's slots to another's, in any order; what lies outside is no slot."""
+    ledger = of_rows(backend)
+    before = ledger.books.words.clone()
+    ledger.carry({"a": (ints(8, 9, -3, 10, 11, 32, 9), ints(28, 29, 5, 30, 31, 6, 9))})
+    changed = (ledger.books.words != before).nonzero().flatten().tolist()
+    assert changed == [28, 29, 30, 31]
+    assert rows_of(ledger, "r", 4, [9], [12], [7, 3]) == []
+
+
+def test_rows_of_one_copy_make_room_for_each_other():
+    """All are read before one is written, as in a move of accepted rows to the front."""
+    ledger = of_rows()
+    ledger.carry({"a": (ints(9, 10, 11, 8), ints(8, 9, 10, 11))})
+    ledger.carry({"a": (ints(11, 8, 9, 10), ints(8, 9, 10, 11))})
+    assert rows_of(ledger, "r", 4, [9], [12], [2, 3]) == []
+
+
+@pytest.mark.parametrize("journal", [1 << 16, 12])
+def test_a_row_that_is_copied_from_a_wrong_slot_is_found(journal):
+    """With its position, its slot, and whoever wrote the row."""
+    ledger = of_rows(journal=journal)
+    ledger.carry({"a": (ints(21, 10), ints(9, 11))})
+    wrong = [("foreign", 1, 9, "u", 1), ("foreign", 3, 11, "r", 2)]
+    assert rows_of(ledger, "r", 4, [9], [12], [2, 3]) == wrong
+
+
+def test_the_writer_of_a_row_that_is_copied_twice_is_known():
+    ledger = of_rows()
+    ledger.carry({"a": (ints(21), ints(28))})
+    ledger.carry({"a": (ints(28), ints(9))})
+    assert rows_of(ledger, "r", 4, [9], [12], [2, 3]) == [("foreign", 1, 9, "u", 1)]
+
+
+def test_rows_and_states_are_copied_in_one_call():
+    ledger = of_rows()
+    ledger.admit("t", [5, 6, 7])
+    ledger.write(step_of(ledger, "t", 0, -1, 3))
+    ledger.carry({"a": (ints(8), ints(28)), "s": (ints(3), ints(4))})
+    words = ledger.books.words
+    assert words[[8, 12]].tolist() == words[[28, 16]].tolist()
+    ledger.write(step_of(ledger, "t", 1, 4, 4))
+    assert ledger.violations() == []
+
+
+def test_a_recording_has_the_rows_that_were_copied():
+    ledger = of_rows(kind=RecordingLedger)
+    ledger.carry({"a": (ints(-1, 8, 9, 10, 11), ints(2, 28, 29, 10, 30))})
+    recording = ledger.recording()
+    copied = recording["happenings"].index("copied")
+    runs = [recording["runs"][at : at + 7] for at in range(0, len(recording["runs"]), 7)]
+    assert [run for run in runs if run[1] == copied] == [[5, copied, 0, 28, 3, -1, -1]]
 
 
 def drafted(ledger, kept):

@@ -282,13 +282,16 @@ SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", 
 NUMBERS = {"num_tokens", "num_blocks", "num_released", "count", "first", "second", "width", "end"}
 SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides"}
 KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
+WRITE = {"FILLS": True, "DRAFTS": True, "POSITIONS": True, "TILE": 128}
 KERNELS = (
     (repeated_launch._add, {"FACTOR": 3}),
     (change_kernel.change_books, {"SEALS": True, "TILE": 512}),
     (change_kernel.put_numbers, {"TILE": 512}),
     (change_kernel.count_tokens, {"TILE": 16}),
-    (write_kernel.write_rows, {"FILLS": True, "DRAFTS": True, "POSITIONS": True, "TILE": 128}),
-    (resolve_kernel.resolve_rows, {"DRAFTS": True, "TILE": 16, "REJECTED": 1}),
+    (write_kernel.write_rows, {**WRITE, "TREES": False}),
+    (write_kernel.write_rows, {**WRITE, "TREES": True}),
+    (resolve_kernel.resolve_rows, {"DRAFTS": True, "TREES": False, "TILE": 16, "REJECTED": 1}),
+    (resolve_kernel.resolve_rows, {"DRAFTS": True, "TREES": True, "TILE": 16, "REJECTED": 1}),
     (compare_kernel.compare_rows, {"STEPPING": True, "EXPORTED": False, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_rows, {"STEPPING": False, "EXPORTED": True, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_states, {"TOLD": True, "FILLS": True, "TILE": 1024}),
@@ -314,4 +317,4 @@ def test_the_kernels_compile_for_a_gpu():
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600, check=False
     )
-    assert "compiled 9" in done.stdout, done.stderr[-3000:]
+    assert "compiled 11" in done.stdout, done.stderr[-3000:]

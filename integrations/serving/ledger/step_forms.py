@@ -224,6 +224,9 @@ def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
         drafts=rows.drafts,
         slots=rows.slots if states is None else {**rows.slots, **states.slots},
         tables=rows.tables,
+        table_lines=rows.table_lines,
+        parents=rows.parents,
+        block_maps=rows.block_maps,
         positions=rows.positions,
         sources={} if states is None else states.sources,
         told=None if states is None else states.told,
@@ -282,12 +285,16 @@ class PublishedBlocks:
             lines = step.lines.clamp(min=0)
             before = ends.index_select(0, lines)
             end = (settled // size * size).maximum(before)
-            tables = {group.name: step.tables[group.name]}
             begin = not_left(group, first, before)
-            self._ledger.inspect(
-                Stretch(step.lines, begin, end.maximum(begin), tables, "published")
-            )
+            self._ledger.inspect(_published(step, group, begin, end.maximum(begin)))
             ends.index_copy_(0, lines, end)
+
+
+def _published(step: Step, group: RowGroup, begin: Tensor, end: Tensor) -> Stretch:
+    """Describe the rows of a step's requests that a group has full blocks of, to be checked."""
+    tables = {group.name: step.tables[group.name]}
+    maps = {name: each for name, each in step.block_maps.items() if name == group.name}
+    return Stretch(step.lines, begin, end, tables, "published", step.table_lines, maps)
 
 
 def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:
@@ -341,10 +348,9 @@ class FilledBlocks:
                 settled = at + step.starts.diff()
                 settled = settled if step.drafts is None else settled - step.drafts
                 full = first.maximum(settled // group.block_size * group.block_size)
-                tables = {group.name: step.tables[group.name]}
                 begin = not_left(group, at, first)
                 full = full.maximum(begin)
-                self._ledger.inspect(Stretch(step.lines, begin, full, tables, "published"))
+                self._ledger.inspect(_published(step, group, begin, full))
                 ends[step.lines] = full + group.block_size
 
 

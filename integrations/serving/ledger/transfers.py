@@ -23,6 +23,7 @@ from torch import Tensor
 from ....audit import Ledger, RowGroup
 from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
+from ....audit.rows import blocks_read
 from ..step import Arrival, Rows
 from .shared_identities import SharedIdentities
 
@@ -227,7 +228,7 @@ class TransferWatch:
                 begin = self._full.get((request, name), max(first, 0) // group.block_size)
                 end //= group.block_size
                 if begin < end and request in self._ledger:
-                    table = rows.tables[name][number, :end].tolist()
+                    table = blocks_read(rows, name, number)[:end].tolist()
                     while begin < end and not table[begin]:  # it has left a sliding window
                         begin += 1
                     full.append((request, name, table, begin))
