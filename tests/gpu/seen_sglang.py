@@ -36,9 +36,9 @@ RINGS: Final = """### SGLang's replay ring beside kvtxn's kernels
 `python tests/gpu/sglang_rings.py OUT`: what a step of gated delta nets launches, in microseconds.
 The {layers} layers have {value_heads} heads of {value_size} x {key_size} numbers. SGLang reads the
 state at the ring's beginning and the ring's rows, and folds the rows into the state once the ring
-is full; kvtxn moves each state at each commit. *k* is the number of drafts. Times are medians
-of {rounds} rounds; ratios have their 20th and 80th percentile. *GB moved* is what each must read
-and write in a step, each number once.
+is full; kvtxn moves each state at each commit. *k* is the number of drafts. Times are medians of
+{rounds} rounds; ratios have their 20th and 80th percentile. *GB moved* is what each must read and
+write in a step, each number once.
 """
 
 

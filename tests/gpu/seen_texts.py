@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-HEAD: Final = """# Recurrent states, the audit, KV connectors, pipeline stages and servers on a GPU
+HEAD: Final = """# States, the audit, KV connectors, pipeline stages, servers and SGLang on a GPU
 
 What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
 have random weights. Each engine has a process of its own.
