@@ -18,7 +18,8 @@ class Requests:
 
     A request is new when its first rows are computed, and again after a retraction. Its end is told
     with the next step, since the present one may run still: under overlap a finished request takes
-    part in one more forward.
+    part in one more forward. That forward may even begin later, where SGLang takes in a result
+    between planning the next step and running it.
 
     Args:
         most: requests that can hold rows at one time.
@@ -54,6 +55,10 @@ class Requests:
             step: the step.
         """
         gone, self._gone = self._gone, []
+        if gone:
+            runs = {req.rid for req in step.requests if req.finished()}
+            self._gone = [name for name in gone if name in runs]
+            gone = [name for name in gone if name not in runs]
         arrivals = [] if not step.extends else self._arrivals(step)
         if not (gone or arrivals):
             return NO_CHANGES
@@ -63,7 +68,7 @@ class Requests:
         before = step.batch.extend_prefix_lens_cpu
         found = []
         for number, req in enumerate(step.requests):
-            if self._known.get(req.rid) is req:
+            if self._known.get(req.rid) is req or req.rid in self._gone:
                 continue
             self._known[req.rid] = req
             found.append(
