@@ -245,6 +245,14 @@ def test_the_facts_of_an_engine():
     assert engine_facts.facts(toy, names).settings == {"pp_size", "enable_lmcache"}
 
 
+def test_the_rows_of_an_encoder_are_not_followed():
+    """SGLang puts their slots in front of those of the tokens, whose positions begin at 0."""
+    toy = ToySglang()
+    toy.model_config.is_encoder_decoder = True
+    found = attrs.evolve(engine_facts.facts(toy, frozenset()), device="cuda")
+    assert "rows of an encoder" in supported.cannot_watch(found)
+
+
 def test_facts_are_of_the_resolved_arguments():
     """Newer releases keep what the user has given as it is."""
     toy, resolved = ToySglang(drafts=3), {"speculative_eagle_topk": 4, "enable_dp_attention": True}

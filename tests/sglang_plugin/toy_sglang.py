@@ -249,6 +249,7 @@ class ToySglang:
             speculative_num_draft_tokens=drafts + 1 if drafts else None,
             disable_radix_cache=False,
         )
+        self.model_config = SimpleNamespace(is_encoder_decoder=False)
         self.req_to_token_pool = ReqToTokenPool()
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator()
         self.tree_cache = Tree()
