@@ -337,7 +337,7 @@ class ToySglang:
             self.results.append((batch, result))
         while self.results and (batch is None or not self.enable_overlap or len(self.results) > 1):
             self.take_in(*self.results.popleft())
-        if batch is not None and result.delay_sample_func is not None:
+        if batch is not None and getattr(result, "delay_sample_func", None) is not None:
             assert result.delay_sample_func() is result
             self.events["later"] += 1
 
