@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+import torch
+from kvtxn.integrations.sglang_plugin import starting
+from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_sglang import ToySglang
 
 
@@ -39,3 +42,24 @@ def test_a_request_that_is_done_before_its_last_forward(hooks, drafts, trees):
     assert late
     assert report["violations"] == []
     assert report["counters"]["kvtxn_audit_active"] == 1
+
+
+def test_experts_that_change_places_are_no_other_weights(on_a_cpu):
+    """SGLang moves them between GPUs while it serves; only an update makes rows stale."""
+    hooks = starting.Hooks(Settings("ledger", stale="alarm", weights_every=1))
+    toy = ToySglang(hooks.around(), seed=1)
+    toy.server_args.enable_eplb = True
+    weight = toy.tp_worker.model_runner.model.weight
+
+    def moves(toy, batch):
+        with torch.no_grad():
+            weight.copy_(weight.flip(0))
+
+    toy.fault = moves
+    toy.offer([*range(1, 20)], 4)
+    toy.serve(12)
+    assert hooks.report()["violations"] == []
+    hooks.weights_updated(lambda updater: None, None)
+    toy.offer([*range(1, 20)], 4)
+    toy.serve(0)
+    assert {each["kind"] for each in hooks.report()["violations"]} == {"stale"}

@@ -94,6 +94,16 @@ def _is_set(args: Mapping[str, object], name: str) -> bool:
     return value not in (None, False, "", "null", "none")
 
 
+#: Arguments of the server by which weights change places while it serves; those that are set.
+_WEIGHTS_MOVE: Final = ("enable_eplb", "cpu_offload_gb", "offload_group_size")
+
+
+def weights_move(scheduler: Scheduler) -> bool:
+    """Tell whether an engine's parameters change places while it serves, and stay what they are."""
+    args = _arguments(scheduler)
+    return any(_is_set(args, name) and args[name] not in (0, -1) for name in _WEIGHTS_MOVE)
+
+
 def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
     """Return a server's model name and the number of a scheduler's group; None without metrics."""
     args = _arguments(scheduler)
