@@ -80,6 +80,7 @@ class Req:
     lora_id: str | None = None
     input_embeds: object = None
     positional_embed_overrides: object = None
+    beam_group: object = None
     kv: SimpleNamespace = attrs.field(
         factory=lambda: SimpleNamespace(req_pool_idx=None, kv_committed_len=0, kv_allocated_len=0)
     )
