@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
 from typing import Final
 
+from ....audit.digest import EMBEDDED
 from ...serving.step import NO_CHANGES, Arrival, Changes
 from .protocols import Req
 from .steps import ForwardStep
@@ -74,7 +76,7 @@ class Requests:
             found.append(
                 Arrival(
                     name=req.rid,
-                    tokens=[*req.origin_input_ids, *req.output_ids],
+                    tokens=plain([*req.origin_input_ids, *req.output_ids]),
                     extras=extras_of(req, self._embedded.__next__),
                     embedded={},
                     computed=int(before[number]) if before is not None else 0,
@@ -86,6 +88,22 @@ class Requests:
         while len(self._known) > self._most:  # each has a line of SGLang's table
             self._known.popitem(last=False)
         return found
+
+
+def plain(tokens: list[int]) -> list[int]:
+    """Return token ids as the ledger writes them.
+
+    For a position of an image SGLang has a hash of up to 63 bits. Of a row's id the ledger counts
+    the bits of a token.
+
+    Args:
+        tokens: the ids.
+    """
+    try:
+        array("I", tokens)  # quicker than to look at each
+    except OverflowError:
+        return [each & (EMBEDDED - 1) for each in tokens]
+    return tokens
 
 
 def extras_of(req: Req, number: Callable[[], int]) -> list[int]:
