@@ -134,7 +134,7 @@ class Rows:
     """The rows of a forward, requests in the order of the batch.
 
     Attributes:
-        names: the engine's names of the requests.
+        names: the engine's names of the requests; empty for one that is left out.
         starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
         first: int64 ``[num_requests]``, the position of each request's first row; None where the
             device alone knows it, in ``positions``.

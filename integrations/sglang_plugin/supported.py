@@ -32,6 +32,8 @@ SETTINGS: Final[Mapping[str, str]] = {
     "dllm_algorithm": "a diffusion model computes its rows several times",
     "elastic_ep_backend": "a forward that is run again after a rank's fault is not followed",
     "pp_size": "pipeline stages are not followed yet",
+    "attn_cp_size": "prompts that are spread over ranks are not followed",
+    "enable_prefill_cp": "prompts that are spread over ranks are not followed",
     "dcp_size": "rows that are spread over ranks by their positions are not followed",
 }
 
@@ -40,6 +42,10 @@ _Rule = tuple[Callable[[EngineFacts], bool], Callable[[EngineFacts], str]]
 _RULES: Final[tuple[_Rule, ...]] = (
     (lambda f: f.device != "cuda", lambda f: f"the device {f.device!r} is not followed"),
     (lambda f: not f.samples, lambda f: "an engine that samples no tokens is not followed yet"),
+    (
+        lambda f: f.encodes,
+        lambda f: "rows of an encoder, which are in front of the tokens', are not followed yet",
+    ),
     (
         lambda f: "SWA" in f.slots or "SWA" in f.rows,
         lambda f: "the second pool of sliding windows is not followed yet",

@@ -106,9 +106,10 @@ class Watching:
             stale=settings.stale,
         )
         self.watch.found.log_tokens = settings.log_tokens
-        self.watch.weights = WeightWatch(
-            self.watch.ledger, {"target": _parameters(runner)}, settings.weights_every
-        )
+        # Updates are told; a sample would take experts that were moved for other weights.
+        moving = engine_facts.weights_move(scheduler)
+        sampled = {} if moving else {"target": _parameters(runner)}
+        self.watch.weights = WeightWatch(self.watch.ledger, sampled, settings.weights_every)
         if settings.audit == "bytes":
             self._compare_bytes(scheduler, settings, rank, trees=trees)
         reader = StepReader(scheduler.req_to_token_pool, room.requests, device, trees=trees)

@@ -127,7 +127,7 @@ class Replay:
             if isinstance(req["prompt"], list):  # it comes, or comes again
                 self.requests[req["rid"]] = SimpleNamespace(
                     rid=req["rid"], origin_input_ids=array("q", req["prompt"]), lora_id=None,
-                    input_embeds=None, positional_embed_overrides=None,
+                    input_embeds=None, positional_embed_overrides=None, finished=lambda: False,
                     kv=SimpleNamespace(kv_committed_len=0),
                 )  # fmt: skip
                 output = req["output"]

@@ -70,3 +70,24 @@ def test_vectors_in_place_of_tokens_are_nobody_elses(hooks):
     toy.offer([1] * 12, 4, input_embeds=[[0.25]])
     toy.serve(0)
     assert {each["kind"] for each in hooks.report()["violations"]} == {"foreign"}
+
+
+def test_an_image_counts_by_the_hash_in_place_of_its_tokens(hooks):
+    """The hash has more bits than a token; SGLang's are below ``2**62 + 10**6``."""
+    toy = ToySglang(hooks.around(), seed=1)
+    toy.aborts, image = 0, (1 << 62) - 12345
+    for _ in range(2):
+        toy.offer([1, 2, *[image] * 9, 3, 4], 4)
+        toy.serve(0)
+    report = hooks.report()
+    assert toy.events["hits"]
+    assert report["violations"] == []
+    assert report["counters"]["kvtxn_audit_active"] == 1
+    another = image ^ (1 << 20)
+    toy.tree_cache.slots |= {
+        tuple(another if part == image else part for part in key): slot
+        for key, slot in toy.tree_cache.slots.items()
+    }
+    toy.offer([1, 2, *[another] * 9, 3, 4], 4)
+    toy.serve(0)
+    assert {each["kind"] for each in hooks.report()["violations"]} == {"foreign"}

@@ -15,7 +15,7 @@ from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
 from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_settings
 from kvtxn.integrations.vllm_plugin.policy import settings as of_vllm
-from toy_sglang import ToySglang
+from toy_sglang import MHATokenToKVPool, ToySglang
 
 from kvtxn import ConfigError, KVTxnError
 
@@ -245,6 +245,14 @@ def test_the_facts_of_an_engine():
     assert engine_facts.facts(toy, names).settings == {"pp_size", "enable_lmcache"}
 
 
+def test_the_rows_of_an_encoder_are_not_followed():
+    """SGLang puts their slots in front of those of the tokens, whose positions begin at 0."""
+    toy = ToySglang()
+    toy.model_config.is_encoder_decoder = True
+    found = attrs.evolve(engine_facts.facts(toy, frozenset()), device="cuda")
+    assert "rows of an encoder" in supported.cannot_watch(found)
+
+
 def test_facts_are_of_the_resolved_arguments():
     """Newer releases keep what the user has given as it is."""
     toy, resolved = ToySglang(drafts=3), {"speculative_eagle_topk": 4, "enable_dp_attention": True}
@@ -297,6 +305,73 @@ def test_an_error_of_kvtxns_ends_the_audit_alone(hooks, caplog):
     assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
     (said,) = [each for each in map(str, caplog.messages) if "audit_inactive" in each]
     assert "different numbers of requests or rows" in said
+
+
+def without(name):
+    """Take an attribute away from the forward's batch."""
+    return lambda toy, batch: delattr(batch.forward_batch, name)
+
+
+#: Attributes of another release, by what is not there; each is taken away in one step.
+ANOTHER_RELEASE = {
+    "names": without("rids"),
+    "a mode": without("forward_mode"),
+    "lengths": without("seq_lens"),
+    "drafts": without("spec_info"),
+}
+
+
+@pytest.mark.parametrize("case", ANOTHER_RELEASE)
+def test_an_attribute_that_is_not_there_ends_the_audit_alone(hooks, case):
+    """The seam compares signatures with the installed release, and no attributes."""
+    toy = ToySglang(hooks.around(), drafts=3, seed=3)
+
+    def fault(toy, batch):
+        if toy.events["steps"] == 9:
+            ANOTHER_RELEASE[case](toy, batch)
+
+    toy.fault = fault
+    toy.serve(6)
+    assert len(toy.done) == 6
+    assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
+
+
+def test_a_result_of_another_kind_ends_the_audit_alone(hooks):
+    toy = ToySglang(hooks.around(), drafts=3, seed=3)
+    generate = toy.model_worker.forward_batch_generation
+
+    def generates(batch, **more):
+        result = generate(batch, **more)
+        if toy.events["steps"] == 9:
+            del result.delay_sample_func
+        return result
+
+    toy.model_worker.forward_batch_generation = generates
+    toy.serve(6)
+    assert len(toy.done) == 6
+    assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
+
+
+def test_moves_that_are_told_in_another_way_end_the_audit_alone(hooks, monkeypatch):
+    """The pool moves its rows as before."""
+    own = MHATokenToKVPool.move_kv_cache
+    monkeypatch.setattr(
+        MHATokenToKVPool, "move_kv_cache", lambda pool, *slots, layers=None: own(pool, *slots)
+    )
+    toy = ToySglang(hooks.around(), drafts=5, trees=True, seed=3)
+    pool, moved = toy.token_to_kv_pool_allocator.get_kvcache(), []
+
+    def fault(toy, batch):
+        if toy.events["steps"] > 9 and batch.moves is not None:
+            target, source = batch.moves
+            pool.move_kv_cache(target, source, layers=range(2))
+            moved.append(batch)
+
+    toy.fault = fault
+    toy.serve(6)
+    assert moved
+    assert len(toy.done) == 6
+    assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
 
 
 def test_a_forward_of_an_unknown_kind_ends_the_audit(hooks):

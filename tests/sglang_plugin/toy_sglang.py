@@ -80,6 +80,7 @@ class Req:
     lora_id: str | None = None
     input_embeds: object = None
     positional_embed_overrides: object = None
+    beam_group: object = None
     kv: SimpleNamespace = attrs.field(
         factory=lambda: SimpleNamespace(req_pool_idx=None, kv_committed_len=0, kv_allocated_len=0)
     )
@@ -249,6 +250,7 @@ class ToySglang:
             speculative_num_draft_tokens=drafts + 1 if drafts else None,
             disable_radix_cache=False,
         )
+        self.model_config = SimpleNamespace(is_encoder_decoder=False)
         self.req_to_token_pool = ReqToTokenPool()
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator()
         self.tree_cache = Tree()
@@ -336,7 +338,7 @@ class ToySglang:
             self.results.append((batch, result))
         while self.results and (batch is None or not self.enable_overlap or len(self.results) > 1):
             self.take_in(*self.results.popleft())
-        if batch is not None and result.delay_sample_func is not None:
+        if batch is not None and getattr(result, "delay_sample_func", None) is not None:
             assert result.delay_sample_func() is result
             self.events["later"] += 1
 

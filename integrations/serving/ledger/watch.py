@@ -368,15 +368,15 @@ class Watch:
             self._published.publish(step)
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
-        """Return the lines of requests, int64 ``[num_requests]``; admit those forgotten."""
+        """Return the lines of requests, int64 ``[num_requests]``, -1 without a name; admit them."""
         if self._batch is None or self._batch[0] != names:
             found = self.ledger.lines_of(names)
-            for name in names:
+            for name in filter(None, names):
                 if found is None and name not in self.ledger:
                     self.admit([returning(name)])
                 self._known.move_to_end(name)
             if found is None:
-                found = [self.ledger.line(name) for name in names]
+                found = [self.ledger.line(name) if name else -1 for name in names]
             self._batch = list(names), self._buffer.put(found)
         return self._batch[1]
 

@@ -93,11 +93,14 @@ class Adapter:
         """Hear what a model worker returns; the attribute hides the method of this worker alone."""
         worker.forward_batch_generation = partial(self._generated, worker.forward_batch_generation)
 
-    def _moves_rows(self, move: Moved, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Let a pool copy rows; a slot of padding stands for no row."""
-        move(tgt_loc, src_loc)
-        if self.active:
-            self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
+    def _moves_rows(self, move: Callable[..., None], *slots: Tensor, **named: Tensor) -> None:
+        """Let a pool copy rows."""
+        move(*slots, **named)
+        self._tell(partial(self._note_move, *slots, **named))
+
+    def _note_move(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Note which rows were copied; a slot of padding stands for no row."""
+        self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tell something; an error ends the audit, unless the user asks for it."""
@@ -142,13 +145,17 @@ class Adapter:
     ) -> GenerationBatchResult:
         """Run a worker's forwards, and tell what was sampled."""
         result = generate(*args, **kwargs)
+        self._tell(partial(self._tell_generated, result))
+        return result
+
+    def _tell_generated(self, result: GenerationBatchResult) -> None:
+        """Tell what was sampled, or tell it once that is done."""
         later = result.delay_sample_func
         if later is None:
-            self._tell(partial(self._tell_sampled, result))
-        elif self.active:
-            self._samples_later = True
+            self._tell_sampled(result)
+        else:
             result.delay_sample_func = partial(self._sample_later, later, result)
-        return result
+            self._samples_later = True
 
     def _sample_later(self, sample: Callable[[], object], result: GenerationBatchResult) -> object:
         """Sample a batch whose forward has run, and end its step."""
@@ -179,9 +186,11 @@ class Adapter:
             runner: the runner; a drafter's rows are in a pool of its own.
             batch: the forward's.
         """
-        if runner is not self._runner or self._batch is None or not batch.rids or not self.active:
+        if runner is not self._runner or self._batch is None or not self.active:
             return run()
         self._tell(partial(self._tell_forward, self._batch, batch))
+        if self._step is None:
+            return run()
         try:
             output = run()
         except BaseException as error:
@@ -191,6 +200,8 @@ class Adapter:
         return output
 
     def _tell_forward(self, scheduled: ScheduleBatch, batch: ForwardBatch) -> None:
+        if not batch.rids:  # an idle batch
+            return
         step = self._step = ForwardStep(batch, list(scheduled.reqs))
         self._part.requests_changed(partial(self._requests.changes, step))
         self._part.forward_begins(step, {})

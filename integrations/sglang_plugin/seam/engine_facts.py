@@ -28,6 +28,7 @@ class EngineFacts:
         table: the class of the table of requests.
         algorithm: of speculation; ``"NONE"`` without.
         topk: drafts that follow each draft; 1 is a chain.
+        encodes: an encoder has rows in front of those of the tokens, as in Whisper.
         settings: arguments of the server that rules name, by name; those that are set.
     """
 
@@ -38,6 +39,7 @@ class EngineFacts:
     table: str = "ReqToTokenPool"
     algorithm: str = "NONE"
     topk: int = 1
+    encodes: bool = False
     settings: frozenset[str] = frozenset()
 
     @property
@@ -54,6 +56,7 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         names: the server's arguments that rules name.
     """
     args, allocator = _arguments(scheduler), scheduler.token_to_kv_pool_allocator
+    config = getattr(scheduler, "model_config", None)
     return EngineFacts(
         device=torch.device(scheduler.tp_worker.model_runner.device).type,
         samples=bool(scheduler.is_generation),
@@ -62,6 +65,7 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         table=type(scheduler.req_to_token_pool).__name__,
         algorithm=str(scheduler.spec_algorithm.name),
         topk=_number(args, "speculative_eagle_topk"),
+        encodes=bool(getattr(config, "is_encoder_decoder", False)),
         settings=frozenset(name for name in names if _is_set(args, name)),
     )
 
@@ -88,6 +92,16 @@ def _is_set(args: Mapping[str, object], name: str) -> bool:
         return _number(args, name) > 1
     value = args.get(name)
     return value not in (None, False, "", "null", "none")
+
+
+#: Arguments of the server by which weights change places while it serves; those that are set.
+_WEIGHTS_MOVE: Final = ("enable_eplb", "cpu_offload_gb", "offload_group_size")
+
+
+def weights_move(scheduler: Scheduler) -> bool:
+    """Tell whether an engine's parameters change places while it serves, and stay what they are."""
+    args = _arguments(scheduler)
+    return any(_is_set(args, name) and args[name] not in (0, -1) for name in _WEIGHTS_MOVE)
 
 
 def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:

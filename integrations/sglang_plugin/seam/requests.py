@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
 from typing import Final
 
+from ....audit.digest import EMBEDDED
 from ...serving.step import NO_CHANGES, Arrival, Changes
 from .protocols import Req
 from .steps import ForwardStep
@@ -18,7 +20,8 @@ class Requests:
 
     A request is new when its first rows are computed, and again after a retraction. Its end is told
     with the next step, since the present one may run still: under overlap a finished request takes
-    part in one more forward.
+    part in one more forward. That forward may even begin later, where SGLang takes in a result
+    between planning the next step and running it.
 
     Args:
         most: requests that can hold rows at one time.
@@ -54,6 +57,10 @@ class Requests:
             step: the step.
         """
         gone, self._gone = self._gone, []
+        if gone:
+            runs = {req.rid for req in step.requests if req.finished()}
+            self._gone = [name for name in gone if name in runs]
+            gone = [name for name in gone if name not in runs]
         arrivals = [] if not step.extends else self._arrivals(step)
         if not (gone or arrivals):
             return NO_CHANGES
@@ -63,13 +70,13 @@ class Requests:
         before = step.batch.extend_prefix_lens_cpu
         found = []
         for number, req in enumerate(step.requests):
-            if self._known.get(req.rid) is req:
+            if self._known.get(req.rid) is req or req.rid in self._gone:
                 continue
             self._known[req.rid] = req
             found.append(
                 Arrival(
                     name=req.rid,
-                    tokens=[*req.origin_input_ids, *req.output_ids],
+                    tokens=plain([*req.origin_input_ids, *req.output_ids]),
                     extras=extras_of(req, self._embedded.__next__),
                     embedded={},
                     computed=int(before[number]) if before is not None else 0,
@@ -81,6 +88,22 @@ class Requests:
         while len(self._known) > self._most:  # each has a line of SGLang's table
             self._known.popitem(last=False)
         return found
+
+
+def plain(tokens: list[int]) -> list[int]:
+    """Return token ids as the ledger writes them.
+
+    For a position of an image SGLang has a hash of up to 63 bits. Of a row's id the ledger counts
+    the bits of a token.
+
+    Args:
+        tokens: the ids.
+    """
+    try:
+        array("I", tokens)  # quicker than to look at each
+    except OverflowError:
+        return [each & (EMBEDDED - 1) for each in tokens]
+    return tokens
 
 
 def extras_of(req: Req, number: Callable[[], int]) -> list[int]:

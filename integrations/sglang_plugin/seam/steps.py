@@ -62,6 +62,17 @@ class ForwardStep:
         verifies = self.batch.forward_mode.name == _VERIFY and spec is not None
         return int(spec.draft_token_num) - 1 if verifies and spec is not None else 0
 
+    def names(self) -> list[str]:
+        """Return the requests' names; empty for one whose rows are beams, as they decode.
+
+        SGLang moves such a request's rows between its lines of the table and those of beams, which
+        have no request. No other request reads them.
+        """
+        if self.extends:
+            return [req.rid for req in self.requests]
+        # Older releases search no beams.
+        return ["" if getattr(req, "beam_group", None) else req.rid for req in self.requests]
+
     def going_on(self) -> set[int]:
         """Return the requests whose prompt goes on after the step: nothing is sampled for them."""
         if not self.extends:
@@ -150,12 +161,12 @@ class StepReader:
         Raises:
             KVTxnError: its mode is unknown, or its tensors do not fit together.
         """
-        batch, number = step.batch, len(step.requests)
+        batch, number, names = step.batch, len(step.requests), step.names()
         each, mode = self._rows_of_each(step), batch.forward_mode.name
-        total = self._check(batch, number, each)
+        beams = len(batch.seq_lens) - number if "" in names else 0
+        total = self._check(batch, number, each, beams)
         buffers, size = self._buffers_for(total)
         key = mode, number, each, size
-        names = list(batch.rids or ())
         rows = self._known.get(key)
         if rows is None:
             if len(self._known) >= _MAX_REMEMBERED:
@@ -164,7 +175,10 @@ class StepReader:
         own = buffers.tokens, buffers.positions, buffers.slots
         torch._foreach_copy_(
             [*(copy[:total] for copy in own), self._lines[:number]],
-            [batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices],
+            [
+                *(one[:total] for one in (batch.input_ids, batch.positions, batch.out_cache_loc)),
+                batch.req_pool_indices[:number],
+            ],
         )
         self._place_requests(batch, number)
         if rows.parents is not None:
@@ -192,12 +206,20 @@ class StepReader:
             hint="nothing that is read from now on can be judged",
         )  # fmt: skip
 
-    def _check(self, batch: ForwardBatch, number: int, each: int) -> int:
-        """Return the number of rows; raise KVTxnError if the tensors are of different numbers."""
-        total = len(batch.input_ids)
+    def _check(self, batch: ForwardBatch, number: int, each: int, beams: int) -> int:
+        """Return the number of rows; raise KVTxnError if the tensors are of different numbers.
+
+        Args:
+            batch: the forward's.
+            number: of requests.
+            each: rows of each request; 0 if requests differ.
+            beams: rows behind those of the requests, which no request of the batch stands for.
+        """
+        total = len(batch.input_ids) - beams
         named = len(batch.rids or ())
-        per_request = {named, number, len(batch.req_pool_indices), len(batch.seq_lens)}
-        per_row = {total, len(batch.positions), len(batch.out_cache_loc)}
+        told = {len(batch.req_pool_indices) - beams, len(batch.seq_lens) - beams}
+        per_request = {named, number, *told}
+        per_row = {total, len(batch.positions) - beams, len(batch.out_cache_loc) - beams}
         if len(per_request) > 1 or len(per_row) > 1 or (each and total != number * each):
             raise KVTxnError(
                 "forward", "the step's tensors are of different numbers of requests or rows",
@@ -267,7 +289,7 @@ class StepReader:
         """Put in place where each request's rows begin, and the position of the first of them."""
         first, mode = self._first[:number], batch.forward_mode.name
         if mode == _DECODE:
-            torch.sub(batch.seq_lens, 1, out=first)
+            torch.sub(batch.seq_lens[:number], 1, out=first)
         elif mode == _VERIFY:
             first.copy_(batch.seq_lens)
         else:
