@@ -283,6 +283,67 @@ def test_an_interrupt_promises_nothing(at):
     assert not rig.states.waits
 
 
+def interrupted_at(number: int, run) -> bool:
+    """Interrupt a function at its call of that number within kvtxn; tell whether there was one."""
+    left = [number]
+
+    def interrupt(frame, event, _) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("kvtxn."):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+@each_policy
+@each_way
+def test_an_interrupt_at_any_call_leaves_no_window_that_took_states_in(way, policy, falls_back):
+    """Such a window FAILED, since an abort could not take them back; else the abort leaves them."""
+    ends = set()
+    for number in range(1, 200):
+        rig = Rig(way, policy)
+        window = rig.begin()
+        before, sampled = rig.states.expected(None), rig.counts()
+        if falls_back:
+            window.fall_back("attend", RuntimeError("a test"))
+        if not interrupted_at(number, partial(window.commit_sampled, sampled)):
+            break
+        if not window.state.is_final:
+            window.abort()
+            assert all(map(torch.equal, rig.states.memory, before)), number
+        ends.add(window.state)
+        assert rig.manager.current is None
+    assert WindowState.FAILED in ends
+    assert number < 199
+
+
+@pytest.mark.parametrize("name", ["launches", "capture"])
+@each_policy
+def test_launches_of_states_that_cannot_be_captured(policy, name, monkeypatch):
+    """Both commits still work, one after the other."""
+
+    def failing(*_) -> None:
+        raise RuntimeError("not captured")
+
+    monkeypatch.setattr(ToyStates, name, property(failing) if name == "capture" else failing)
+    rig = Rig("captured", policy)
+    for _ in range(4):
+        window = rig.begin()
+        expected = rig.states.expected(SAMPLED)
+        assert window.commit_sampled(rig.counts()) is COMMITTED
+        rig.check(expected, KEPT)
+    assert (rig.states.captured, rig.states.calls) == (0, ["commit"] * 4)
+
+
 @each_policy
 def test_a_window_that_fell_back_takes_states_in(policy):
     """Its rows are written through; the states wait for the commit, or stay as they are."""
