@@ -344,6 +344,24 @@ def test_launches_of_states_that_cannot_be_captured(policy, name, monkeypatch):
     assert (rig.states.captured, rig.states.calls) == (0, ["commit"] * 4)
 
 
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_a_step_that_cannot_be_forgotten_has_ended(end, monkeypatch):
+    """Its window is counted, and the next one may begin."""
+
+    def failing() -> None:
+        raise RuntimeError("not forgotten")
+
+    rig, told = Rig(), []
+    rig.manager.on_commit(told.append)
+    window = rig.begin()
+    monkeypatch.setattr(rig.states, "abandon", failing)
+    with pytest.raises(RuntimeError, match="not forgotten"):
+        window.abort() if end == "abort" else window.commit_sampled(rig.counts())
+    assert rig.count("windows_total") == rig.count("windows_total_" + window.state.value) == 1
+    assert rig.manager.current is None
+    assert not window._life.txn.staged
+
+
 @each_policy
 def test_a_window_that_fell_back_takes_states_in(policy):
     """Its rows are written through; the states wait for the commit, or stay as they are."""
