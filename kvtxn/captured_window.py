@@ -323,19 +323,21 @@ class CapturedWindow(Window):
         ):
             launch = launches.with_states.get(sampled.data_ptr())
             if launch is not None:
-                return self._commit_by(launch, sampled)
+                return self._commit_by(launch, sampled, joint=True)
             states = _launches(supplier, launches, sampled, plan.num_requests)
+        error = None
         try:
-            error = recovery.commit_states(
-                self._shared.context, self.number, sampled if batch is None else batch
-            )
-            self._states_in = True
+            if supplier.waits:
+                error = recovery.commit_states(
+                    self._shared.context, self.number, sampled if batch is None else batch
+                )
+                self._states_in = True
         except BaseException:
             self._life.fail()
             raise
         if self._state is None:
             assert self._life.txn is not None
-            self._life.txn.states_in = True
+            self._life.txn.states_in = self._states_in
         if error is not None and self.state is not WindowState.DIRECT:
             counts = self._counts(sampled)
             self._end_by(
@@ -346,8 +348,10 @@ class CapturedWindow(Window):
             _capture(supplier, launches, sampled, states)
         return self._commit_by(_nothing, sampled) if ends and not plan.layout.num_rows else None
 
-    def _commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState:
-        """Commit by a launch that commits all rows, and states where they are not in yet."""
+    def _commit_by(
+        self, launch: Callable[[], None], sampled: Tensor, *, joint: bool = False
+    ) -> WindowState:
+        """Commit by a launch that commits all rows; ``joint``: and all states of a supplier."""
         shared = self._shared
         in_short = shared.quiet and not shared.on_commit  # nobody is to be told
         try:
@@ -362,6 +366,7 @@ class CapturedWindow(Window):
             if shared.supplier is not None:
                 shared.supplier.abandon()
             return _COMMITTED
+        self._states_in |= joint
         try:
             self._take_the_rest()
             self._life.finish(Event.COMMIT, self._counts(sampled))

@@ -419,6 +419,31 @@ def test_hooks_are_told_of_both(way):
     assert [bool(each.settled.any()) for each in told] == [True] * 3 + [False]
 
 
+@each_way
+def test_hooks_are_told_of_no_state_where_none_waits(way):
+    """The rows of the window are committed all the same, also by a repair."""
+    rig, told = Rig(way), []
+    rig.manager.on_commit(told.append)
+    for _ in range(4):
+        window = rig.begin()
+        expected = rig.states.expected(None)
+        rig.states.abandon()
+        assert window.commit_sampled(rig.counts()) is COMMITTED
+        rig.check(expected, KEPT)
+    assert [each.states for each in told] == [()] * 4
+    assert rig.states.calls == []
+
+
+@pytest.mark.parametrize("fails", [{"replay": 0}, {"replay": 0, "commit": 1}])
+def test_hooks_are_told_of_states_that_a_repair_committed(fails):
+    rig, told = recurring("deferred"), []
+    rig.manager.on_commit(told.append)
+    window = rig.begin()
+    rig.states.fails = dict(fails)
+    assert window.commit_sampled(rig.counts()) is FELL_BACK
+    assert [each.states for each in told] == [rig.states.names]
+
+
 @each_policy
 @each_way
 def test_a_step_without_rows_has_a_window_for_its_states(way, policy):
