@@ -265,35 +265,31 @@ class CapturedWindow(Window):
                 ended = self._commit_states(self._shared.supplier, sampled, batch)
                 if ended is not None:
                     return ended
-            return self._commit_rows(sampled)
+            state, plan = self._state, self.plan
+            launches, replay = plan.launches, None
+            if state is not STAGED and (state is not OPEN or self._noted is not None):
+                launches = None  # the window is over, or waits for layers: no launch can end it
+            if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
+                try:  # a captured commit reads its counts at one address, which no other device has
+                    replay = launches.replays.get(sampled.data_ptr())
+                except RuntimeError:
+                    replay = None  # a sparse tensor has no address; ``_check`` refuses it
+            if (
+                replay is None
+                or sampled.dim() != 1
+                or sampled.numel() < plan.num_requests
+                or not sampled.is_contiguous()
+            ):
+                if self._shared.supplier is None:  # else it was checked before the states
+                    self._check(sampled)
+                if launches is None:
+                    return self._commit_any(sampled)
+                replay = partial(launches.commit, sampled)
+            return self._commit_by(replay, sampled)
         except BaseException:
             if self._states_in:  # no abort could take them back
                 self._life.fail()
             raise
-
-    def _commit_rows(self, sampled: Tensor) -> WindowState:
-        """Commit the rows by a prepared launch, if there is one for this window."""
-        state, plan = self._state, self.plan
-        launches, replay = plan.launches, None
-        if state is not STAGED and (state is not OPEN or self._noted is not None):
-            launches = None  # the window is over, or waits for layers: no launch alone can end it
-        if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
-            try:  # a captured commit reads its counts at one address, which no other device has
-                replay = launches.replays.get(sampled.data_ptr())
-            except RuntimeError:
-                replay = None  # a sparse tensor has no address; ``_check`` refuses it
-        if (
-            replay is None
-            or sampled.dim() != 1
-            or sampled.numel() < plan.num_requests
-            or not sampled.is_contiguous()
-        ):
-            if self._shared.supplier is None:  # else it was checked before the states
-                self._check(sampled)
-            if launches is None:
-                return self._commit_any(sampled)
-            replay = partial(launches.commit, sampled)
-        return self._commit_by(replay, sampled)
 
     def _commit_states(
         self, supplier: StateSupplier, sampled: Tensor, batch: Tensor | None
