@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from ..audit.findings import AUDIT_FAMILIES
 from ..integrations.audit_command.verdict import MEANING
 from ..integrations.vllm_plugin.policy import state_rules, supported
 from ..metrics import FAMILIES
+from .common import paired_stats
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table, words
 from .engines import capacity
@@ -45,6 +47,25 @@ def host() -> str:
     ]
     header = ["policy", "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
+
+
+def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Engines by turns: each of a pair beside the other one, round by round.
+
+    Args:
+        name: a result of ``tests/gpu/before_and_after.py``.
+        pairs: names of its engines.
+    """
+    result, rows = load(name), []
+    for (mine, other), cell in product(pairs, result["cells"]):
+        row = [f"{mine} / {other}", str(cell["load"]["requests"])]
+        for key in ("tokens_per_s", "per_token"):
+            runs = zip(cell["runs"][mine], cell["runs"][other], strict=True)
+            found = paired_stats.compare([a[key] / b[key] for a, b in runs])
+            row.append(f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
+        rows.append(row)
+    header = ["engines", "requests", "tokens per second", "time per token"]
+    return f"{table(header, rows)}\n\n{machine_line(result['machine'])}."
 
 
 def kernels() -> str:
@@ -278,6 +299,13 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
     "vllm-cpu-smol": lambda: vllm_speed("cpu-vllm-smol"),
+    "before-and-after": lambda: before_and_after(
+        "h200-before-and-after-eagle",
+        [("new", "old"), ("new", "stock"), ("ledger", "stock"), ("bytes", "stock")],
+    ),
+    "before-and-after-hybrid": lambda: before_and_after(
+        "h200-before-and-after-qwen", [("new", "old"), ("newfast", "oldfast")]
+    ),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),

@@ -20,6 +20,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-
 #: Folder -> the extras that its files may import from; the longest path counts.
 EXTRAS = {
     "kvtxn": (),
+    "kvtxn/audit/redis_store.py": ("redis",),
     "kvtxn/testing": ("testing",),
     "backends": ("triton",),
     "backends/audit_numba": ("numba",),
@@ -55,9 +56,9 @@ def imported(path: Path) -> set[str]:
 
 
 def area(path: Path) -> str:
-    """The folder of ``EXTRAS`` that a file belongs to."""
+    """The folder of ``EXTRAS`` that a file belongs to, or the file itself."""
     name = path.relative_to(ROOT).as_posix()
-    return max((folder for folder in EXTRAS if name.startswith(f"{folder}/")), key=len)
+    return max((folder for folder in EXTRAS if f"{name}/".startswith(f"{folder}/")), key=len)
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -76,7 +77,7 @@ def test_what_is_declared_is_imported(extra):
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 #: Extras that the tests are run with; "dev" asks for some of them itself.
-TESTED_WITH = ("dev", "bench", "numba", "testing", "transformers", "triton", "vllm")
+TESTED_WITH = ("dev", "bench", "numba", "redis", "testing", "transformers", "triton", "vllm")
 #: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
 TOOLS = {"mypy", "pip", "pytest-timeout", "ruff", "setuptools", "types-cachetools"}
 

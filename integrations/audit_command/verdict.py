@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import attrs
 
 from ...audit.digest import EMBEDDED
+from ...audit.repeated_work import WHY_UNUSED
 from ...audit.violation import DIFFERENCES, VERBS
 
 #: The fields of a ``Violation``, as its ``as_dict`` returns them.
@@ -134,7 +135,7 @@ def judge(
         headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     compared = _compared(counters) + _unverified(counters) + _stale(counters)
-    compared += _repeated(counters)
+    compared += _repeated(counters) + _unused(counters)
     if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = (
@@ -230,6 +231,18 @@ def _repeated(counters: Sequence[Mapping[str, float]]) -> list[str]:
         f"Requests were put back and begun again {_count(restarts, 'time')}{spun}: "
         f"{_count(rows, 'row')} had to be computed again."
     ]
+
+
+def _unused(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a sentence on reuse that was lost, with the reasons; all ranks lost the same."""
+    name = "kvtxn_audit_cached_rows_unused_total"
+    lost = max(counters, key=lambda each: each.get(name, 0), default={})
+    rows = {why: int(lost.get(f"{name}_{why}", 0)) for why in WHY_UNUSED}
+    said = [f"{number:,} as {WHY_UNUSED[why]}" for why, number in rows.items() if number]
+    if not said:
+        return []
+    total = _count(sum(rows.values()), "row")
+    return [f"{total} that the prefix cache had were computed again: {'; '.join(said)}."]
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:

@@ -114,12 +114,15 @@ class Changes:
         grown: blocks that running requests got, by KV-cache group, in the engine's order.
         copies: blocks that are copied before the forward: pairs of source and target, which hold in
             all groups of rows.
+        unused: rows of the arrivals that the prefix cache has, and that are computed again all the
+            same, by reason: one of ``audit.repeated_work.WHY_UNUSED``.
     """
 
     gone: Sequence[str]
     arrivals: Sequence[Arrival]
     grown: Sequence[Sequence[int]]
     copies: Sequence[tuple[int, int]]
+    unused: Mapping[str, int] = attrs.field(factory=dict)
 
 
 #: Of a step that only goes on with its requests, within their blocks.

@@ -50,13 +50,13 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import containing_scheduler
+    from .audit import audited_scheduler
     from .internals.media_contents import unfollow_media
 
     unhook_runners()
     unhook_clients()
     unfollow_media()
-    containing_scheduler.unhook_schedulers()
+    audited_scheduler.unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
@@ -75,7 +75,7 @@ def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Contain what the audit finds, if the user asks for it.
+    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations.
 
     Args:
         scheduler: the scheduler.
@@ -85,15 +85,14 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
     Raises:
         KVTxnError: as ``on_worker``.
     """
-    from .audit import containing_scheduler
+    from .audit.audited_scheduler import follow_scheduler
     from .internals import audited
 
-    evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
-    if not is_audited(asked) or not evicts:
-        return
-    if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
+    if is_audited(asked) and audited.unwatched(config) is None:  # or else the workers say why not
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        containing_scheduler.contain_in(scheduler, config, required=wants(asked, "required", True))
+        evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
+        required = wants(asked, "required", True)
+        follow_scheduler(scheduler, config, contains=evicts, required=required)
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
@@ -190,7 +189,7 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
-    from .audit.containing_scheduler import say_logged_alone
+    from .audit.audited_scheduler import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)

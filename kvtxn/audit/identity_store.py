@@ -13,18 +13,16 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final, Protocol
-from urllib.parse import unquote
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 
-from ..errors import ConfigError, KVTxnError
+from ..errors import KVTxnError
 
 #: Blocks that a store remembers, and about what one takes on disk with its index.
 MOST_BLOCKS: Final = 1 << 20
 BYTES_PER_BLOCK: Final = 256
 
-_SQLITE: Final = "sqlite:///"
 #: The store's format, as SQLite's ``user_version``.
 _VERSION: Final = 1
 #: Seconds for which SQLite waits for another process that writes.
@@ -54,9 +52,25 @@ _PUT: Final = (
     " VALUES (?, ?, ?, ?, ?, ?)"
 )
 _GET: Final = (
-    "SELECT content, digest, weights, position, who FROM blocks WHERE scope = ? AND content IN ({})"
+    "SELECT content, digest, weights, position, who, number FROM blocks"
+    " WHERE scope = ? AND content IN ({})"
 )
-_PRUNE: Final = "DELETE FROM blocks WHERE number <= (SELECT max(number) FROM blocks) - ?"
+#: A number says when a row was used last: written or read. Not each use is written down.
+_LAST: Final = "SELECT coalesce(max(number), 0) FROM blocks"
+_RENEW: Final = f"UPDATE blocks SET number = ({_LAST}) + 1 WHERE number = ?"
+#: Bytes are forgotten with all that they were: those that are left would tell half of the truth.
+_PRUNE: Final = (
+    "DELETE FROM blocks WHERE (scope, content) IN (SELECT scope, content FROM blocks"
+    " WHERE number <= (SELECT number FROM blocks ORDER BY number DESC LIMIT 1 OFFSET ?))"
+)
+#: Of so many parts of a store's room one is written before the store looks whether it is full, and
+#: a row is used again before that is written down.
+_FULL_PARTS: Final = 64
+_USED_PARTS: Final = 4
+
+
+#: A row of the table: the fields of a ``StoredBlock``, and the number.
+Row: TypeAlias = tuple[bytes, int, int, int, str, int]
 
 
 class StoreError(KVTxnError, RuntimeError):
@@ -88,7 +102,7 @@ class IdentityStore(Protocol):
     """Identities of blocks that several processes read and write; used by one thread."""
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """Remember blocks; the oldest are forgotten where there are too many.
+        """Remember blocks; those that were unused for longest are forgotten if there are too many.
 
         Args:
             scope: blocks of other scopes are never compared with these: the layout of the bytes.
@@ -117,7 +131,7 @@ class SqliteStore:
 
     Args:
         path: the file; made if it does not exist, readable by its owner alone.
-        most_blocks: blocks beyond are forgotten, oldest first.
+        most_blocks: of about so many, those that were unused for longest are forgotten.
 
     Raises:
         StoreError: the file cannot be opened, or is no store of this version.
@@ -126,6 +140,7 @@ class SqliteStore:
     def __init__(self, path: str | os.PathLike[str], most_blocks: int = MOST_BLOCKS) -> None:
         self._path: Final = Path(path)
         self._most: Final = most_blocks
+        self._unpruned = most_blocks  # another process may have left the file full
         try:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
             self._file: Final = sqlite3.connect(self._path, timeout=_WAIT)
@@ -168,7 +183,11 @@ class SqliteStore:
         try:
             with self._file:
                 self._file.executemany(_PUT, rows)
-                self._file.execute(_PRUNE, (self._most,))
+                self._use(self._rows(scope, [content for _, content, *_ in rows]))
+                self._unpruned += len(rows)
+                if self._unpruned >= self._most // _FULL_PARTS:
+                    self._file.execute(_PRUNE, (self._most,))
+                    self._unpruned = 0
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
 
@@ -176,15 +195,32 @@ class SqliteStore:
         """Return what is known of blocks, as ``IdentityStore`` says."""
         found: dict[bytes, list[StoredBlock]] = {}
         try:
-            for at in range(0, len(contents), _AT_ONCE):
-                some = contents[at : at + _AT_ONCE]
-                query = _GET.format(", ".join("?" * len(some)))
-                with closing(self._file.execute(query, (scope, *some))) as rows:
-                    for row in rows:
-                        found.setdefault(row[0], []).append(StoredBlock(*row))
+            rows = self._rows(scope, contents)
+            with self._file:
+                self._use(rows)
         except sqlite3.Error as error:
             raise self._failed("read", error) from error
+        for content, digest, weights, position, who, _ in rows:
+            block = StoredBlock(content, digest, weights, position, who)
+            found.setdefault(content, []).append(block)
         return found
+
+    def _rows(self, scope: bytes, contents: Sequence[bytes]) -> list[Row]:
+        """Return the rows of some contents, each with its number at the end."""
+        found: list[Row] = []
+        for at in range(0, len(contents), _AT_ONCE):
+            some = contents[at : at + _AT_ONCE]
+            query = _GET.format(", ".join("?" * len(some)))
+            with closing(self._file.execute(query, (scope, *some))) as rows:
+                found += rows
+        return found
+
+    def _use(self, rows: Sequence[Row]) -> None:
+        """Write down that rows are used, unless they are among the last ones anyway."""
+        if rows:
+            ((last,),) = self._file.execute(_LAST).fetchall()
+            old = last - self._most // _USED_PARTS
+            self._file.executemany(_RENEW, [(row[-1],) for row in rows if row[-1] < old])
 
     def close(self) -> None:
         """Let go of the file."""
@@ -192,22 +228,3 @@ class SqliteStore:
 
     def _failed(self, what: str, error: Exception) -> StoreError:
         return StoreError("audit_store", f"{self._path} cannot be {what}", got=repr(error))
-
-
-def store_path(url: object) -> Path:
-    """Return the file that a store's URL names.
-
-    Args:
-        url: ``sqlite:///`` and a path: ``sqlite:////data/kvtxn.db`` is ``/data/kvtxn.db``.
-
-    Raises:
-        ConfigError: the URL is of another kind.
-    """
-    path = url.removeprefix(_SQLITE) if isinstance(url, str) else ""
-    if not isinstance(url, str) or not url.startswith(_SQLITE) or not path:
-        raise ConfigError(
-            "audit_store", "audit_store is not valid",
-            expected="sqlite:///PATH, such as sqlite:////data/kvtxn.db", got=repr(url),
-            hint="name a file on a disk of this machine",
-        )  # fmt: skip
-    return Path(unquote(path))

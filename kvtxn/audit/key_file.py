@@ -15,7 +15,7 @@ from .digest import Key
 _MOST_BYTES: Final = 4096
 
 
-def key_from_file(path: str | os.PathLike[str]) -> Key:
+def key_from_file(path: str | os.PathLike[str], *, may_write: bool = True) -> Key:
     """Return the key in a file; write a new one there if the file does not exist.
 
     Of several processes that begin at one time one writes the file, and all have its key. Only the
@@ -23,13 +23,14 @@ def key_from_file(path: str | os.PathLike[str]) -> Key:
 
     Args:
         path: the file, in a folder that exists.
+        may_write: False if other machines have the key: each would write another one.
 
     Raises:
         ConfigError: the file cannot be read or written, or has no key.
     """
     where = Path(path)
     try:
-        if not where.exists():
+        if may_write and not where.exists():
             _write(where, Key.new())
         with where.open("rb") as file:
             text = file.read(_MOST_BYTES)

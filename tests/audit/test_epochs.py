@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtxn import ConfigError
-from kvtxn.audit import Ledger, ReadAges, RowGroup, Step
+from kvtxn.audit import Ledger, ReadAges, RowGroup, StateGroup, Step
 from kvtxn.audit.books import AGES
 from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import (
@@ -112,6 +112,31 @@ def test_a_request_that_runs_across_an_update_reads_its_own_stale_rows():
     ledger.new_epoch()
     run(ledger, "a", 9, [20], [1, 2, 3])
     assert ledger.read_ages() == [ReadAges("a", {1: 8 + 1, 2: 8}, {}, {})]
+
+
+@pytest.mark.parametrize("stale", ["count", "alarm"])
+def test_a_state_of_the_prefix_cache_is_as_stale_as_its_rows(stale):
+    """It is copied out of the cache's block for the request that hits it, and read there."""
+    ledger = Ledger([StateGroup("states", 10)], max_requests=4, max_length=32, stale=stale)
+
+    def go_on(request, first, tokens, source, target):
+        slots = torch.full((len(tokens),), -1)
+        slots[-1] = target
+        ledger.write_and_check(Step(
+            torch.tensor([ledger.line(request)]), torch.tensor([0, len(tokens)]),
+            torch.tensor([first]), torch.tensor(tokens), {"states": slots}, {},
+            sources={"states": torch.tensor([source])},
+        ))  # fmt: skip
+
+    for name in ("a", "b"):
+        ledger.admit(name, [*PROMPT, 19])
+    go_on("a", 0, PROMPT, -1, 1)
+    ledger.new_epoch()
+    ledger.copy("states", [1], [3])
+    go_on("b", 8, [19], 3, 3)
+    assert ledger.read_ages() == [ReadAges("b", {}, {}, {1: 1})]
+    found = [(each.kind, each.age, each.request, each.position) for each in ledger.violations()]
+    assert found == ([("stale", 1, "b", 7)] if stale == "alarm" else [])
 
 
 def test_rows_that_are_computed_again_and_caches_that_were_reset_are_not_stale():

@@ -14,13 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtxn import ConfigError
 from kvtxn.audit.identity_store import (
     BYTES_PER_BLOCK,
     SqliteStore,
     StoredBlock,
     StoreError,
-    store_path,
 )
 from kvtxn.audit.store_thread import StoreThread
 
@@ -68,6 +66,40 @@ def test_a_store_forgets_the_oldest(path):
     for begin in range(0, 1000, 50):
         store.put(SCOPE, [block(number) for number in range(begin, begin + 50)])
     assert sorted(store.get(SCOPE, contents(*range(1000)))) == contents(*range(900, 1000))
+
+
+def test_what_is_used_is_not_forgotten(path):
+    """By readers and by writers; with it goes whatever else the same bytes were."""
+    writer, reader = SqliteStore(path, most_blocks=100), SqliteStore(path, most_blocks=100)
+    writer.put(SCOPE, [block(0), block(1), block(1, digest=6), block(2), block(2, digest=6)])
+    for begin in range(10, 1000, 10):
+        writer.put(SCOPE, [block(1), *map(block, range(begin, begin + 10))])
+        assert len(reader.get(SCOPE, contents(0, 1))) == 2
+    found = reader.get(SCOPE, contents(*range(1000)))
+    assert set(contents(0, 1, *range(930, 1000))) <= {*found}
+    assert len(found[block(1).content]) == 2
+    assert block(2).content not in found
+    assert sum(map(len, found.values())) <= 100
+
+
+def test_bytes_are_forgotten_with_all_that_they_were(path):
+    """Half of it would accuse who has the other half."""
+    store = SqliteStore(path, most_blocks=40)
+    for number in range(39):
+        store.put(SCOPE, [block(number)])
+    store.put(SCOPE, [block(0, digest=6)])
+    store._file.execute(
+        "UPDATE blocks SET number = 0 WHERE content = ? AND digest = 5", contents(0)
+    )
+    store.put(SCOPE, [block(40)])
+    assert sorted(store.get(SCOPE, contents(*range(41)))) == contents(*range(1, 39), 40)
+
+
+def test_a_file_that_another_process_has_filled_shrinks(path):
+    SqliteStore(path).put(SCOPE, map(block, range(1000)))
+    small = SqliteStore(path, most_blocks=640)
+    small.put(SCOPE, [block(2000)])
+    assert len(small.get(SCOPE, contents(*range(2001)))) == 640
 
 
 def test_a_store_stays_as_small_as_the_guide_says(path):
@@ -193,14 +225,6 @@ def test_a_file_that_is_damaged_later(path):
     path.write_bytes(raw)
     with pytest.raises(StoreError):
         SqliteStore(path).get(SCOPE, contents(*range(2000)))
-
-
-def test_urls():
-    assert str(store_path("sqlite:////data/a%20b.db")) == "/data/a b.db"
-    assert str(store_path("sqlite:///a.db")) == "a.db"
-    for wrong in ("sqlite:///", "/data/a.db", "mysql://x", "", None, 3):
-        with pytest.raises(ConfigError, match="sqlite:///PATH"):
-            store_path(wrong)
 
 
 # -- the thread ------------------------------------------------------------------------------

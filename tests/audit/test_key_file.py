@@ -21,6 +21,15 @@ def test_the_first_writes_it_and_all_have_it(tmp_path):
     assert key_from_file(tmp_path / "another") != keys[0]
 
 
+def test_a_key_of_several_machines_is_not_written(tmp_path):
+    """Each machine would write another one."""
+    path = tmp_path / "key"
+    with pytest.raises(ConfigError, match="has no key"):
+        key_from_file(path, may_write=False)
+    assert not path.exists()
+    assert key_from_file(path) == key_from_file(path, may_write=False)
+
+
 @pytest.mark.parametrize("content", [
     b"", b"not json", b"[1, 2]", b'{"kvtxn audit key": ["1", "2", "3"]}',
     b'{"kvtxn audit key": [1, 2, 3, 4]}', b'{"kvtxn audit key": ["x", "2", "3", "4"]}', b"\xff\xfe",

@@ -243,6 +243,16 @@ def test_work_that_was_done_twice_is_said_once_for_all_ranks(idle, sentence):
     assert verdict.exit_code == 0
 
 
+def test_reuse_that_was_lost_is_said_once_for_all_ranks():
+    counts, name = {"kvtxn_audit_rows_checked_total": 9}, "kvtxn_audit_cached_rows_unused_total"
+    counts |= {name: 1120, f"{name}_states": 1104, f"{name}_last_token": 16, f"{name}_window": 0}
+    assert judge([counts, counts], [], 2).sentences == [
+        "1,120 rows that the prefix cache had were computed again: 16 as the last token is "
+        "computed for its logits, and its block with it; 1,104 as a recurrent layer has no state "
+        "there."
+    ]
+
+
 def test_stale_rows_and_weights_that_nobody_told_of():
     stale = {**VIOLATION, "kind": "stale", "found": "stale", "differs": None, "age": 2}
     assert tell(stale).endswith(", tokens ...[5 7 12], by weights that have changed since.")

@@ -273,6 +273,27 @@ def test_believed_rows_that_are_stored_again_are_no_evidence(process):
     assert made.settled() == (24, [])
 
 
+@pytest.mark.parametrize("copied", ["doubtful", "over"])
+def test_doubt_goes_with_the_rows_of_a_block_that_is_copied(process, copied):
+    """Bytes that were believed once say nothing, wherever they lie; what is copied over is gone."""
+    made = process()
+    made.bytes |= {1: 100, 2: 200, 3: 300, 4: 900, 5: 901, 6: 100, 7: 200, 8: 900, 9: 901}
+    made.come("b", [4, 5], [99, *TOKENS[1:]])
+    made.admit("a", TOKENS)
+    made.ledger.hand_out("group.0", [1, 2, 3])
+    made.write("a", [1, 2, 3], TOKENS)
+    source, target = ([4, 5], [6, 7]) if copied == "doubtful" else ([1, 2], [4, 5])
+    made.watch.change([], [], zip(source, target, strict=True))
+    made.ledger.copy("group.0", source, target)
+    for one, other in zip(source, target, strict=True):
+        made.bytes[other] = made.bytes[one]
+    made.leave("b" if copied == "doubtful" else "a", target, keys=[1, 2])
+    before, _ = made.settled()
+    place = [8, 9] if copied == "doubtful" else [6, 7]
+    made.come("d", place, [99, *TOKENS[1:]] if copied == "doubtful" else TOKENS)
+    assert made.settled() == (before + 8 * (copied == "doubtful"), [])
+
+
 def test_a_block_that_was_believed_and_is_computed_later_is_remembered(process):
     made = process()
     made.bytes |= {4: 900, 5: 901, 6: 900, 7: 901}

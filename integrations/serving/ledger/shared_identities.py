@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import attrs
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from ....audit import Key, Ledger, RowGroup, Violation
 from ....audit.digest import signed
-from ....audit.identity_store import SqliteStore, StoredBlock, store_path
+from ....audit.identity_store import StoredBlock
 from ....audit.key_file import key_from_file
 from ....audit.store_thread import Question, StoreThread
+from ....audit.store_url import store_url
 from ....errors import ConfigError
 from ....log import get_logger
 
@@ -32,6 +32,8 @@ _SCOPES: Final = 1
 _WORD: Final = (1 << 64) - 1
 #: Seconds for which a call for counters or a report waits for answers; no step waits.
 _PATIENCE: Final = 1.0
+#: Characters of a request's name that a store has at most.
+_LONGEST: Final = 200
 
 
 @attrs.frozen(eq=False)
@@ -224,13 +226,19 @@ class SharedIdentities:
         )
 
 
-def read_key(path: str | None) -> Key | None:
-    """Return the key of the processes that share a store; None without a file.
+def read_key(url: str | None, path: str | None) -> Key | None:
+    """Return the key of the processes that share a store; None without a store.
 
     A file that has no key is said in the log, and then nothing is shared.
+
+    Args:
+        url: of the store; the first process of a machine's own store writes the file.
+        path: the file with the key.
     """
     try:
-        return None if path is None else key_from_file(path)
+        if url is None or path is None:
+            return None
+        return key_from_file(path, may_write=store_url(url).path is not None)
     except ConfigError as error:
         effect = "rows that others bring count as unverified"
         log.warning("kvtxn.audit_store_failed", why=str(error), effect=effect)
@@ -265,9 +273,10 @@ def share(
 
     def written_by(request: str) -> str:
         name = request if names else f"#{key.salt(request) & _WORD:016x}"
+        name = name[:_LONGEST].encode(errors="replace").decode()  # a client may have chosen it
         return f"{place}, request {name}"
 
-    thread = StoreThread(partial(SqliteStore, store_path(url)))
+    thread = StoreThread(store_url(url).open)
     return SharedIdentities(ledger, thread, scopes, weights, written_by)
 
 

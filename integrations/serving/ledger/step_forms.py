@@ -14,6 +14,7 @@ from ....audit import Admission, Ledger, RowGroup, Scrub, Step, Stretch
 from ....audit.books import REFUSED
 from ....audit.repeated_work import RepeatedWork
 from ....audit.rows import first_of
+from ....errors import ConfigError
 from ....host_values import to_device
 from ..step import Arrival, Changes, Rows, States
 
@@ -41,6 +42,21 @@ def fresh_blocks(
     return fresh
 
 
+def number_of_group(name: str) -> int:
+    """Return the number of a group among all groups of an engine's caches, by its name.
+
+    Raises:
+        ConfigError: the name has none.
+    """
+    group, _, number = name.partition(".")
+    if group != "group" or not (number.isascii() and number.isdigit()):
+        raise ConfigError(
+            "Watch", "the name of a group is not valid", expected="group.0, group.1 and so on",
+            got=repr(name), hint="name each group by its number among all groups of the caches",
+        )  # fmt: skip
+    return int(number)
+
+
 def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
     """Name one group of each pool: the words of copied blocks are there once for all its groups.
 
@@ -65,14 +81,15 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
     ]
 
 
-def count_repeated(work: RepeatedWork, arrivals: Iterable[Arrival]) -> None:
-    """Count the arriving requests that the engine had put back.
+def count_repeated(work: RepeatedWork, changes: Changes) -> None:
+    """Count the arriving requests that the engine had put back, and the reuse that is lost.
 
     Args:
         work: counts them.
-        arrivals: the requests.
+        changes: those of a step.
     """
-    for each in arrivals:
+    work.leave_unused(changes.unused)
+    for each in changes.arrivals:
         if each.had is not None:
             length = len(each.tokens)
             prompt = length if each.prompt is None else each.prompt

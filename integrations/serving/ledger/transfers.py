@@ -279,8 +279,19 @@ class TransferWatch:
 
     # -- told by the watch -------------------------------------------------------------------
 
-    def change(self, arrivals: Sequence[Arrival], handed_out: Iterable[Place]) -> None:
-        """Note the requests that come, and the blocks that get new owners."""
+    def change(
+        self,
+        arrivals: Sequence[Arrival],
+        handed_out: Iterable[Place],
+        copies: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Note what a step changes before its forward.
+
+        Args:
+            arrivals: the requests that come.
+            handed_out: the blocks that get new owners.
+            copies: as for ``Changes``.
+        """
         self._arrivals = arrivals
         if self._shared is not None:
             self._shared.look()
@@ -293,6 +304,10 @@ class TransferWatch:
         for place in handed_out:
             self._loads.pop(place, None)
             self._doubtful.discard(place)
+        for source, target in copies:
+            for group in self._groups:  # doubt goes with the rows
+                mark = set.add if (group, source) in self._doubtful else set.discard
+                mark(self._doubtful, (group, target))
 
     def forward(self, rows: Rows) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step.

@@ -42,6 +42,7 @@ from .step_forms import (
     fresh_blocks,
     launch_all,
     leave_out,
+    number_of_group,
     one_of_each_pool,
 )
 from .transfers import TransferWatch
@@ -78,6 +79,9 @@ class Watch:
         lines: the most requests known at one time; None: the running ones and as many that wait.
         stale: ``"count"``, ``"alarm"`` or ``"contain"``, what becomes of rows of earlier weights
             that are read.
+
+    Raises:
+        ConfigError: a group has another name.
 
     Attributes:
         ledger: the ledger.
@@ -123,9 +127,7 @@ class Watch:
         kind = RecordingLedger if record else Ledger
         self.groups: Final = groups
         self.states: Final = states or {}
-        self._numbers: Final = [
-            (name, int(name.partition(".")[2])) for name in (*groups, *self.states)
-        ]
+        self._numbers: Final = [(name, number_of_group(name)) for name in (*groups, *self.states)]
         self._copied: Final = one_of_each_pool(groups)
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
@@ -266,12 +268,12 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
-        count_repeated(self.repeated, changes.arrivals)
+        count_repeated(self.repeated, changes)
         fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
             given = [(name, block) for name, blocks in fresh.items() for block in blocks]
-            self.transfers.change(changes.arrivals, given)
+            self.transfers.change(changes.arrivals, given, changes.copies)
         if changes.copies:
             source, target = zip(*changes.copies, strict=True)
             for name in self._copied:

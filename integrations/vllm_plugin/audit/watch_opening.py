@@ -16,6 +16,7 @@ from ....layers import LayerRef
 from ....log import get_logger
 from ...pytest_audit import engines as pytest_audit
 from ...serving.ledger.shared_identities import SharedIdentities, read_key, share
+from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
 from ..internals import (
@@ -31,13 +32,14 @@ from ..internals import (
 from ..internals import layers as attention_layers
 from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
+from ..internals.hooks import mix_in
 from ..internals.kv_cache import CachePlan
 from ..internals.runner_protocols import Runner
 from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
-from .watched_connectors import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .watched_connectors import WatchedConnector, WatchedConnectorV1
 
 log = get_logger()
 
@@ -209,7 +211,7 @@ def _watch_of_all_ranks(
         RequiredError: a rank has none, and the user requires the audit.
     """
     key, wanted = shared_key(), runner.kvtxn_settings
-    shared = read_key(wanted.audit_key_file)
+    shared = read_key(wanted.audit_store, wanted.audit_key_file)
     if key is not None and wanted.audit_key_file is not None:
         shared = ranks.from_first(shared)
     why, error, watch = lacking, None, None
@@ -370,15 +372,32 @@ def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
 def follow_transfers(
     runner: HookedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
 ) -> None:
-    """Let a watch follow the rows of a KV connector; if that fails, the audit ends.
+    """Let a watch follow the rows of a KV connector, if there is one; if it fails, the audit ends.
 
     Without it, rows that the connector brings would be taken for wrong ones.
+
+    Args:
+        runner: the worker's model runner; once its ``kvtxn_undo`` is closed, nothing is followed.
+        watch: the watch.
+        mixin: for the connector's class.
     """
     try:
-        shared = _shared_identities(runner, watch)
-        watch.transfers = watch_transfers(
-            runner, watch.ledger, watch.groups, watch.stop, mixin, shared
+        connector = connectors.connector()
+        if connector is None:
+            return
+        ledger = watch.ledger
+        states = [group.name for group in ledger.groups if group.is_state]
+        transfers = TransferWatch(
+            ledger,
+            watch.groups,
+            audited_states.block_sizes(runner, states),
+            partial(connectors.transfers, runner),
+            partial(connectors.block_hashes, runner, ledger.books.key),
+            watch.stop,
+            _shared_identities(runner, watch),
         )
+        runner.kvtxn_undo.callback(mix_in(connector, mixin, kvtxn_transfers=transfers))
+        watch.transfers = transfers
     except Exception as error:
         watch.stop(error)
 
@@ -386,7 +405,7 @@ def follow_transfers(
 def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities | None:
     """Open the store that a worker with a KV connector shares; None without one of them."""
     url = runner.kvtxn_settings.audit_store
-    if url is None or watch.shared_key is None or connectors.connector() is None:
+    if url is None or watch.shared_key is None:
         return None
     number = ranks.number_of_ranks(), ranks.own_number(), ranks.number_of_stages()
     layouts = {

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ....audit import Ledger, RowGroup
-from ...serving.ledger.shared_identities import SharedIdentities
 from ...serving.ledger.transfers import TransferWatch
 from ..internals import connectors
-from ..internals.audited_states import block_sizes
-from ..internals.hooks import mix_in
 from ..internals.runner_protocols import ConnectorOutput
-from ..seam.hooked_runner import HookedRunner
 
 
 class WatchedConnector:
@@ -71,35 +65,3 @@ class WatchedConnectorV2(WatchedConnector):
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, connectors.came(results)))
         return results
-
-
-def watch_transfers(
-    runner: HookedRunner,
-    ledger: Ledger,
-    groups: Mapping[str, RowGroup],
-    stop: Callable[[Exception], None],
-    mixin: type[WatchedConnector] = WatchedConnectorV1,
-    shared: SharedIdentities | None = None,
-) -> TransferWatch | None:
-    """Follow the rows of an engine's KV connector until ``kvtxn_undo`` of its runner is closed.
-
-    Args:
-        runner: the worker's model runner.
-        ledger: as for ``TransferWatch``.
-        groups: as for ``TransferWatch``.
-        stop: as for ``TransferWatch``.
-        mixin: for the connector's class.
-        shared: as for ``TransferWatch``.
-
-    Returns:
-        What follows them; None without a connector.
-    """
-    connector = connectors.connector()
-    if connector is None:
-        return None
-    sizes = block_sizes(runner, [group.name for group in ledger.groups if group.is_state])
-    read = partial(connectors.transfers, runner)
-    hashes = partial(connectors.block_hashes, runner, ledger.books.key)
-    watch = TransferWatch(ledger, groups, sizes, read, hashes, stop, shared)
-    runner.kvtxn_undo.callback(mix_in(connector, mixin, kvtxn_transfers=watch))
-    return watch

@@ -17,8 +17,6 @@ from ..policy.supported import cannot_watch
 from . import batches
 from .engine_protocols import (
     BlockCopy,
-    KVCacheGroup,
-    KVCacheSpec,
     NewRequest,
     RequestContent,
     SchedulerOutput,
@@ -28,6 +26,7 @@ from .layers import draft_layers
 from .lora_adapters import Adapters, hash_of
 from .media_contents import Media
 from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
+from .scheduling import spec_of, unused_prefixes
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {**batches.V1_METHODS, "sample_tokens": ("grammar_output",)}
@@ -84,18 +83,12 @@ def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
 
     The guide says of each kind why its rows are not compared.
     """
-    kinds = [type(_spec_of(group)).__name__ for group in runner.kv_cache_config.kv_cache_groups]
+    kinds = [type(spec_of(group)).__name__ for group in runner.kv_cache_config.kv_cache_groups]
     return [
         f"group.{number} ({kind})"
         for number, kind in enumerate(kinds)
         if f"group.{number}" not in {*groups}
     ]
-
-
-def _spec_of(group: KVCacheGroup) -> KVCacheSpec:
-    """Return the kind of a group; that of its first layer, where layers differ in their sizes."""
-    spec = group.kv_cache_spec
-    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def most_drafts(runner: Runner) -> int:
@@ -119,7 +112,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
     others += tuple(getattr(kinds, name) for name in unknown if hasattr(kinds, name))
     found = {}
     for number, group in enumerate(config.kv_cache_groups):
-        spec = _spec_of(group)
+        spec = spec_of(group)
         if not isinstance(spec, kinds.AttentionSpec) or isinstance(spec, others):
             continue
         if getattr(spec, "tokens_per_state", 1) != 1:
@@ -180,6 +173,7 @@ def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
         arrivals=arrivals,
         grown=grown,
         copies=[pair(copy) for copy in copies],
+        unused=unused_prefixes(told),
     )
 
 
@@ -422,6 +416,7 @@ def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
         arrivals=[_arrival_v2(runner, each, put_back.take(each.req_id)) for each in new],
         grown=grown,
         copies=[pair(copy) for copy in copies],
+        unused=unused_prefixes(told),
     )
 
 

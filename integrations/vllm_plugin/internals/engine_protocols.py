@@ -351,8 +351,11 @@ class Request(Protocol):
     request_id: str
     num_computed_tokens: int
     is_prefill_chunk: bool
+    num_tokens: int
     skip_reading_prefix_cache: bool | None
     drop_stale_output: bool
+    block_hashes: Sequence[bytes]
+    sampling_params: SamplingParams | None
 
     def is_finished(self) -> bool:
         """Tell whether the request has ended."""
@@ -361,11 +364,42 @@ class Request(Protocol):
 class CacheManager(Protocol):
     """``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
+    enable_caching: bool
+    kv_cache_config: KVCacheConfig
+    coordinator: CacheCoordinator
+
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return a request's blocks by group."""
 
     def evict_blocks(self, block_ids: Collection[int]) -> None:
         """Take blocks out of the prefix cache."""
+
+
+class CacheCoordinator(Protocol):
+    """``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
+
+    single_type_managers: Sequence[CacheGroupManager]
+    scheduler_block_size: int
+    eagle_group_ids: set[int]
+
+
+class CacheGroupManager(Protocol):
+    """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
+
+    block_size: int
+    kv_cache_group_id: int
+    block_pool: BlockPool
+
+
+class BlockPool(Protocol):
+    """``vllm.v1.core.block_pool.BlockPool``."""
+
+    hash_block_size: int
+
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: list[int]
+    ) -> list[object] | None:
+        """Return the blocks of some groups that the prefix cache has under a hash."""
 
 
 class Scheduler(Protocol):
@@ -383,12 +417,13 @@ class Scheduler(Protocol):
         """Take a request's blocks away, to compute it again."""
 
 
-#: The base of classes that kvtxn puts before a scheduler's own. A type checker learns from it what
-#: the scheduler has; there is nothing in it when kvtxn runs.
+#: The bases of classes that kvtxn puts before a scheduler's, and its cache manager's, own. A type
+#: checker learns from them what these have; there is nothing in it when kvtxn runs.
 if TYPE_CHECKING:
     BeforeScheduler = Scheduler
+    BeforeCacheManager = CacheManager
 else:
-    BeforeScheduler = object
+    BeforeScheduler = BeforeCacheManager = object
 
 
 # -- statistics -----------------------------------------------------------------------

@@ -83,6 +83,8 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_KV}.KVCacheConfig",
         f"{_KV}.KVCacheGroupSpec",
         *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
+        *_of(f"{_SCHED}.scheduler.Scheduler", scheduling.PLANNING_METHODS),
+        *_of("vllm.v1.core.kv_cache_manager.KVCacheManager", scheduling.LOOKING_METHODS),
         "vllm.v1.outputs.ModelRunnerOutput",
         "vllm.v1.outputs.SamplerOutput",
         "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",

@@ -83,7 +83,7 @@ class Adapters:
         self._read: dict[str, tuple[Stamps, bytes]] = {}
 
     def identity(self, lora: LoRARequest, runner: Runner) -> int:
-        """Return a hash of an adapter's name, path and weights.
+        """Return a hash of an adapter's weights; where they cannot be read, of name and path.
 
         Args:
             lora: the ``LoRARequest`` of a request that comes.
@@ -97,7 +97,7 @@ class Adapters:
         if loaded is not None and known.loaded is None:  # for this request, or the one before
             known = attrs.evolve(known, loaded=weakref.ref(loaded))
         self._known[number] = known
-        return hash_of(repr(name).encode() + known.content)
+        return hash_of(known.content or repr(name).encode())
 
     def _content(self, path: str) -> tuple[Stamps, bytes]:
         """Return the stamps and a hash of an adapter's files, which are read if they are new."""

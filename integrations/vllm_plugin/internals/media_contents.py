@@ -42,6 +42,8 @@ CONTENTS: Final = "kvtxn_contents"
 #: Named items whose content a worker remembers; the ones that were used first are forgotten.
 _REMEMBERED: Final = 1 << 16
 
+#: What has been said of items that cannot be hashed: each prompt may have one.
+_said: Final[set[str]] = set()
 #: By engine, what undoes the hooks of its front end.
 _undo: WeakKeyDictionary[VllmEngine, Callable[[], None]] = WeakKeyDictionary()
 
@@ -86,7 +88,9 @@ class ContentHashes(BeforeInputs):
             }  # fmt: skip
             contents = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
         except Exception as error:  # of what the engine would not have hashed
-            log.warning("kvtxn.media_by_name", why=repr(error), effect=BY_NAME)
+            say = log.debug if _said else log.warning
+            say("kvtxn.media_by_name", why=repr(error), effect=BY_NAME)
+            _said.add(BY_NAME)
             return names
         finally:
             self.mm_uuid_items = given
@@ -130,6 +134,7 @@ def follow_media(engine: VllmEngine) -> None:
 
 def unfollow_media() -> None:
     """Undo ``follow_media`` for every engine of this process."""
+    _said.clear()
     for engine in [*_undo]:
         _undo.pop(engine)()
 

@@ -1,8 +1,18 @@
-"""vLLM's scheduler: wrong blocks leave the prefix cache here, and their readers are preempted."""
+"""The prefix cache of vLLM's scheduler: what leaves it, and what requests cannot use of it.
+
+Blocks with wrong rows leave it, and their readers are preempted.
+
+When vLLM looks how much of a request it has, it takes off what it cannot use: the last token has to
+be computed for its logits, a drafter such as EAGLE needs a block anew, all groups have to agree on
+one end, and some requests look for nothing. So the cache is looked into once more, from where vLLM
+has stopped. The workers are told when the request is scheduled: it may be looked up in each step
+until there is room for it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from types import ModuleType
@@ -15,18 +25,34 @@ from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from ...serving.ledger.rank_agreement import Wrong
-    from .engine_protocols import Request, Scheduler, SchedulerOutput, VllmConfig
+    from .engine_protocols import (
+        CacheGroupManager,
+        CacheManager,
+        KVCacheGroup,
+        KVCacheSpec,
+        Request,
+        Scheduler,
+        SchedulerOutput,
+        VllmConfig,
+    )
 
-#: Methods that the audit overrides or calls, with the parameters they must have.
+#: Methods that the audit overrides or calls, with the parameters they must have; "?" marks one that
+#: not every release has. To contain violations:
 SCHEDULER_METHODS: Final = {
     "update_from_output": ("scheduler_output", "model_runner_output"),
     "_preempt_request": ("request", "timestamp", "drop_stale_output"),
 }
+#: To tell of reuse that is lost, of the scheduler and of its cache manager:
+PLANNING_METHODS: Final = {"schedule": ("throttle_prefills",)}
+LOOKING_METHODS: Final = {"get_computed_blocks": ("request", "max_cache_hit_length?")}
 
 #: The attributes by which an output has the wrong reads of its step, and a request the number of
 #: its own.
 _MARK: Final = "kvtxn_wrong"
 _CONTAINED: Final = "kvtxn_contained"
+#: The attributes by which a request has what was found of it, and a step what is not used.
+_FOUND: Final = "kvtxn_found"
+_UNUSED: Final = "kvtxn_unused"
 
 #: vLLM's block that belongs to nobody.
 _NOBODYS: Final = 0
@@ -246,3 +272,182 @@ def _readers(
                 found[request.request_id] = request
                 grown = True
     return found, wrong
+
+
+# -- reuse that is lost ---------------------------------------------------------------------
+
+
+@attrs.frozen
+class Found:
+    """The rows that a prefix cache has of a request.
+
+    Attributes:
+        rows: their number, from the first position on.
+        ends: by reason, the rows that are left of them when that reason has taken its share off.
+    """
+
+    rows: int
+    ends: Sequence[tuple[str, int]]
+
+    def unused(self, used: int) -> dict[str, int]:
+        """Return, by reason, the rows that are computed again.
+
+        Args:
+            used: the rows that the request begins with, those included that a connector brings.
+        """
+        found, left = {}, self.rows
+        for reason, end in self.ends:
+            end = max(end, used)
+            if end < left:
+                found[reason], left = left - end, end
+        return found
+
+
+def manager_of(scheduler: Scheduler) -> CacheManager:
+    """Return a scheduler's manager of the cache."""
+    return scheduler.kv_cache_manager
+
+
+def caches(scheduler: Scheduler) -> bool:
+    """Tell whether a scheduler has a prefix cache."""
+    return bool(scheduler.kv_cache_manager.enable_caching)
+
+
+def look(manager: CacheManager, request: Request, found: Sequence[object]) -> None:
+    """Look what the prefix cache has of a request, and note it.
+
+    Args:
+        manager: vLLM's manager of the cache.
+        request: the request.
+        found: what the manager has found: blocks, then the number of rows that vLLM can use.
+    """
+    used = found[1]
+    assert isinstance(used, int)
+    setattr(request, _FOUND, _Cache(manager, request).found(used))
+
+
+def spec_of(group: KVCacheGroup) -> KVCacheSpec:
+    """Return the kind of a group; that of its first layer, where layers differ in their sizes."""
+    spec = group.kv_cache_spec
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+
+
+class _Cache:
+    """The blocks that a prefix cache has of one request.
+
+    Args:
+        manager: vLLM's manager of the cache.
+        request: the request.
+    """
+
+    def __init__(self, manager: CacheManager, request: Request) -> None:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+        self._request: Final = request
+        self._coordinator: Final = manager.coordinator
+        self._whole: Final[list[CacheGroupManager]] = []
+        self._windows: Final[list[CacheGroupManager]] = []
+        self._states: Final[list[CacheGroupManager]] = []
+        groups = manager.kv_cache_config.kv_cache_groups
+        for group, each in zip(groups, self._coordinator.single_type_managers, strict=True):
+            spec = spec_of(group)
+            if not getattr(spec, "prefix_cacheable", True):  # such as a ring of one request's
+                continue
+            if isinstance(spec, FullAttentionSpec):
+                self._whole.append(each)
+            else:
+                (self._states if isinstance(spec, MambaSpec) else self._windows).append(each)
+
+    def _has(self, group: CacheGroupManager, number: int) -> bool:
+        """Tell whether the cache has a block of the request, by its number."""
+        pool, hashes = group.block_pool, self._request.block_hashes
+        at = (number + 1) * group.block_size // pool.hash_block_size - 1
+        if at >= len(hashes):
+            return False
+        return pool.get_cached_block(hashes[at], [group.kv_cache_group_id]) is not None
+
+    def _rows(self, used: int) -> int:
+        """Return the rows that the cache has, of all groups that keep every row.
+
+        Without such a group, these are the rows up to the last block that it has.
+        """
+        ends = []
+        for group in self._whole:
+            number = used // group.block_size
+            while self._has(group, number):
+                number += 1
+            ends.append(max(number * group.block_size, used))
+        for group in () if self._whole else (*self._windows, *self._states):
+            number = int(self._request.num_tokens) // group.block_size
+            while number * group.block_size > used and not self._has(group, number - 1):
+                number -= 1
+            ends.append(max(number * group.block_size, used))
+        return min(ends, default=used)
+
+    def found(self, used: int) -> Found:
+        """Return what there is, and what vLLM takes off, in its own order."""
+        rows, request = self._rows(used), self._request
+        if request.skip_reading_prefix_cache:
+            return Found(rows, [(_why_skipped(request), 0)])
+        if rows <= used:
+            return Found(rows, ())
+        ends = []
+        size = min(each.block_size for each in (*self._whole, *self._windows, *self._states))
+        end = (int(request.num_tokens) - 1) // size * size
+        ends.append(("last_token", end))
+        # With several groups the drafter's block may be the one of the last token.
+        matched = rows if len(self._coordinator.single_type_managers) > 1 else min(rows, end)
+        end = min(end, max(matched - self._dropped(), 0))
+        ends.append(("drafter", end))
+        step = int(self._coordinator.scheduler_block_size)
+        end = end // step * step
+        ends += [("boundary", end), (self._lacking(end), 0)]
+        return Found(rows, ends)
+
+    def _dropped(self) -> int:
+        """Return the rows of the last block, which a drafter such as EAGLE computes anew."""
+        own = self._coordinator
+        groups = getattr(own, "drop_eagle_group_ids", own.eagle_group_ids)
+        sizes = (each.block_size for each in own.single_type_managers)
+        return max((size for number, size in enumerate(sizes) if number in groups), default=0)
+
+    def _lacking(self, end: int) -> str:
+        """Name the kind of group that lacks what a request needs to go on from a position."""
+        kinds = {"states": self._states, "window": self._windows}
+        lacks = [
+            kind
+            for kind, groups in kinds.items()
+            if end and any(not self._has(each, end // each.block_size - 1) for each in groups)
+        ]
+        there = [kind for kind, groups in kinds.items() if groups]
+        return (lacks or there or ["other"])[0]
+
+
+def _why_skipped(request: Request) -> str:
+    """Return why a request looks for nothing."""
+    if hasattr(request, _CONTAINED):
+        return "contained"
+    asked = getattr(request.sampling_params, "prompt_logprobs", None)
+    return "skipped" if asked is None else "prompt_logprobs"
+
+
+def tell(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """Tell the workers, with a step, what its requests compute again that was in the cache."""
+    cached = output.scheduled_cached_reqs
+    begin = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    if cached.resumed_req_ids:
+        computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        begin |= {name: rows for name, rows in computed if name in cached.resumed_req_ids}
+    unused: Counter[str] = Counter()
+    for name, used in begin.items():
+        found: Found | None = vars(scheduler.requests[name]).pop(_FOUND, None)
+        if found is not None:
+            unused.update(found.unused(used))
+    if unused:
+        setattr(output, _UNUSED, dict(unused))
+
+
+def unused_prefixes(output: SchedulerOutput) -> Mapping[str, int]:
+    """Return the rows that a step computes again although they are in the cache, by reason."""
+    found: Mapping[str, int] = getattr(output, _UNUSED, {})
+    return found

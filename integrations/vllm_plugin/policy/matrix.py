@@ -93,8 +93,14 @@ AGAIN: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHML
 #: that release as well: on one GPU, under ``deferred``, with FLASH_ATTN over bfloat16 rows.
 STATES_AGAIN: Final[Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]] = {
     "0.33.0": {
-        ("cuda", "v1"): {STATES: "Qwen3.5", FAST: "Qwen3.5", MIXED: "Nemotron-H"},
-        ("cuda", "v2"): {STATES: "Qwen3.5", FAST: "Qwen3.5", MIXED: "Granite 4"},
+        ("cuda", "v1"): {
+            **{STATES: "Qwen3.5", FAST: "Qwen3.5"},
+            **{MIXED: "Nemotron-H", MIXED_FAST: "Nemotron-H"},
+        },
+        ("cuda", "v2"): {
+            **{STATES: "Qwen3.5", FAST: "Qwen3.5", OLMO: "OLMo Hybrid", CONVOLVED: "LFM2"},
+            **dict.fromkeys((MIXED, MIXED_FAST), "Falcon-H1, Granite 4, Nemotron-H"),
+        },
     },
 }
 

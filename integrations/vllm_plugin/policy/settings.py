@@ -17,7 +17,7 @@ import torch
 from .... import registry
 from ....acceptance import Acceptance
 from ....audit.byte_books import EVERY
-from ....audit.identity_store import store_path
+from ....audit.store_url import store_url
 from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError, meant
@@ -288,19 +288,22 @@ def _audit_store(given: Mapping[str, object]) -> tuple[str | None, str | None]:
                 _WHERE,
                 "audit_key_file has no effect without a store",
                 got=repr(given["audit_key_file"]),
-                hint='add "audit_store": "sqlite:///PATH", or leave audit_key_file out',
+                hint='add "audit_store": "sqlite:///PATH" or "redis://HOST", or leave it out',
             )
         return None, None
     with _in_the_users_words():
-        path = store_path(given["audit_store"])
-    file = given.get("audit_key_file", f"{path}.key")
+        path = store_url(given["audit_store"]).path
+    beside = f"{path}.key" if path is not None else None
+    file = given.get("audit_key_file", beside)
     if not isinstance(file, str) or not file:
         raise ConfigError(
             _WHERE,
             "audit_key_file is not valid",
             expected="the path of a file",
             got=repr(file),
-            hint=f"leave audit_key_file out for {path}.key",
+            hint=f"leave audit_key_file out for {beside}"
+            if beside is not None
+            else "copy a file that key_from_file has written to every machine of the store",
         )
     return str(given["audit_store"]), file
 

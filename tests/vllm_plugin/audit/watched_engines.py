@@ -11,6 +11,7 @@ from typing import Any
 
 import contained_engines
 import failing_engines
+import lost_reuse
 import media_engines
 import planted_bytes
 import planted_engines
@@ -247,6 +248,18 @@ ENGINES |= {
         "faults": (),
         "work": shared_engines.find,
         "options": WHOLE_PROMPTS,
+    },
+    "lost-reuse": {"model": "llama", "faults": (), "work": lost_reuse.find},
+    "lost-states": {
+        "model": "qwen3_next",
+        "states": True,
+        "faults": (),
+        "work": lost_reuse.find,
+        "options": {
+            **{"dtype": "bfloat16", "mamba_cache_mode": "align", "speculative_config": None},
+            **{"max_model_len": 1000, "max_num_batched_tokens": 1024},
+            "num_gpu_blocks_override": 60,
+        },
     },
     # The core in a process of its own, to which the front end sends what it knows of a picture.
     "pictures": {

@@ -38,9 +38,9 @@ vLLM's source distribution ran in stock and with
 `additional_config={{"kvtxn": {{"policy": "undo", "on_error": "raise"}}}}` in every engine that a
 test builds; files with engines ran under `deferred`, too. The number of windows that such engines
 had is in the table. Most of these tests build no engine, and see kvtxn's hooks alone. On a CPU
-files with engines also ran with `{{"audit": "ledger", "on_violation": "raise"}}` in every engine,
-under which a test fails if a row that is read is not the right one; the table has the number of
-rows that were read so, where the engine could be asked at its end.
+files with engines also ran under `pytest --kvtxn-audit=ledger`, which audits every engine and fails
+a test in which a row that is read is not the right one; the table has the number of rows that were
+read so, where the engine could be asked at its end.
 
 For a test that was skipped or failed the columns on the right say what it asks for, and the list
 below the table what it said. The demo's model stands in for {targets}; drafters of its shape with

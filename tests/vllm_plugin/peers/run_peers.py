@@ -6,9 +6,9 @@
 SOURCE is vLLM's unpacked source distribution, of the release that is installed; its tests want
 ``tblib``. Without files all in the lists below run, else these alone. Every
 file runs under ``undo`` and in stock, and what builds engines under ``deferred``, too. On a CPU
-files with engines also run with the ledger alone; those of ``AUDITED`` only so, and in stock. The
-results go into peers.json and PEERS.md, or else into RUNS.json, which may come from another machine
-and is merged later. What ran before and is not run again keeps what it showed.
+files with engines also run under ``pytest --kvtxn-audit``; those of ``AUDITED`` only so, and in
+stock. The results go into peers.json and PEERS.md, or else into RUNS.json, which may come from
+another machine and is merged later. What ran before and is not run again keeps what it showed.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class Runner:
 
     def options(self, policy: str) -> list[str]:
         """Options of pytest, beside those for the report."""
-        return ["-p", "peers_plugin", "--kvtxn-policy", policy]
+        how = "--kvtxn-audit=ledger" if policy == "audit" else f"--kvtxn-policy={policy}"
+        return ["-p", "peers_plugin", how]
 
     def _wait(self, process: subprocess.Popen[bytes], report: Path) -> str | None:
         """Until the process ends, or is ended: why."""

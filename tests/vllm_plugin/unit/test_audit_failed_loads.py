@@ -23,7 +23,7 @@ class Loads:
         self.ledger, self.failed, self.names = ledger, [], []
         self.loads, self.unsettled = False, False
 
-    def change(self, arrivals, handed_out):
+    def change(self, arrivals, handed_out, copies=()):
         self.loads = any(each.name == "a" for each in arrivals)
 
     def forward(self, rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from functools import partial
@@ -203,7 +204,7 @@ def extras(rig, loaded):
     return told
 
 
-def test_an_adapter_is_known_by_its_name_and_path(extras):
+def test_an_adapter_that_cannot_be_read_is_known_by_its_name_and_path(extras):
     """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
     assert extras("poet", 1, "/poet") == extras("poet", 2, "/poet")
     others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
@@ -238,6 +239,13 @@ def test_an_adapter_is_known_by_its_weights(extras, folder):
     assert extras("poet", 1, folder, load_inplace=True) == extras("poet", 1, folder) == new
     weights.write_bytes(b"old weights")
     assert extras("poet", 3, folder) == old
+
+
+def test_an_adapter_of_one_content_is_one_wherever_it_lies(extras, folder, tmp_path_factory):
+    """Such as on another machine, whose rows a connector brings."""
+    other = tmp_path_factory.mktemp("other") / "adapter"
+    shutil.copytree(folder, other)
+    assert extras("poet", 1, folder) == extras("writer", 2, other)
 
 
 @pytest.mark.parametrize("again", ["by the request", "before it"])

@@ -48,6 +48,8 @@ def test_an_audit_needs_no_policy():
     assert stored.audit_key_file == "/data/a.db.key"
     other = asked(audit="ledger", audit_store="sqlite:///a.db", audit_key_file="/keys/a")
     assert other.audit_key_file == "/keys/a"
+    many = asked(audit="ledger", audit_store="redis://h:1/2", audit_key_file="/keys/a")
+    assert (many.audit_store, many.audit_key_file) == ("redis://h:1/2", "/keys/a")
     assert asked(audit="bytes").audit_every == EVERY
     assert asked(audit="bytes", audit_every=64).audit_every == 64
     assert is_audited({"kvtxn": {"audit": "ledger"}})
@@ -74,6 +76,14 @@ def test_an_audit_needs_no_policy():
         (
             {"audit": "ledger", "audit_store": "sqlite:///a", "audit_key_file": 3},
             "audit_key_file is not valid; expected the path of a file",
+        ),
+        (
+            {"audit": "ledger", "audit_store": "redis://h"},
+            "audit_key_file is not valid; expected the path of a file.*to every machine",
+        ),
+        (
+            {"audit": "ledger", "audit_store": "redis://a:secret@h/x", "audit_key_file": "/k"},
+            "audit_store is not valid; .*got another URL, with a user or a password",
         ),
         ({"audit": "off"}, "names no policy"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),

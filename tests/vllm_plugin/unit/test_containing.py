@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.serving.ledger.rank_agreement import Wrong
-from kvtxn.integrations.vllm_plugin.audit.containing_scheduler import ContainingScheduler
+from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import ContainingScheduler
 from kvtxn.integrations.vllm_plugin.internals import scheduling
 from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
 

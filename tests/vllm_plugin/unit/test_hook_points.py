@@ -41,7 +41,7 @@ CONNECTORS = {
 IMPORTED = {
     *("get_forward_context", "get_tp_group", "get_pp_group", "get_kv_transfer_group"),
     *("has_kv_transfer_group", "is_conv_state_dim_first", "AttentionBackendEnum"),
-    *("Attention", "MLAAttention", "AttentionSpec", "AttentionType"),
+    *("Attention", "MLAAttention", "AttentionSpec", "AttentionType", "FullAttentionSpec"),
 }
 
 

@@ -100,8 +100,8 @@ def test_items_without_names_cost_nothing(engine, names):
     assert request.sampling_params.extra_args == {"their": "own"}
 
 
-def test_an_item_that_cannot_be_hashed_counts_by_its_name(engine):
-    """The engine does not hash it, so its request must not fail."""
+def test_an_item_that_cannot_be_hashed_counts_by_its_name(engine, lines):
+    """The engine does not hash it, so its request must not fail; it is said once."""
 
     class Odd:
         def __format__(self, spec):
@@ -110,6 +110,9 @@ def test_an_item_that_cannot_be_hashed_counts_by_its_name(engine):
     request = engine.send([Odd()], ["x"])
     assert contents(request) is None
     assert hashes(Media(), request) == hashes(Media(), engine.send([None], ["x"]))
+    engine.send([Odd()], ["y"])
+    (line,) = lines
+    assert "kvtxn.media_by_name" in line
 
 
 def test_one_content_is_one_item_whatever_its_name(engine):

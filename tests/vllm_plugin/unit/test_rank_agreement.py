@@ -8,12 +8,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
 
+import attrs
 import pytest
 import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
 
+from kvtxn import ConfigError
 from kvtxn.audit import Key, RowGroup
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
@@ -53,6 +55,13 @@ class World:
 
         with ThreadPoolExecutor(self.number) as pool:
             return list(pool.map(on, range(self.number)))
+
+
+@pytest.mark.parametrize("name", ["layers", "group", "group.", "group.x", "rows.0", "group.-1"])
+def test_a_group_without_a_number_is_refused(name):
+    room = Room(2, 64, caches_prefixes=False)
+    with pytest.raises(ConfigError, match=r"expected group\.0, group\.1 and so on, got"):
+        Watch({name: attrs.evolve(GROUP, name=name)}, room, 0, "log")
 
 
 class Rank:

@@ -11,8 +11,11 @@ from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
     BACKENDS,
+    CONVOLVED,
     FAST,
     MIXED,
+    MIXED_FAST,
+    OLMO,
     SEEN,
     STATES,
     STATES_AGAIN,
@@ -22,7 +25,15 @@ from kvtxn.integrations.vllm_plugin.policy.rules import decide
 
 #: What real engines showed on a GPU; by the beginning of a name there, an engine's model.
 RECORD = Path(__file__).parents[2] / "gpu" / "seen.json"
-MODELS = {"granite": "Granite 4", "nemotron": "Nemotron-H"}
+MODELS = {
+    **{"granite": "Granite 4", "nemotron": "Nemotron-H", "falcon": "Falcon-H1"},
+    **{"olmo": "OLMo Hybrid", "lfm2": "LFM2"},
+}
+#: Other families of states than gated delta nets', and of them what has kernels of kvtxn's.
+FAMILIES = {
+    **dict.fromkeys(("granite", "nemotron", "falcon"), (MIXED, MIXED_FAST)),
+    **{"olmo": (OLMO, OLMO), "lfm2": (CONVOLVED, CONVOLVED)},
+}
 LATENT = EngineFacts(version="0.33.0", device="cuda", runner="v2", mla=True, dtype="bfloat16")
 ALONE = ("bfloat16",)
 
@@ -66,7 +77,7 @@ def recorded(release):
         if with_release != release or name.startswith("vLLM"):
             continue
         start, policy = name.partition(".")[0].partition("_")[0], name.rpartition(".")[2]
-        family = FAST if policy == "fast" else MIXED if start in MODELS else STATES
+        family = FAMILIES.get(start, (STATES, FAST))[policy == "fast"]
         kinds = found.setdefault(("cuda", what["runner"]), {})
         kinds.setdefault(family, set()).add(MODELS.get(start, "Qwen3.5"))
     return found
@@ -76,7 +87,7 @@ def recorded(release):
 def test_hybrids_that_were_seen_with_another_release_too(release):
     """The matrix names what the record has; in the release of all others nothing is added."""
     said = {
-        where: {family: {models} for family, models in families.items()}
+        where: {family: set(models.split(", ")) for family, models in families.items()}
         for where, families in STATES_AGAIN[release].items()
     }
     assert said == recorded(release)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import starting
-from kvtxn.integrations.vllm_plugin.audit import containing_scheduler
+from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import follow_scheduler
 from kvtxn.integrations.vllm_plugin.internals.audited import uncontained
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from test_audit_watch import CONTAIN, STAGES, asked, config
@@ -43,9 +43,9 @@ def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):
     """Where the user requires kvtxn, it does not start."""
     stages = config(**STAGES)
     scheduler = SimpleNamespace()
-    containing_scheduler.contain_in(scheduler, stages, required=False)
+    follow_scheduler(scheduler, stages, contains=True, required=False)
     assert "audit_cannot_contain" in lines[0]
     assert "pipeline stages" in lines[0]
     with pytest.raises(RequiredError, match="pipeline stages"):
-        containing_scheduler.contain_in(scheduler, stages, required=True)
+        follow_scheduler(scheduler, stages, contains=True, required=True)
     assert type(scheduler) is SimpleNamespace

@@ -59,7 +59,7 @@ def opened(request, monkeypatch):
             speculative_config=None,
         )
         on_cpu = request.param == "cpu"
-        monkeypatch.setattr(watch_opening, "watch_transfers", lambda *args: None)
+        monkeypatch.setattr(watch_opening, "follow_transfers", lambda *args: None)
         monkeypatch.setattr(watch_opening, "follow_weights", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")

@@ -1,0 +1,176 @@
+"""The scheduler of an audited engine: it tells of reuse that is lost, and contains violations.
+
+With ``on_violation="contain"`` nobody reads a wrong block again, and its readers start again. The
+worker adds what it found to the step's output. The scheduler contains it before vLLM takes the
+output in (``scheduling.contain``): the wrong blocks leave the prefix cache, and their readers are
+preempted, so that vLLM drops the tokens that the step sampled for them and computes the requests
+again in new blocks. Nothing is handed to vLLM as a failed load: a user's setting may end requests
+for failed loads.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from ....log import get_logger
+from ...serving.ledger.rank_agreement import Wrong
+from ..internals import audited, scheduling
+from ..internals.engine_protocols import (
+    BeforeCacheManager,
+    BeforeScheduler,
+    CacheManager,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    VllmConfig,
+)
+from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
+from ..seam.hooked_runner import stay_out
+
+log = get_logger()
+
+_hooked: WeakSet[Scheduler | CacheManager] = WeakSet()
+
+
+class ContainingScheduler(BeforeScheduler):
+    """A mixin of vLLM's scheduler: it contains what a step read wrongly."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: object
+    ) -> object:
+        """Contain what a step read wrongly, then take in its output."""
+        wrong = scheduling.marks(model_runner_output)
+        if wrong is not None:
+            _contain(self, wrong, scheduler_output)
+        found: object = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        return found
+
+
+class TellingScheduler(BeforeScheduler):
+    """A mixin of vLLM's scheduler: it tells the workers what requests compute again."""
+
+    def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
+        """Plan a step, and add what its requests had in the prefix cache and do not use."""
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        manager = scheduling.manager_of(self)
+        if is_swapped(manager):
+            try:
+                scheduling.tell(self, output)
+            except Exception as error:
+                _stop_looking(manager, error)
+        return output
+
+
+class LookingCacheManager(BeforeCacheManager):
+    """A mixin of vLLM's cache manager: it notes what requests have in the prefix cache."""
+
+    def get_computed_blocks(self, request: Request, *args: object) -> tuple[object, ...]:
+        """Look what the cache has of a request, then once more what vLLM cannot use of that."""
+        found: tuple[object, ...] = super().get_computed_blocks(  # type: ignore[misc]
+            request, *args
+        )
+        try:
+            scheduling.look(self, request, found)
+        except Exception as error:
+            _stop_looking(self, error)
+        return found
+
+
+def _stop_looking(manager: CacheManager, error: Exception) -> None:
+    """Count no more reuse that is lost after an error of the audit's own; log it."""
+    restore_class(manager)
+    _say_not_counted(f"looking failed: {error!r}", error)
+
+
+def _say_not_counted(why: str, error: Exception | None = None) -> None:
+    """Log that nobody counts the reuse that is lost, and why."""
+    effect = "kvtxn_audit_cached_rows_unused_total stays as it is"
+    log.warning("kvtxn.audit_reuse_not_counted", why=why, effect=effect, exc_info=error)
+
+
+def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutput) -> None:
+    """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
+    try:
+        if wrong.stale:
+            scheduling.evict(scheduler, wrong.stale)
+            log.debug("kvtxn.audit_evicted_stale", blocks=sorted(wrong.stale))
+        if not wrong.requests:
+            return
+        names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
+    except Exception as error:
+        say_logged_alone(f"containing failed: {error!r}", error)
+        return
+    log.warning("kvtxn.audit_contained", requests=sorted(names), blocks=sorted(wrong.blocks))
+
+
+def follow_scheduler(
+    scheduler: Scheduler, config: VllmConfig, *, contains: bool, required: bool
+) -> None:
+    """Let a scheduler do its part of an audit; if it cannot, log the reason.
+
+    Args:
+        scheduler: the scheduler.
+        config: its ``VllmConfig``.
+        contains: the user wants wrong rows, or stale ones, to be contained.
+        required: the user wants no engine without what was asked for.
+
+    Raises:
+        RequiredError: it cannot contain, and that is required.
+    """
+    mixins: list[type] = []
+    if contains and _can_contain(scheduler, config, required=required):
+        mixins.append(ContainingScheduler)
+    if _can_tell(scheduler, config):
+        mixins.append(TellingScheduler)
+        manager = scheduling.manager_of(scheduler)
+        swap_class(manager, LookingCacheManager)
+        _hooked.add(manager)
+    if mixins:
+        swap_class(scheduler, *mixins)
+        _hooked.add(scheduler)
+
+
+def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> bool:
+    """Tell whether a scheduler can contain what the audit finds; if not, log the reason.
+
+    Raises:
+        RequiredError: it cannot, and it is required.
+    """
+    why = audited.uncontained(config) or check_methods(
+        type(scheduler), scheduling.SCHEDULER_METHODS
+    )
+    if why is None:
+        return True
+    if required:
+        stay_out(why, 0, required=True)
+    say_logged_alone(why)
+    return False
+
+
+def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
+    """Tell whether reuse that is lost can be counted; if it is there and cannot, log the reason."""
+    why = audited.foreign_scheduler(config) or check_methods(
+        type(scheduler), scheduling.PLANNING_METHODS
+    )
+    if why is None and not scheduling.caches(scheduler):
+        return False
+    why = why or check_methods(type(scheduling.manager_of(scheduler)), scheduling.LOOKING_METHODS)
+    if why is not None:
+        _say_not_counted(why)
+    return why is None
+
+
+def say_logged_alone(why: str, error: Exception | None = None) -> None:
+    """Log that what the audit finds is not contained, and why."""
+    effect = "wrong rows are logged and not contained"
+    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)
+
+
+def unhook_schedulers() -> None:
+    """Give every scheduler of this process that is part of an audit its own class back."""
+    for each in list(_hooked):
+        if is_swapped(each):
+            restore_class(each)
+    _hooked.clear()
