@@ -17,19 +17,23 @@ import torch
 from torch import Tensor
 
 from . import recovery
+from .captured_launches import LayoutLaunches
 from .captured_shared import OPEN, STAGED, SharedPlaces, StepPlan
 from .commit_input import SIGNED, Accepted, as_accepted, described, is_plain
 from .compile_guard import never_compiled
 from .context import WindowContext
-from .errors import AcceptanceError, WindowStateError
+from .errors import AcceptanceError, WindowStateError, shown
 from .executor import Txn
 from .layers import LayerRef
 from .layout import RowLayout
 from .lifecycle import Lifecycle
+from .log import get_logger
 from .staged_input import check_ref
 from .state_supplier import StateSupplier
 from .window import Window
 from .window_states import TRANSITIONS, Event, WindowState, allowed
+
+log = get_logger()
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
@@ -37,6 +41,28 @@ _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
 
 def _nothing() -> None:
     """Stands for the launch of a window without rows."""
+
+
+def _launches(
+    supplier: StateSupplier, launches: LayoutLaunches, sampled: Tensor, num_requests: int
+) -> Callable[[], None] | None:
+    """Return the launches of states that recur, to be captured; None where that is impossible."""
+    try:
+        if launches.recurs_with_states(sampled):
+            return supplier.launches(sampled, num_requests)
+    except Exception as error:  # both commits still work, one after the other
+        log.debug("window.not_captured", error=shown(error))
+    return None
+
+
+def _capture(
+    supplier: StateSupplier, launches: LayoutLaunches, sampled: Tensor, states: Callable[[], None]
+) -> None:
+    """Capture a commit of rows with that of the states, which are in; rows are still to come."""
+    try:
+        launches.capture_with(sampled, states, supplier.capture)
+    except Exception as error:
+        log.debug("window.not_captured", error=shown(error))
 
 
 class CapturedWindow(Window):
@@ -234,31 +260,36 @@ class CapturedWindow(Window):
         """
         if self._unsaved:
             self._miss_saving("commit_sampled")
-        if self._shared.supplier is not None:
-            ended = self._commit_states(self._shared.supplier, sampled, batch)
-            if ended is not None:
-                return ended
-        state, plan = self._state, self.plan
-        launches, replay = plan.launches, None
-        if state is not STAGED and (state is not OPEN or self._noted is not None):
-            launches = None  # the window is over, or waits for layers: no launch alone can end it
-        if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
-            try:  # a captured commit reads its counts at one address, which no other device has
-                replay = launches.replays.get(sampled.data_ptr())
-            except RuntimeError:
-                replay = None  # a sparse tensor has no address; ``_check`` refuses it
-        if (
-            replay is None
-            or sampled.dim() != 1
-            or sampled.numel() < plan.num_requests
-            or not sampled.is_contiguous()
-        ):
-            if self._shared.supplier is None:  # else it was checked before the states
-                self._check(sampled)
-            if launches is None:
-                return self._commit_any(sampled)
-            replay = partial(launches.commit, sampled)
-        return self._commit_by(replay, sampled)
+        try:
+            if self._shared.supplier is not None:
+                ended = self._commit_states(self._shared.supplier, sampled, batch)
+                if ended is not None:
+                    return ended
+            state, plan = self._state, self.plan
+            launches, replay = plan.launches, None
+            if state is not STAGED and (state is not OPEN or self._noted is not None):
+                launches = None  # the window is over, or waits for layers: no launch can end it
+            if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
+                try:  # a captured commit reads its counts at one address, which no other device has
+                    replay = launches.replays.get(sampled.data_ptr())
+                except RuntimeError:
+                    replay = None  # a sparse tensor has no address; ``_check`` refuses it
+            if (
+                replay is None
+                or sampled.dim() != 1
+                or sampled.numel() < plan.num_requests
+                or not sampled.is_contiguous()
+            ):
+                if self._shared.supplier is None:  # else it was checked before the states
+                    self._check(sampled)
+                if launches is None:
+                    return self._commit_any(sampled)
+                replay = partial(launches.commit, sampled)
+            return self._commit_by(replay, sampled)
+        except BaseException:
+            if self._states_in:  # no abort could take them back
+                self._life.fail()
+            raise
 
     def _commit_states(
         self, supplier: StateSupplier, sampled: Tensor, batch: Tensor | None
@@ -288,20 +319,21 @@ class CapturedWindow(Window):
         ):
             launch = launches.with_states.get(sampled.data_ptr())
             if launch is not None:
-                return self._commit_by(launch, sampled)
-            if launches.recurs_with_states(sampled):
-                states = supplier.launches(sampled, plan.num_requests)
+                return self._commit_by(launch, sampled, joint=True)
+            states = _launches(supplier, launches, sampled, plan.num_requests)
+        error = None
         try:
-            error = recovery.commit_states(
-                self._shared.context, self.number, sampled if batch is None else batch
-            )
+            if supplier.waits:
+                error = recovery.commit_states(
+                    self._shared.context, self.number, sampled if batch is None else batch
+                )
+                self._states_in = True
         except BaseException:
             self._life.fail()
             raise
-        self._states_in = True
         if self._state is None:
             assert self._life.txn is not None
-            self._life.txn.states_in = True
+            self._life.txn.states_in = self._states_in
         if error is not None and self.state is not WindowState.DIRECT:
             counts = self._counts(sampled)
             self._end_by(
@@ -309,11 +341,13 @@ class CapturedWindow(Window):
             )
             return self.state
         if launches is not None and states is not None:
-            launches.capture_with(sampled, states, supplier.capture)
+            _capture(supplier, launches, sampled, states)
         return self._commit_by(_nothing, sampled) if ends and not plan.layout.num_rows else None
 
-    def _commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState:
-        """Commit by a launch that commits all rows, and states where they are not in yet."""
+    def _commit_by(
+        self, launch: Callable[[], None], sampled: Tensor, *, joint: bool = False
+    ) -> WindowState:
+        """Commit by a launch that commits all rows; ``joint``: and all states of a supplier."""
         shared = self._shared
         in_short = shared.quiet and not shared.on_commit  # nobody is to be told
         try:
@@ -328,6 +362,7 @@ class CapturedWindow(Window):
             if shared.supplier is not None:
                 shared.supplier.abandon()
             return _COMMITTED
+        self._states_in |= joint
         try:
             self._take_the_rest()
             self._life.finish(Event.COMMIT, self._counts(sampled))

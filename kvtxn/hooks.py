@@ -166,5 +166,5 @@ def ended(
         settled=txn.permit(~draft) if everywhere else torch.zeros_like(draft),
         overwriting=frozenset(ref.group for ref in txn.layers if ref.kind.overwrites),
         crossings=dict(txn.crossings),
-        states=() if accepted is None else supplied,
+        states=supplied if txn.states_in else (),
     )

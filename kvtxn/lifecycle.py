@@ -140,7 +140,11 @@ class Lifecycle:
                 self._tell(moment, self.txn, accepted)
         finally:
             self._calls_hooks = False
-            self._end(accepted)
+            try:
+                self._end(accepted)
+            finally:
+                if self.context.supplier is not None:
+                    self.context.supplier.abandon()
 
     def surface(self) -> None:
         """Under ``on_error="raise"``, raise the first error that nothing was taken back for.
@@ -175,8 +179,6 @@ class Lifecycle:
                 self._late_error = self._late_error or error
 
     def _end(self, accepted: Tensor | SampledIds | None) -> None:
-        if self.context.supplier is not None:
-            self.context.supplier.abandon()
         self.context.metrics.windows[self.state.value] += 1
         self.context.stager.reset()
         self.context.on_end()

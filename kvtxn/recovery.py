@@ -200,6 +200,7 @@ def commit_failed(
     def finish_it() -> None:
         if sampled is not None:
             commit_states(context, txn.number, sampled)
+            txn.states_in = True
         known = as_counts(accepted)
         finish_commit(txn, known, before)
         txn.count(txn.kept(known))

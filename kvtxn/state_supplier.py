@@ -24,7 +24,7 @@ class StateSupplier(abc.ABC):
 
     A step's states are as they were before it until ``commit``: its forward writes none. They are
     committed before the rows of the window, or by one launch with them. Nothing here waits for the
-    device.
+    device. A supplier is for the windows over one forward: the end of any of them forgets the step.
 
     Attributes:
         names: the layers whose states these are; hooks are told of them, and each counts in

@@ -283,6 +283,85 @@ def test_an_interrupt_promises_nothing(at):
     assert not rig.states.waits
 
 
+def interrupted_at(number: int, run) -> bool:
+    """Interrupt a function at its call of that number within kvtxn; tell whether there was one."""
+    left = [number]
+
+    def interrupt(frame, event, _) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("kvtxn."):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+@each_policy
+@each_way
+def test_an_interrupt_at_any_call_leaves_no_window_that_took_states_in(way, policy, falls_back):
+    """Such a window FAILED, since an abort could not take them back; else the abort leaves them."""
+    ends = set()
+    for number in range(1, 200):
+        rig = Rig(way, policy)
+        window = rig.begin()
+        before, sampled = rig.states.expected(None), rig.counts()
+        if falls_back:
+            window.fall_back("attend", RuntimeError("a test"))
+        if not interrupted_at(number, partial(window.commit_sampled, sampled)):
+            break
+        if not window.state.is_final:
+            window.abort()
+            assert all(map(torch.equal, rig.states.memory, before)), number
+        ends.add(window.state)
+        assert rig.manager.current is None
+    assert WindowState.FAILED in ends
+    assert number < 199
+
+
+@pytest.mark.parametrize("name", ["launches", "capture"])
+@each_policy
+def test_launches_of_states_that_cannot_be_captured(policy, name, monkeypatch):
+    """Both commits still work, one after the other."""
+
+    def failing(*_) -> None:
+        raise RuntimeError("not captured")
+
+    monkeypatch.setattr(ToyStates, name, property(failing) if name == "capture" else failing)
+    rig = Rig("captured", policy)
+    for _ in range(4):
+        window = rig.begin()
+        expected = rig.states.expected(SAMPLED)
+        assert window.commit_sampled(rig.counts()) is COMMITTED
+        rig.check(expected, KEPT)
+    assert (rig.states.captured, rig.states.calls) == (0, ["commit"] * 4)
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_a_step_that_cannot_be_forgotten_has_ended(end, monkeypatch):
+    """Its window is counted, and the next one may begin."""
+
+    def failing() -> None:
+        raise RuntimeError("not forgotten")
+
+    rig, told = Rig(), []
+    rig.manager.on_commit(told.append)
+    window = rig.begin()
+    monkeypatch.setattr(rig.states, "abandon", failing)
+    with pytest.raises(RuntimeError, match="not forgotten"):
+        window.abort() if end == "abort" else window.commit_sampled(rig.counts())
+    assert rig.count("windows_total") == rig.count("windows_total_" + window.state.value) == 1
+    assert rig.manager.current is None
+    assert not window._life.txn.staged
+
+
 @each_policy
 def test_a_window_that_fell_back_takes_states_in(policy):
     """Its rows are written through; the states wait for the commit, or stay as they are."""
@@ -338,6 +417,31 @@ def test_hooks_are_told_of_both(way):
     assert [each.states for each in told] == [rig.states.names] * 3 + [()]
     assert [each.kept.nonzero().flatten().tolist() for each in told] == [sorted(KEPT)] * 3 + [[]]
     assert [bool(each.settled.any()) for each in told] == [True] * 3 + [False]
+
+
+@each_way
+def test_hooks_are_told_of_no_state_where_none_waits(way):
+    """The rows of the window are committed all the same, also by a repair."""
+    rig, told = Rig(way), []
+    rig.manager.on_commit(told.append)
+    for _ in range(4):
+        window = rig.begin()
+        expected = rig.states.expected(None)
+        rig.states.abandon()
+        assert window.commit_sampled(rig.counts()) is COMMITTED
+        rig.check(expected, KEPT)
+    assert [each.states for each in told] == [()] * 4
+    assert rig.states.calls == []
+
+
+@pytest.mark.parametrize("fails", [{"replay": 0}, {"replay": 0, "commit": 1}])
+def test_hooks_are_told_of_states_that_a_repair_committed(fails):
+    rig, told = recurring("deferred"), []
+    rig.manager.on_commit(told.append)
+    window = rig.begin()
+    rig.states.fails = dict(fails)
+    assert window.commit_sampled(rig.counts()) is FELL_BACK
+    assert [each.states for each in told] == [rig.states.names]
 
 
 @each_policy

@@ -161,6 +161,8 @@ class GraphSteps:
         if self._window is not None or self._unopened:
             # Its slots are gone, unless they were saved with its rows: hooks are told of none.
             self.abandon(replayed=None if self._undoes else False)
+        elif self.states is not None:
+            self.states.abandon()  # of a step that was dropped
         self._recurring, self._alike = 0, alike
         plan: StepPlan | str | None = None
         if drafts is not None:

@@ -124,12 +124,23 @@ def test_an_abandoned_step_leaves_its_states(rig):
         assert states_are(rig, states)
 
 
+def test_a_step_that_was_dropped_leaves_nothing_to_the_next(rig):
+    """Nobody aborted it, and it had no window that the next step would have ended."""
+    rig.begin([0, 0], [1, 1])
+    rig.states.begin([5, 2], [1, 1])
+    states = rig.states.expected(None)
+    rig.begin([0, 0], [4, 4], [True, True])
+    rig.commit([1, 1])
+    assert states_are(rig, states)
+    assert rig.count("windows_total") == 0
+
+
 def test_what_a_step_without_rows_asks_torch_for(rig):
     """Nothing beside the commit of the states: no operator, and no launch."""
     counts = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     class Silent(StateSupplier):
-        names, waits = ("mixer",), True
+        names, waits = ("mixer",), False
 
         def commit(self, sampled):
             made.append(sampled)
@@ -144,6 +155,7 @@ def test_what_a_step_without_rows_asks_torch_for(rig):
     steps = GraphSteps(rig.manager, rig.slots, 4, states=Silent())
     with torch.inference_mode(), Calls() as calls:
         steps.begin(None, numpy.ones(1), numpy.zeros(1))
+        steps.states.waits = True
         steps.commit(counts)
     assert made == [counts]
     assert calls.names == []

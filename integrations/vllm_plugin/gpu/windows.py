@@ -499,7 +499,10 @@ def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
     try:
         size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
-        return size + (kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0)
+        if not rows_may_wait(runner):
+            return size
+        spare = kv_cache.bytes_of_spare_blocks(runner, wanted.max_rows)
+        return max(size, spare) + kv_cache.bytes_of_tables(runner)
     except Exception as error:
         if wanted.on_error == "raise":
             raise

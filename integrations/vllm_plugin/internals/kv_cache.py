@@ -24,6 +24,21 @@ def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:
     )
 
 
+def bytes_of_spare_blocks(runner: RunnerV1 | RunnerV2, rows: int) -> int:
+    """Return how many bytes the spare blocks take in which ``rows`` rows of each group may wait.
+
+    These are whole blocks of every layer, a drafter's too, and layers that fill a group up count.
+    The groups do not exist yet: see ``planned``. States have no spare blocks of their own.
+    """
+    specs, states = runner.get_kv_cache_spec(), state_layers.modules_of(runner)
+    together = min(Counter(specs.values()).values())
+    kinds = Counter(spec for name, spec in specs.items() if name not in states)
+    return sum(
+        -(-count // together) * together * -(-rows // spec.block_size) * int(spec.page_size_bytes)
+        for spec, count in kinds.items()
+    )
+
+
 def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     """Return the bytes of the block tables by slot in the largest captured graph, one per group.
 

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import kv_cache
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory
@@ -96,11 +97,37 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     made.vllm_config, made.compilation_config = Made(compilation_config=compilation), compilation
     made.decode_query_len, made.max_num_reqs, made.max_model_len = 5, 30, 100
     made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
-    assert bytes_of_steps(made) == 10 * 3 * 96 + 4 * requests * 100 * 4
+    assert bytes_of_steps(made) == 16 * 3 * 96 + 4 * requests * 100 * 4  # rows wait in whole blocks
     layer.impl.kvtxn_line_per_row = True  # and of each row, where the kernel wants it so
-    assert bytes_of_steps(made) == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
+    assert bytes_of_steps(made) == 16 * 3 * 96 + 4 * requests * 5 * 100 * 4
     layer.impl.vllm_flash_attn_version = 2
     assert bytes_of_steps(made) == 10 * 3 * 96
+
+
+@pytest.mark.parametrize(
+    ("layers", "states", "groups"),
+    [
+        ([4, 0], 0, 1),  # a single group
+        ([4, 8], 0, 3),  # of layers that share blocks
+        ([4, 6], 0, 3),  # the last group has two layers, and the blocks of four
+        ([4, 0], 12, 1),  # states share the blocks, and have no rows
+    ],
+)
+@pytest.mark.parametrize("rows", [5, 500, 960])
+def test_room_is_that_of_the_spare_blocks(rows, layers, states, groups):
+    """As many bytes as ``with_spare_blocks`` adds to the caches once they are planned."""
+    full, sliding, state = Spec(1 << 16, 528), Spec(1 << 16, 264), Spec(1 << 16, 9999)
+    specs = {f"full.{n}": full for n in range(layers[0])}
+    specs |= {f"sliding.{n}": sliding for n in range(layers[1])}
+    specs |= {f"state.{n}": state for n in range(states)}
+    made = runner()
+    made.get_kv_cache_spec = lambda: specs
+    sizes = [528] + [264] * (groups - 1)
+    added = sum(-(-rows // size) for size in sizes) * 4 * (1 << 16)
+    with pytest.MonkeyPatch.context() as patch:
+        names = {name: None for name in specs if name.startswith("state")}
+        patch.setattr(kv_cache.state_layers, "modules_of", lambda runner: names)
+        assert kv_cache.bytes_of_spare_blocks(made, rows) == added
 
 
 class Wanting(Part):
