@@ -345,12 +345,12 @@ class GraphSteps:
         Args:
             replayed: see ``CapturedWindow.abort``.
         """
-        window = self.window
-        self._recurring, self._window = 0, None
+        window, self._recurring = self.window, 0
         if window is not None and not window.state.is_final:
             window.abort(replayed=replayed)
         elif self.states is not None:
             self.states.abandon()
+        self._window = None  # kept until here: the next step aborts what an interrupt left open
 
     # -- failures -------------------------------------------------------------------
 

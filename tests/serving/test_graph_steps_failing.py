@@ -115,6 +115,23 @@ def test_an_abandoned_step_leaves_no_draft_row(policy):
     assert rig.count("windows_total_aborted") == 1
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_an_interrupted_abort_is_made_again_by_the_next_step(policy, monkeypatch):
+    rig = Rig(policy)
+    rig.begin([3], [4])
+
+    def interrupted(**given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.steps.window), "abort", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.steps.abandon()
+    rig.begin([3], [4])
+    rig.commit([2])
+    assert rig.count("windows_total_aborted") == rig.count("windows_total_committed") == 1
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("saves", [True, False], ids=["forward saves", "begin saves"])
 def test_an_abandoned_step_is_taken_back_in_its_own_slots(backend, saves):
