@@ -120,7 +120,7 @@ def test_an_interrupted_abort_is_made_again_by_the_next_step(policy, monkeypatch
     rig = Rig(policy)
     rig.begin([3], [4])
 
-    def interrupted(**given):
+    def interrupted(window, **given):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
