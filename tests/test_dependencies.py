@@ -77,7 +77,10 @@ def test_what_is_declared_is_imported(extra):
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 #: Extras that the tests are run with; "dev" asks for some of them itself.
-TESTED_WITH = ("dev", "bench", "numba", "redis", "testing", "transformers", "triton", "vllm")
+TESTED_WITH = (
+    *("dev", "bench", "numba", "redis", "testing", "transformers", "triton", "vllm"),
+    "sglang",  # scripts on a GPU
+)
 #: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
 TOOLS = {"mypy", "pip", "pytest-timeout", "ruff", "setuptools", "types-cachetools"}
 

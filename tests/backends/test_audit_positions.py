@@ -117,7 +117,7 @@ def test_a_first_row_at_a_wrong_position_moves_nobody(pair):
 def tensors_of(step):
     """Return all tensors of a step by name."""
     named = {**attrs.asdict(step, recurse=False)}
-    for name in ("slots", "tables", "sources"):
+    for name in ("slots", "tables", "sources", "block_maps"):
         named |= {f"{name} of {group}": each for group, each in named.pop(name).items()}
     return {name: each for name, each in named.items() if each is not None}
 

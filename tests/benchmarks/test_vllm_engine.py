@@ -269,11 +269,13 @@ def test_a_time_limit_from_outside_leaves_nothing_behind(pretended, tmp_path):
 
 def test_steps_are_switched():
     """Off they are none, and on they are those of before; what is drawn by lot stays the same."""
-    steps, drawn = object(), set()
+    abandoned, drawn = [], set()
+    steps = SimpleNamespace(abandon=lambda: abandoned.append(True))
     worker = SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
-    for on in (False, False, True, False, True):
+    for count, on in enumerate((False, False, True, False, True), start=1):
         switch_windows(worker, on)
         assert worker.model_runner.kvtxn is (steps if on else None)
+        assert len(abandoned) == count  # a step that was dropped leaves no window open
         drawn.add((numpy.random.randint(2**31), torch.rand(()).item()))
     assert len(drawn) == 1
 
