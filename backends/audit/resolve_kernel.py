@@ -139,8 +139,8 @@ def resolve_rows(
     Arguments are those of ``write_rows``, and:
         accepted: int ``[num_requests]``; -1: nothing was sampled.
         sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is
-            of another token counts as rejected, and so do those after it; if ``TREES``, those that
-            are not of these tokens, one after the other.
+            of another token counts as rejected, and so does every draft after it. If ``TREES``, the
+            drafts that are kept are of these tokens, each behind the last; all others are rejected.
         columns: tokens sampled per request, at most; -1 stands for none.
         besides: tokens that ``accepted`` counts beside drafts.
         REJECTED: the word of a rejected row.

@@ -167,7 +167,8 @@ def terms_along(
         key: int64 ``[3]``.
 
     Returns:
-        Terms of the positions that the rows are computed for, and of those that they stand for.
+        Two sums of terms: of the positions that the model computes the rows for, and of the
+        positions that the rows' places in the sequence ask for.
     """
     fed = position * 0
     right = position * 0

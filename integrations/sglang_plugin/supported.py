@@ -1,4 +1,4 @@
-"""Which engines of SGLang's can be watched: one table of reasons why not, each a sentence."""
+"""The engines of SGLang's that can be watched: one table of reasons why not, each a sentence."""
 
 from __future__ import annotations
 

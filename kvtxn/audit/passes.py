@@ -128,8 +128,9 @@ class Passes(ABC):
                 -1: nothing was sampled, and no draft accepted.
             sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
                 one more, which from now on counts as the request's own; -1 stands for no token.
-                A draft whose row is of another token counts as rejected, and so do those after it.
-                Of a tree, the drafts are kept that are of these tokens, one after the other.
+                A draft whose row is of another token counts as rejected, and so does every draft
+                after it. Of a tree, the drafts that are kept are of these tokens, each behind the
+                last; all others are rejected.
             besides: tokens that ``accepted`` counts beside drafts.
         """
 

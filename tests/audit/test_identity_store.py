@@ -112,16 +112,18 @@ def test_a_store_stays_as_small_as_the_guide_says(path):
     assert path.stat().st_size < 4000 * BYTES_PER_BLOCK
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+#: Of batches: which of two scopes a block is of, and its numbers of content, digest and weights.
+BATCHES = st.lists(
     st.lists(
-        st.lists(
-            st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1)),
-            max_size=8,
-        ),
-        max_size=5,
-    )
+        st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1)),
+        max_size=8,
+    ),
+    max_size=5,
 )
+
+
+@settings(max_examples=20, deadline=None)
+@given(BATCHES)
 def test_against_a_dict(tmp_path_factory, batches):
     store = SqliteStore(tmp_path_factory.mktemp("store") / "identities.db")
     model = {}

@@ -6,9 +6,9 @@ import socket
 import sys
 
 import fakeredis
-import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from test_identity_store import BATCHES
 
 from kvtxn import ConfigError
 from kvtxn.audit import redis_store
@@ -133,15 +133,7 @@ def test_a_read_brings_nothing_back_that_is_being_forgotten(server, clock):
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1)),
-            max_size=8,
-        ),
-        max_size=5,
-    )
-)
+@given(BATCHES)
 def test_against_the_store_of_one_machine(tmp_path_factory, batches):
     both = (
         store(fakeredis.FakeServer()),

@@ -1,4 +1,4 @@
-"""What decides whether an SGLang engine can be watched, read from its scheduler."""
+"""Facts of an SGLang engine by which it can be watched or not, read from its scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .steps import ROWS
 
 @attrs.frozen
 class EngineFacts:
-    """What the rules of ``supported`` look at.
+    """The facts that the rules of ``supported`` look at.
 
     Attributes:
         device: the type of its device.
@@ -29,7 +29,7 @@ class EngineFacts:
         algorithm: of speculation; ``"NONE"`` without.
         topk: drafts that follow each draft; 1 is a chain.
         encodes: an encoder has rows in front of those of the tokens, as in Whisper.
-        settings: arguments of the server that rules name, by name; those that are set.
+        settings: the server's arguments, by name, that a rule names and that the user has set.
     """
 
     device: str = "cuda"
@@ -94,7 +94,7 @@ def _is_set(args: Mapping[str, object], name: str) -> bool:
     return value not in (None, False, "", "null", "none")
 
 
-#: Arguments of the server by which weights change places while it serves; those that are set.
+#: Arguments of the server by which, if they are set, weights change places while it serves.
 _WEIGHTS_MOVE: Final = ("enable_eplb", "cpu_offload_gb", "offload_group_size")
 
 

@@ -149,7 +149,8 @@ class RowPool(Protocol):
         v_buffer: likewise.
         kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
         start_layer: the number of the first layer.
-        move_kv_cache: copies rows, given their slots on the device, first those that are written.
+        move_kv_cache: copies rows; takes the slots to write, then the slots to read, both on the
+            device.
     """
 
     k_buffer: Sequence[Tensor]

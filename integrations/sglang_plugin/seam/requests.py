@@ -16,7 +16,7 @@ from .steps import ForwardStep
 
 
 class Requests:
-    """The requests that hold rows, and those that have given them back since the last step.
+    """The requests that hold rows, and the requests that gave theirs back since the last step.
 
     A request is new when its first rows are computed, and again after a retraction. Its end is told
     with the next step, since the present one may run still: under overlap a finished request takes

@@ -87,8 +87,12 @@ class ForwardStep:
         }
 
     def rows(self) -> BatchRows:
-        """Refuse: only windows ask, and kvtxn opens none in SGLang."""
-        raise NotImplementedError
+        """Refuse: windows alone ask for this, and kvtxn opens none in SGLang.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("no window is opened over a step of SGLang's")
 
     def alike(self, rows: int) -> int:
         """Return 0: it is not known."""
@@ -99,8 +103,12 @@ class ForwardStep:
         return self.batch
 
     def outputs(self) -> Tensor:
-        """Refuse: only a comparison of bytes asks."""
-        raise NotImplementedError
+        """Refuse: a search for NaN alone asks for this, and none is made in SGLang.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("nothing reads the outputs of a step of SGLang's")
 
 
 @attrs.frozen(eq=False)
