@@ -33,12 +33,18 @@ class CapturedPlaces:
         rows: by layer name ``[max_rows, *row_shape]`` per plane, any strides: where drafts wait
             under ``deferred``, where the old rows are saved under ``undo``; empty under ``direct``.
         counters: int64 ``[lines, 4]``, see ``Txn.count``.
+        filled: under ``undo``, the part of ``slots`` that a window may have, int64
+            ``[num_groups, max_rows or fewer]``, where the engine may fill in the slots of its next
+            step before it aborts a window; else None.
+        saved_slots: like ``filled``: where its content is kept for such an abort.
     """
 
     policy: str
     slots: Tensor
     rows: LayerRows
     counters: Tensor
+    filled: Tensor | None = None
+    saved_slots: Tensor | None = None
 
 
 _NO_REPLAYS: Final[Mapping[int, Callable[[], None]]] = MappingProxyType({})
@@ -55,8 +61,11 @@ class LayoutLaunches(abc.ABC):
             ``commit``.
         with_states: by the same addresses, commits that were captured together with those of the
             states of a ``StateSupplier``. One that raises wrote and counted nothing.
+        saves_slots: ``save`` copies ``CapturedPlaces.filled`` to ``saved_slots`` as well. Else the
+            window makes this copy by itself, before each ``save``: one launch more in a step.
     """
 
+    saves_slots: bool = False
     replays: Mapping[int, Callable[[], None]] = _NO_REPLAYS
     with_states: Mapping[int, Callable[[], None]] = _NO_REPLAYS
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from .captured_launches import LayoutLaunches
+from .captured_launches import CapturedPlaces, LayoutLaunches
 from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .layout import RowLayout
-from .row_io import LayerRows
 from .turn import Turn
 from .window_states import TRANSITIONS, Event, WindowState
 
@@ -60,13 +58,10 @@ class SharedPlaces:
     Args:
         context: the manager's context.
         turn: the manager's ``Turn``, which lets one window at a time be open.
-        slots: int64 ``[num_groups, n]``, filled by the engine.
-        rows: by layer name ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``.
-        counters: int64 ``[lines, 4]``, in which windows under the policy count.
+        places: the fixed tensors.
         saves: True where the executor's own launches copy the old rows of a window into ``rows``
             before the forward writes over them (policy ``undo``). Then ``rows`` is what an abort or
             a fallback puts back; else it holds the drafts that wait for the commit.
-        slots_stay: ``slots`` is not filled anew while a window is open.
 
     Attributes:
         quiet: True if kvtxn's debug log was off when the open window began. Its commit then makes
@@ -86,12 +81,9 @@ class SharedPlaces:
         self,
         context: WindowContext,
         turn: Turn,
-        slots: Tensor,
-        rows: LayerRows,
-        counters: Tensor,
+        places: CapturedPlaces,
         *,
         saves: bool,
-        slots_stay: bool,
     ) -> None:
         self.context = context
         self.turn = turn
@@ -102,26 +94,28 @@ class SharedPlaces:
         self.first_state = OPEN if context.policy == "deferred" else STAGED
         self.quiet = False
         self.on_commit = context.hooks.live("on_commit")
-        self.slots = slots
-        self.rows = rows
-        self.counters = counters
+        self.slots = places.slots
+        self.rows = places.rows
+        self.counters = places.counters
         self.num_layers = len(context.refs)
         self.pattern = object()
         self.stored = lru_cache(maxsize=_MOST_SIZES)(self._stored)
-        self.on_host = slots.is_cpu
-        self.device = slots.get_device()
+        self.on_host = self.slots.is_cpu
+        self.device = self.slots.get_device()
         self._saves = saves
-        #: Under ``undo`` the slots of the rows that were saved last, as an engine may fill in those
-        #: of its next step before it ends a window that a failed step has left open.
-        self._saved_slots: Tensor | None = None
-        if context.policy == "undo" and not slots_stay:
-            self._filled = slots[:, : context.executor.config.max_rows]
-            self._saved_slots = torch.full_like(self._filled, -1)
+        self._filled, self._saved_slots = places.filled, places.saved_slots
 
-    def save_slots(self) -> None:
-        """Copy the slots of the step, if it writes over rows that may have to be put back."""
-        if self._saved_slots is not None:
-            self._saved_slots.copy_(self._filled)
+    def save(self, launches: LayoutLaunches | None) -> None:
+        """Copy the step's slots, where an abort may need them, and its old rows by a launch.
+
+        Args:
+            launches: of the step's layout; None: the caller copies the rows.
+        """
+        filled, saved = self._filled, self._saved_slots
+        if filled is not None and saved is not None and not (launches and launches.saves_slots):
+            saved.copy_(filled)
+        if launches is not None:
+            launches.save()
 
     def fill(self, txn: Txn, *, saved: bool) -> None:
         """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window.

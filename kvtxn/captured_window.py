@@ -175,9 +175,8 @@ class CapturedWindow(Window):
 
     def save(self) -> None:
         """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
-        self._shared.save_slots()
+        self._shared.save(self.plan.launches)
         if self.plan.launches is not None:
-            self.plan.launches.save()
             return
         txn = self._life.txn
         assert txn is not None

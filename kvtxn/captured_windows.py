@@ -12,7 +12,7 @@ a step in ``rows``, settled ones too, and writes no state: the commit does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
@@ -105,18 +105,20 @@ class CapturedWindows:
             rows = {} if context.policy == "direct" else rows_for(refs, max_rows)
         parts = [part for each in rows.values() for part in each]
         self.nbytes = sum(part.nbytes for part in parts) + 2 * self.position.nbytes
-        places = CapturedPlaces(policy=context.policy, slots=slots, rows=rows, counters=counters)
+        self._undoes = context.policy == "undo"
+        filled = slots[:, :max_rows] if self._undoes and not slots_stay else None
+        places = CapturedPlaces(
+            policy=context.policy, slots=slots, rows=rows, counters=counters, filled=filled,
+            saved_slots=None if filled is None else torch.full_like(filled, -1),
+        )  # fmt: skip
         # Debug mode compares each commit with the reference, so it makes no prepared launch. Nor
         # does a commit that writes states: to be repaired, it needs copies of them made before.
         reads = context.debug or any(ref.states for ref in refs)
         self._launches = None if reads else executor.captured_launches(places)
         self.deferred = context.policy == "deferred"
-        self._undoes = context.policy == "undo"
         saves = self._undoes and self._launches is not None
         self.context, self.slots, self.rows, self._turn = context, slots, rows, turn
-        self._shared = SharedPlaces(
-            context, turn, slots, rows, counters, saves=saves, slots_stay=slots_stay
-        )
+        self._shared = SharedPlaces(context, turn, places, saves=saves)
         self.on_commit, self.stored = self._shared.on_commit, self._shared.stored
         self._room = min(max_rows, slots.shape[1])
         self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
@@ -200,11 +202,7 @@ class CapturedWindows:
             whole = RowLayout.build((count,), (0,), self.context.device)  # all rows are drafts
             found = self._in_forward[count] = self._launches.prepare(whole)
 
-        def save() -> None:
-            self._shared.save_slots()
-            found.save()  # looked up in each call: the first one may arrange another method
-
-        return save
+        return partial(self._shared.save, found)
 
     def begin(self, plan: StepPlan, forward_saves: bool = False) -> CapturedWindow:
         """Begin the window of the next forward; the engine has filled the slots already.

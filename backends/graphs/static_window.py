@@ -67,6 +67,7 @@ class StaticLaunches(CapturedLaunches):
     ) -> None:
         self._max_rows = executor.config.max_rows
         self.graphs = executor.graphs
+        self._places = places
         self._device = places.slots.device
         self._save, self._commit = save, commit
         self._arrange = arrange
@@ -77,11 +78,20 @@ class StaticLaunches(CapturedLaunches):
         return StaticLayout(self, layout)
 
     def saving(self, layout: RowLayout) -> Callable[[], None]:
-        """Arrange the save of a layout's drafts."""
+        """Arrange the save of a layout's drafts, and of the slots where these may be replaced."""
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
-        return partial(CachedLaunch(call).run, layout.position)
+        rows = partial(CachedLaunch(call).run, layout.position)
+        filled, saved = self._places.filled, self._places.saved_slots
+        if filled is None or saved is None:
+            return rows
+
+        def both() -> None:
+            saved.copy_(filled)
+            rows()
+
+        return both
 
     @property
     def saves(self) -> bool:
@@ -126,6 +136,8 @@ class StaticLayout(LayoutLaunches):
         launches: arranges and captures.
         layout: the rows, which lead the batch.
     """
+
+    saves_slots = True
 
     def __init__(self, launches: StaticLaunches, layout: RowLayout) -> None:
         self._launches = launches

@@ -81,6 +81,24 @@ class SavingForwards(MixedKit):
             rig.check("aborted")
             forward.next_step()
 
+    @pytest.mark.parametrize("saver", [*SAVERS, "begin"])
+    def test_an_abort_in_the_slots_of_its_own_step(
+        self, kit: Kit, layers: Layers, saver: str
+    ) -> None:
+        """An engine may fill in the slots of its next step before it aborts a window."""
+        rig = kit.rig("undo", layers("undo"))
+        forward = CapturedForward(rig) if saver == "begin" else saving(rig, saver)
+        for _ in range(2):
+            batch = rig.batch(SHAPE)
+            window = forward.begin(batch)
+            forward.run()
+            rig.expect_staged(batch)
+            forward.slots.copy_(forward.slots.flip(1))
+            window.abort()
+            rig.expect_aborted(batch)
+            rig.check("aborted")
+            forward.next_step()
+
     @pytest.mark.parametrize("form", ["sampled", "counts"])
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_a_forward_that_did_not_save(

@@ -41,7 +41,8 @@ def serve() -> None:
 
     import kvtxn
 
-    llm = LLM(**json.loads(sys.stdin.readline()))
+    # Stock's own clock of each request, which vLLM keeps for its statistics alone.
+    llm = LLM(**{"disable_log_stats": False, **json.loads(sys.stdin.readline())})
     print(json.dumps(kvtxn.__file__), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
@@ -79,10 +80,17 @@ def start(spec: str, arguments: dict[str, Any], folder: Path) -> tuple[str, Any]
 
 
 def ask(engine: Any, work: dict[str, Any]) -> dict[str, Any]:
-    """Let an engine generate."""
+    """Let an engine generate.
+
+    Raises:
+        RuntimeError: it has ended; its log is beside those of the others.
+    """
     engine.stdin.write(json.dumps(work) + "\n")
     engine.stdin.flush()
-    answer: dict[str, Any] = json.loads(engine.stdout.readline())
+    line = engine.stdout.readline()
+    if not line:
+        raise RuntimeError(f"an engine has ended, rc {engine.wait()}")
+    answer: dict[str, Any] = json.loads(line)
     return answer
 
 
@@ -120,6 +128,7 @@ def main() -> int:
     options.add_arguments(parser)
     args = parser.parse_args(sys.argv[cut + 1 :])
     folder = Path(tempfile.mkdtemp())
+    print(f"the engines' logs: {folder}", flush=True)
     model = models.MODELS[args.model]
     arguments = dict(command.engine_arguments(args, model, folder))
     engines = dict(start(spec, arguments, folder) for spec in specs)

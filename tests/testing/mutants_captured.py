@@ -186,6 +186,11 @@ class SavesOnce(Prepared):
             self.done = True
 
 
+class ForgetsTheSlots(Prepared):
+    class kind(Layout):
+        saves_slots = True  # it does not
+
+
 class WarmsUpOverTheCaches(Prepared):
     """Puts the slots back first."""
 
@@ -257,6 +262,7 @@ CAPTURED_CAUGHT_BY: dict[type[Executor], str] = {
     CountsNothing: "test_counts_add_up",
     SavesNothing: "test_steps_are_exact",
     SavesOnce: "test_steps_of_changing_shape",
+    ForgetsTheSlots: "test_an_abort_in_the_slots_of_its_own_step",
     WarmsUpOverTheCaches: "test_warming_up_leaves_no_trace",
     LeavesStatesOut: "test_one_commit_takes_supplied_states_and_rows",
     CommitsStatesAgain: "test_one_commit_takes_supplied_states_and_rows",
