@@ -324,7 +324,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "hybrids": hybrids,
     "states-auto": states_chosen,
     "soak": lambda: soak.report(
-        [load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]
+        [load(name) for name in ("h200-soak", "h200-soak-simple", "h200-soak-ngram", "cpu-soak")]
     ),
     "vllm-gpu-hybrid": lambda: vllm_speed("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),

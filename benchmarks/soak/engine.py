@@ -189,7 +189,7 @@ class _Soak:
                 for name, counter in _COUNTED.items()
             },
             "open": sum(worker["open"] for worker in workers),
-            "device": sum(worker["device"] for worker in workers),
+            **{name: sum(each[name] for each in workers) for name in ("device", "graphs")},
             "host": use.memory,
             "cpu": round(use.cpu, 2),
         }

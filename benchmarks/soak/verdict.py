@@ -128,6 +128,8 @@ class Verdict:
         speed: tokens per second.
         host: growth of the host's memory, MiB per hour; all processes of the engine.
         device: growth of the tensors on the device, MiB per hour.
+        graphs: the most bytes of captured commits in a sample of each third of the time, the
+            largest of all pieces; None for a soak that did not sample them.
         change: change of tokens per second of processors, percent per hour.
         wrong: sentences; none if all is well.
     """
@@ -139,6 +141,7 @@ class Verdict:
     device: Slope
     change: Slope
     wrong: Sequence[str]
+    graphs: Sequence[int] | None = None
 
     def __str__(self) -> str:
         s = self.sums
@@ -197,12 +200,27 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
         sums=sums,
         speed=sum(end["played"] for end in ends) / busy if busy else 0.0,
         **found,
+        graphs=_graphs(pieces),
         wrong=[
             *_ended(pieces),
             *_counted(sums, pieces, windows),
             *(_grown(**found) if sum(end["at"] for end in ends) >= SHORTEST else ()),
         ],
     )
+
+
+def _graphs(pieces: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Return the most bytes of captured commits by thirds of a piece's time."""
+    samples = [each for piece in pieces for each in piece["samples"]]
+    if not samples or any("graphs" not in each for each in samples):
+        return None
+    most = [0, 0, 0]
+    for piece in pieces:
+        end = piece["samples"][-1]["at"]
+        for each in piece["samples"]:
+            third = min(int(3 * each["at"] / end), 2)
+            most[third] = max(most[third], each["graphs"])
+    return most
 
 
 def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -280,6 +298,7 @@ def _column(verdict: Verdict) -> list[str]:
         *(str(s[name]) for name in ("lost", "open", "missing", "fell_back")),
         f"{s['texts']:,}: {s['same']:,}, {s['near']}, {s['other']}",
         *(str(verdict.host), str(verdict.device)),
+        "-" if verdict.graphs is None else ", ".join(f"{n / _MIB:.1f}" for n in verdict.graphs),
         f"{verdict.speed:.0f}",
         str(verdict.change),
     ]
@@ -296,6 +315,8 @@ _ROWS: Final = (
     *("preemptions", "tokens from the connector", "requests lost", "windows left open"),
     *("blocks missing", "steps that fell back"),
     "texts compared: stock's, parted at near-ties, others",
-    *("host, MiB per hour", "device, MiB per hour", "tokens per second"),
+    *("host, MiB per hour", "device, MiB per hour"),
+    "captured commits, MiB at most in each third of the time",
+    "tokens per second",
     "change of tokens per processor second, % per hour",
 )

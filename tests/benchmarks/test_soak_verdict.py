@@ -60,6 +60,15 @@ def test_a_healthy_soak_is_called_healthy():
     assert (found.host.median, found.device.median, found.change.median) == (0.0, 0.0, 0.0)
 
 
+def test_captured_commits_are_said_by_thirds():
+    """The most of all pieces; a soak that did not sample them says nothing."""
+    full = piece(graphs=lambda number: min(number, 5) * MIB)
+    assert verdict.judge([full], windows=True).graphs == [3 * MIB, 5 * MIB, 5 * MIB]
+    early = piece(graphs=lambda number: 4 * MIB)
+    assert verdict.judge([full, early], windows=True).graphs == [4 * MIB, 5 * MIB, 5 * MIB]
+    assert verdict.judge([full, piece()], windows=True).graphs is None
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

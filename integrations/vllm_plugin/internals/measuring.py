@@ -114,14 +114,15 @@ def occupied(worker: Worker) -> dict[str, int]:
     """Read what a worker that rests has, after a collection of garbage.
 
     Returns:
-        ``device``: bytes of tensors on the GPU, 0 on a CPU; ``open``: 1 if a window is open that
-        nobody ended, else 0.
+        ``device``: bytes of tensors on the GPU, 0 on a CPU; ``graphs``: bytes of captured commits,
+        which lie beside them; ``open``: 1 if a window is open that nobody ended, else 0.
     """
     give_back()
     steps = getattr(worker.model_runner, "kvtxn", None)
     device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     return {
         "device": int(device),
+        "graphs": 0 if steps is None else steps.manager.executor.graphs.nbytes,
         "open": 0 if steps is None or steps.manager.current is None else 1,
     }
 
