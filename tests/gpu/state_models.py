@@ -226,7 +226,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo", "fast", "chosen")),
     "nemotron": ("nemotron_h", {}, ("auto", "fast")),
     "lfm2": ("lfm2", {}, ("auto",)),
-    "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("auto", "fast")),
+    "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("again", "auto", "fast")),
     "fused_bfloat16": ("qwen3_5", {**_TRITON, **_16}, ("auto", "fast")),
     "granite": ("granite", {}, ("auto", "fast")),
     "nemotron_bfloat16": ("nemotron_h", _16, ("auto", "fast")),

@@ -42,8 +42,8 @@ def test_fast_states_are_those_of_the_kept_rows(engine):
     for wrong in ("off", "other_blocks", "strays"):
         assert found.get(wrong, 0) == 0
     # A state that two counts leave alike cannot show a wrong one: few of a rank with few heads, and
-    # few of Mamba-2 with bfloat16 states, which round a small step away.
-    some = engine.startswith(("ranks", "granite", "nemotron_bfloat16"))
+    # few in bfloat16, which rounds a small step away.
+    some = engine.startswith(("ranks", "granite")) or "bfloat16" in engine
     assert found["blind"] <= (found["states"] / 10 if some else 0)
     assert found["states"] > 500
     assert found["repeated"] > 0

@@ -94,8 +94,8 @@ AGAIN: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHML
 STATES_AGAIN: Final[Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]] = {
     "0.33.0": {
         ("cuda", "v1"): {
-            **{STATES: "Qwen3.5", FAST: "Qwen3.5"},
-            **{MIXED: "Nemotron-H", MIXED_FAST: "Nemotron-H"},
+            **{STATES: "Qwen3.5", FAST: "Qwen3.5", OLMO: "OLMo Hybrid", CONVOLVED: "LFM2"},
+            **dict.fromkeys((MIXED, MIXED_FAST), "Granite 4, Nemotron-H"),
         },
         ("cuda", "v2"): {
             **{STATES: "Qwen3.5", FAST: "Qwen3.5", OLMO: "OLMo Hybrid", CONVOLVED: "LFM2"},
