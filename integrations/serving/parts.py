@@ -190,8 +190,8 @@ class Part:
         """Hear that the engine goes on without kvtxn."""
 
 
-#: Events that parts hear one after the other, without more ado. Where one part alone overrides such
-#: an event, the list's own method is that part's, so that a step makes no call in between.
+#: Events that parts hear one after the other. Where one part alone overrides such an event, the
+#: list's own method is that part's, so that a step makes no call in between.
 _PLAIN_EVENTS: Final = (
     "caches_wanted",
     "caches_made",
@@ -213,6 +213,8 @@ _PLAIN_EVENTS: Final = (
     "step_ended",
     "raised",
 )
+#: Likewise, but every part hears them, whichever part raises.
+_EVENTS_FOR_ALL: Final = ("outcomes_arrived", "step_failed")
 
 
 class Parts(Part):
@@ -230,12 +232,13 @@ class Parts(Part):
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: Final = tuple(parts)
-        for event in _PLAIN_EVENTS:
-            calls = [getattr(part, event) for part in self._parts]
-            nothing = getattr(Part, event)
-            heard = [call for call in calls if getattr(call, "__func__", None) is not nothing]
-            if heard:
-                setattr(self, event, heard[0] if len(heard) == 1 else partial(_each, heard))
+        for events, together in ((_PLAIN_EVENTS, _each), (_EVENTS_FOR_ALL, _every)):
+            for event in events:
+                calls = [getattr(part, event) for part in self._parts]
+                nothing = getattr(Part, event)
+                heard = [call for call in calls if getattr(call, "__func__", None) is not nothing]
+                if heard:
+                    setattr(self, event, heard[0] if len(heard) == 1 else partial(together, heard))
 
     def memory_wanted(self) -> int:
         """Return the bytes that all parts will take beside the caches."""
@@ -263,14 +266,6 @@ class Parts(Part):
                 part.failed(error)
             except Exception as failure:
                 error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
-
-    def outcomes_arrived(self) -> None:
-        """Tell every part, then raise what the first failing one raised."""
-        _every(part.outcomes_arrived for part in self._parts)
-
-    def step_failed(self) -> None:
-        """Tell every part, then raise what the first one raised."""
-        _every(part.step_failed for part in self._parts)
 
     def released(self) -> None:
         """Tell every part, the last one first, then raise what the first of them raised."""

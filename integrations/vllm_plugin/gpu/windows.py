@@ -299,7 +299,7 @@ class WindowsV2(Part):
         self.caches = WindowCaches(runner, self, states)
         self.whole: object = None
         self.connected = False
-        self._mode: object = None  # of the step that is under way
+        self._graph: object = None  # of the step that is under way
 
     def make(
         self,
@@ -355,8 +355,8 @@ class WindowsV2(Part):
             steps.settle()
 
     def graph_chosen(self, graph: object) -> None:
-        """Note in which mode the forward will run."""
-        self._mode = whole_graphs.mode(graph)
+        """Note the graph of the forward: its mode says whether it saves rows."""
+        self._graph = graph
 
     def planned(self, step: PlannedStep) -> None:
         """Plan the step, now that its slots are in place."""
@@ -364,7 +364,7 @@ class WindowsV2(Part):
         if isinstance(steps, PipelineSteps):
             steps.begin(*step.rows(), step.name())
         elif steps is not None:
-            replayed = self.whole is not None and self._mode is self.whole
+            replayed = self.whole is not None and whole_graphs.mode(self._graph) is self.whole
             steps.begin(*step.rows(), replayed, step.alike(steps.query_len))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:

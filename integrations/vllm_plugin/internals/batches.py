@@ -154,23 +154,6 @@ def batch_of(metadata: BatchMetadata) -> Batch:
 # -- on a GPU -------------------------------------------------------------------------
 
 
-def batch_rows(batch: InputBatchV2) -> BatchRows:
-    """Read the V2 runner's batch, the argument of ``prepare_attn``."""
-    drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
-    return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
-
-
-def alike(batch: InputBatchV2, rows: int) -> int:
-    """Count the requests of the V2 runner's batch, if they are alike; else return 0.
-
-    Alike: each has ``rows`` rows, its last sampled token and drafts, and none is at its prompt. As
-    no request can have more drafts than that, the batch's sums tell it.
-    """
-    count, drafts = batch.num_reqs, batch.num_draft_tokens
-    full = drafts and drafts == count * (rows - 1) and batch.num_tokens == count * rows
-    return count if full and not batch.has_prefill else 0
-
-
 def batch_name(batch: InputBatchV2) -> object:
     """Return the object by which the V2 runner's queue of pipeline stages knows a batch."""
     return batch.idx_mapping_np
@@ -281,11 +264,19 @@ class PlannedV2:
 
     def rows(self) -> BatchRows:
         """Return which rows each request has."""
-        return batch_rows(self.batch)
+        batch = self.batch
+        drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
+        return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
 
     def alike(self, rows: int) -> int:
-        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0."""
-        return alike(self.batch, rows)
+        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0.
+
+        As no request can have more drafts than that, the batch's sums tell it.
+        """
+        batch = self.batch
+        count, drafts = batch.num_reqs, batch.num_draft_tokens
+        full = drafts and drafts == count * (rows - 1) and batch.num_tokens == count * rows
+        return count if full and not batch.has_prefill else 0
 
     def name(self) -> object:
         """Return the object by which the runner's queue of pipeline stages knows the batch."""
