@@ -63,6 +63,7 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     more: dict[str, Any] = {
         "attention_config": {"backend": "TRITON_ATTN"},
         "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 256 << 20,  # other engines on the GPU may end while it is measured
         "num_gpu_blocks_override": 90,
         "max_num_batched_tokens": 2400,
     }
