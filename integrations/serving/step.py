@@ -104,6 +104,38 @@ class Arrival:
     had: int | None = None
 
 
+@attrs.frozen
+class EncodedPart:
+    """Rows of a step that are computed of an encoder's output.
+
+    Attributes:
+        request: the engine's name of the request.
+        item: the engine's name of the output.
+        first: the first of the rows, counted within the request's rows of the step.
+        end: one past the last.
+    """
+
+    request: str
+    item: str
+    first: int
+    end: int
+
+
+@attrs.frozen(eq=False)
+class EncoderStep:
+    """The outputs of an encoder, of images or audio, that a step makes, forgets and uses.
+
+    Attributes:
+        encoded: the engine's names of outputs that are computed before the forward.
+        dropped: names of outputs that the engine forgets.
+        parts: returns which rows of the step are computed of which output.
+    """
+
+    encoded: Sequence[str]
+    dropped: Sequence[str]
+    parts: Callable[[], Sequence[EncodedPart]] = attrs.field(repr=False)
+
+
 @attrs.frozen(eq=False)
 class Changes:
     """The changes that a step makes before its forward.
@@ -116,6 +148,7 @@ class Changes:
             all groups of rows.
         unused: rows of the arrivals that the prefix cache has, and that are computed again all the
             same, by reason: one of ``audit.repeated_work.WHY_UNUSED``.
+        encoder: what the step's encoder does; None without an encoder, or without its inputs.
     """
 
     gone: Sequence[str]
@@ -123,6 +156,7 @@ class Changes:
     grown: Sequence[Sequence[int]]
     copies: Sequence[tuple[int, int]]
     unused: Mapping[str, int] = attrs.field(factory=dict)
+    encoder: EncoderStep | None = None
 
 
 #: Of a step that only goes on with its requests, within their blocks.

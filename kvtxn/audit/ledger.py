@@ -738,6 +738,23 @@ class Ledger:
         """
         self._moves.carry(copies)
 
+    def age(self, slots: Mapping[str, Tensor], epochs: int) -> None:
+        """Record that rows are older than the step that wrote them; never waits.
+
+        Call it after ``write`` for rows that were computed of something that the target's earlier
+        weights have made, such as the output of an encoder which the engine has kept.
+
+        Args:
+            slots: by group, int ``[n]`` on the ledger's device, as many of each group, all
+                different; -1 for none.
+            epochs: the age, in epochs of the target's weights.
+
+        Raises:
+            ConfigError: a group is unknown or has states, the slots do not fit together, or the age
+                is none.
+        """
+        self._moves.age(slots, epochs)
+
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
     ) -> None:

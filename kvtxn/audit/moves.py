@@ -15,7 +15,7 @@ from ..host_values import to_device
 from . import books as book
 from . import checks
 from .arguments import listed, mapped
-from .digest import as_word
+from .digest import TARGET_AGE, as_word, older
 from .ledger_state import LedgerState
 from .violation import NOBODY
 
@@ -107,6 +107,19 @@ class Moves:
         at = torch.searchsorted(written, where).clamp(max=number - 1)  # of equal ones the newest
         said = journal[entry[order.gather(1, at)], : book.JOURNAL_PLACES]
         return torch.where((written.gather(1, at) == where)[..., None], said, NOBODY)
+
+    def age(self, slots: Mapping[str, Tensor], epochs: int) -> None:
+        """Do what ``Ledger.age`` says."""
+        given = mapped("age", "slots", slots, "by name of the group, a tensor")
+        checks.whole("age", "epochs", epochs, 0, TARGET_AGE)
+        if not given:
+            return
+        groups, slot = self._groups_of("age", [*given], states=False), self._stacked("age", given)
+        there = (slot >= 0) & (slot < groups.slots)
+        where, words = groups.word_at(torch.where(there, slot, 0)), self._books.words
+        before = words[where]
+        more = torch.where(there, older(before, epochs) - before, 0)
+        words.index_add_(0, where.flatten(), more.flatten())
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None

@@ -158,6 +158,10 @@ CALLS = {
     "carry, one tensor": lambda ledger: ledger.carry({"m": torch.tensor([1])}),
     "carry, one of two": lambda ledger: ledger.carry({"m": (torch.tensor([1]),)}),
     "carry, none": lambda ledger: ledger.carry({"m": None}),
+    "age, one tensor": lambda ledger: ledger.age(torch.tensor([1]), 1),
+    "age, of states": lambda ledger: ledger.age({"m": torch.tensor([1])}, 1),
+    "age, before the ledger": lambda ledger: ledger.age({"a": torch.tensor([1])}, -1),
+    "age, two lengths": lambda ledger: ledger.age({"a": torch.ones(1, 2)}, 1),
     "leave, lines in a list": lambda ledger: ledger.leave(0, {"m": torch.tensor([1])}),
     "leave, more lengths": lambda ledger: ledger.leave(
         torch.tensor([0]), {"m": torch.tensor([1])}, torch.tensor([1, 2])

@@ -48,6 +48,22 @@ def computed(**named):
 
 
 @pytest.mark.parametrize("stale", ["count", "alarm"])
+def test_rows_of_what_earlier_weights_made_are_old(stale):
+    """Rows that are computed now, of an output that an encoder made two epochs before."""
+    ledger = computed(stale=stale)
+    for _ in range(2):
+        ledger.new_epoch()
+    ledger.admit("b", PROMPT)
+    run(ledger, "b", 0, PROMPT, [4, 5, 6])
+    ledger.age({"full": torch.tensor([17, -1, 18, 400])}, 2)
+    assert f"{ROWS}_2" not in ledger.counters()
+    run(ledger, "b", 8, [19], [4, 5, 6])
+    assert ledger.counters()[f"{ROWS}_2"] == 2
+    found = [(each.kind, each.position, each.age) for each in ledger.violations()]
+    assert found == ([("stale", 1, 2)] if stale == "alarm" else [])
+
+
+@pytest.mark.parametrize("stale", ["count", "alarm"])
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_model_counts_and_finds_the_same(name, stale):
     ages = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..parts import Part
 from ..step import Arrival, Changes, Outputs, PlannedStep, Rows, States
+from .encoded_items import EncodedItems, Read
 from .rank_agreement import Wrong
 from .violation_log import AuditError
 from .watch import Watch
@@ -87,6 +88,7 @@ class LedgerPart(Part):
         self._unsampled: PlannedStep | None = None
         #: The watch was told of a forward that has not ended.
         self._in_forward = False
+        self._encoded = EncodedItems()
 
     def _tell(self, tell: Callable[[Watch], None]) -> None:
         """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
@@ -102,7 +104,7 @@ class LedgerPart(Part):
 
     def caches_made(self) -> None:
         """Open a ledger over new caches, or log why there is none."""
-        self._planned = None
+        self._planned, self._encoded = None, EncodedItems()
         self.reader.watch = self.reader.open(self.is_ready)
 
     def released(self) -> None:
@@ -118,7 +120,12 @@ class LedgerPart(Part):
 
     def requests_changed(self, changes: Callable[[], Changes]) -> None:
         """Tell which requests begin and end, and which blocks each request gets."""
-        self._tell(lambda watch: watch.change(changes()))
+        self._tell(partial(self._change, changes))
+
+    def _change(self, changes: Callable[[], Changes], watch: Watch) -> None:
+        told = changes()
+        watch.change(told)
+        self._encoded.change(watch, told.encoder)
 
     def planned(self, step: PlannedStep) -> None:
         """Tell which rows and states the forward writes and reads, if they can be read."""
@@ -142,8 +149,12 @@ class LedgerPart(Part):
 
     def _tell_forward(self, step: PlannedStep, inputs: Mapping[str, object]) -> None:
         self._unsampled, self._in_forward = step, True
-        read = partial(self.reader.read, step, inputs)
+        read: Read = partial(self.reader.read, step, inputs)
+        if self._encoded.late:
+            read = self._encoded.keeping(read)
         self._tell(lambda watch: watch.step(read, self.reader.returning))
+        if self._encoded.late:
+            self._tell(self._encoded.note)
 
     def forward_ended(self) -> None:
         """Note that the rows of the forward are there."""

@@ -291,7 +291,7 @@ class Watch:
 
     def _give(self, grown: Sequence[Sequence[int]]) -> None:
         """Tell the ledger of the usual change: requests that run get blocks."""
-        given = {name: grown[number] for name, number in self._numbers if grown[number]}
+        given = {name: grown[at] for name, at in self._numbers if grown and grown[at]}
         if given:
             self.ledger.change(given=given)
 

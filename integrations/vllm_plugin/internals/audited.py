@@ -15,6 +15,7 @@ from ....audit import RowGroup
 from ...serving.step import NO_CHANGES, Arrival, Changes, Room
 from ..policy.supported import cannot_watch
 from . import batches
+from .encoder_steps import encoder_step
 from .engine_protocols import (
     BlockCopy,
     NewRequest,
@@ -143,6 +144,16 @@ def room(runner: Runner) -> Room:
 
 def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step; call this after the runner has updated its states."""
+    return _with_encoder(runner, scheduler_output, _changes(runner, scheduler_output))
+
+
+def _with_encoder(runner: Runner, told: SchedulerOutput, found: Changes) -> Changes:
+    """Add what the step's encoder does, if there is any."""
+    step = encoder_step(runner, told)
+    return found if step is None else attrs.evolve(found, encoder=step)
+
+
+def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
     put_back = _put_back(runner)
@@ -396,6 +407,10 @@ def runner_device(runner: Runner) -> torch.device:
 
 def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     """Read the changes of a step. A request that was preempted comes again as a new one."""
+    return _with_encoder(runner, scheduler_output, _changes_v2(runner, scheduler_output))
+
+
+def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
     put_back = _put_back(runner)

@@ -248,6 +248,7 @@ class Feature(Protocol):
 
     identifier: str
     mm_hash: str | None
+    modality: str
     mm_position: Placeholder
 
 
@@ -329,6 +330,8 @@ class SchedulerOutput(Protocol):
     scheduled_cached_reqs: CachedRequests
     num_scheduled_tokens: dict[str, int]
     scheduled_spec_decode_tokens: dict[str, list[int]]
+    scheduled_encoder_inputs: dict[str, list[int]]
+    free_encoder_mm_hashes: list[str]
     finished_req_ids: set[str]
     preempted_req_ids: set[str] | None
     kv_cache_block_copies: Sequence[BlockCopy] | None

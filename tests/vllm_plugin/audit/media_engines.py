@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin import audit_report, snapshots
+import torch
+from kvtxn.integrations.vllm_plugin import audit_report, new_weights, snapshots
 
 #: Text behind each picture: with it, two blocks and some tokens.
 TEXT = list(range(2, 60))
@@ -16,6 +17,18 @@ SENT: dict[str, list[tuple[str | None, str | None]]] = {
     "with names": [("red", "x"), ("blue", "y"), ("red", "x"), (None, "y")],
     "one name for two": [("red", "z"), ("blue", "z"), ("blue", None)],
 }
+
+
+class Painter:
+    """An extension of vLLM's worker."""
+
+    def see_otherwise(self) -> None:
+        """Change the weights of the encoder in place, and no others."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            for name, parameter in model.named_parameters():
+                if name.startswith("vision_model."):
+                    parameter.mul_(-1.5)
 
 
 def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -33,7 +46,26 @@ def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
         told = len(violations)
         llm.reset_prefix_cache()
-    return {**found, "counts": snapshots(llm)[0]}
+    return {**found, "counts": snapshots(llm)[0], "updated": _update(llm)}
+
+
+def _update(llm: Any) -> dict[str, Any]:
+    """Send a picture before the encoder's weights change, and twice afterwards.
+
+    The second time its output is still kept, the third time it is computed anew.
+    """
+    outputs = [_ask(llm, "green", None)]
+    llm.collective_rpc("see_otherwise")
+    new_weights(llm)
+    for forget in (lambda: None, llm.llm_engine.reset_encoder_cache):
+        assert llm.reset_prefix_cache()
+        forget()
+        outputs.append(_ask(llm, "green", None))
+    return {
+        "requests": [output.request_id for output in outputs],
+        "said": [list(output.outputs[0].token_ids) for output in outputs],
+        "ages": audit_report(llm, ages=True)[0],
+    }
 
 
 def _ask(llm: Any, colour: str | None, name: str | None) -> Any:

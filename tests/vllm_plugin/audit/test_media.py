@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_jobs import missing
+from model_files import PICTURE
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -43,6 +44,21 @@ def test_two_pictures_under_one_name(found):
     for violation in report["violations"]:
         assert violation["request"].startswith(f"{blue}-")
         assert violation["written_request"].startswith(f"{red}-")
+
+
+def test_rows_of_an_output_that_earlier_weights_computed_are_old(found):
+    """vLLM keeps an encoder's outputs; a picture that is encoded anew has no old row."""
+    report = found["updated"]
+    before, kept, anew = report["said"]
+    assert kept == before != anew
+    old = {each["request"].partition("-")[0]: each["rows"] for each in report["ages"]}
+    _, second, third = (request.partition("-")[0] for request in report["requests"])
+    assert set(old) == {second}
+    (number,) = old[second].values()
+    assert old[second] == {"1": number}
+    assert number % PICTURE == 0  # all of the picture's rows, in each step that decodes
+    assert number > PICTURE
+    assert third not in old
 
 
 def test_the_engine_was_judged_whole(found):

@@ -266,7 +266,11 @@ ENGINES |= {
         "model": "blip2",
         "faults": (),
         "work": media_engines.find,
-        "options": {"skip_tokenizer_init": False, "num_gpu_blocks_override": 60},
+        "options": {
+            "skip_tokenizer_init": False,
+            "num_gpu_blocks_override": 60,
+            "worker_extension_cls": "media_engines.Painter",
+        },
         "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     },
     "sleeps": {
