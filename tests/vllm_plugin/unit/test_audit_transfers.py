@@ -435,6 +435,69 @@ def test_metadata_that_nobody_knows(rig):
     assert [(v.kind, v.position) for v in rig.ledger.violations()] == [("unwritten", 4)]
 
 
+def compute(rig, name, tokens, begin, end):
+    """Compute rows of a prompt on a device that alone knows their positions; blocks 8 to 10."""
+    rig.watch.begin(SimpleNamespace(secret=1))
+    rig.watch.scheduled({name: end - begin})
+    step = Step(
+        lines=torch.tensor([rig.ledger.line(name)]), starts=torch.tensor([0, end - begin]),
+        first=torch.tensor([begin]), tokens=torch.tensor(tokens[begin:end]),
+        slots={"group.0": slots([8, 9, 10])[begin:end]},
+        tables={"group.0": torch.tensor([[8, 9, 10]])},
+    )  # fmt: skip
+    rows = Rows([name], step.starts, None, step.tokens, None, step.slots, step.tables)
+    rig.watch.forward(rows)
+    rig.ledger.write(step)
+    rig.watch.end_step()
+
+
+@pytest.fixture
+def computed(rig):
+    """A prompt of 10 tokens and one that was sampled, computed in two pieces, and then gone on."""
+    tokens = [*range(60, 71)]
+    rig.ledger.admit("p", tokens[:10])
+    rig.ledger.hand_out("group.0", [8, 9, 10])
+    rig.watch.change([Arrival("p", tokens[:10], [], {}, 0, [[8, 9, 10]])], [])
+    compute(rig, "p", tokens, 0, 5)
+    rig.watch.change([], [])
+    compute(rig, "p", tokens, 5, 10)
+    return tokens
+
+
+def load_unseen(rig, name, blocks, tokens, contents):
+    """Let blocks that are handed out get these bytes from a connector that nobody knows."""
+    arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
+    rig.ledger.admit(name, tokens)
+    rig.ledger.hand_out("group.0", blocks)
+    rig.watch.change([arrival], [("group.0", block) for block in blocks])
+    rig.watch.begin(SimpleNamespace(secret=1))
+    rig.cache.update(zip(blocks, contents, strict=True))
+    rig.watch.forward(ROWS)
+
+
+def test_prompts_are_known_wherever_an_unknown_connector_takes_them(rig, computed):
+    """The host knows the positions of tokens that were given, though not those of drafts."""
+    load_unseen(rig, "b", [5, 6], computed, [rig.cache[8], rig.cache[9]])
+    assert kinds(rig) == []
+    assert unverified(rig) == 0
+
+
+def test_swapped_blocks_of_a_prompt_are_found_behind_an_unknown_connector(rig, computed):
+    load_unseen(rig, "b", [5, 6], computed, [rig.cache[9], rig.cache[8]])
+    found = [(v.kind, v.request, v.position, v.written_request) for v in rig.ledger.violations()]
+    assert found == [("imported", "b", 0, "p"), ("imported", "b", 4, "p")]
+
+
+def test_a_block_may_be_filled_with_the_bytes_that_it_had(rig, computed):
+    """Known ones, and ones that were believed before."""
+    load_unseen(rig, "b", [8, 9], computed, [rig.cache[8], rig.cache[9]])
+    assert (kinds(rig), unverified(rig)) == ([], 0)
+    load_unseen(rig, "c", [7], TOKENS[:5], [b"elsewhere"])
+    rig.ledger.release("b")
+    load_unseen(rig, "d", [7], TOKENS[:5], [b"elsewhere"])
+    assert (kinds(rig), unverified(rig)) == ([], 8)
+
+
 @pytest.fixture(params=["none", "align"])
 def hybrid(rig, request):
     """A watch of a hybrid, whose request "a" left its states in blocks 9 and 10."""
