@@ -55,7 +55,11 @@ def rig():
     )
     model = SimpleNamespace(is_encoder_decoder=False)
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
-    runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1})
+    engine = SimpleNamespace(kv_transfer_config=transfer)
+    runner = SimpleNamespace(
+        kv_cache_config=config, requests=states, model_config=model, vllm_config=engine
+    )
     cache = {block: b"%d" % block for block in range(12)}
     stopped = []
     watch = follow(ledger, runner, cache, stopped.append)
@@ -398,6 +402,22 @@ def test_other_bytes_come_back(rig):
     rig.watch.forward(ROWS)
     assert kinds(rig) == ["imported"]
     assert unverified(rig) == 0
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_bytes_come_from_a_tier_behind_the_memory(rig, nested):
+    """A file of another engine may have been read into the place."""
+    settings = {"secondary_tiers": [{"type": "fs"}]}
+    several = {"connectors": [{"kv_connector_extra_config": settings}]}
+    transfer = rig.runner.vllm_config.kv_transfer_config
+    transfer.kv_connector_extra_config = several if nested else settings
+    rig.watch.begin(job(rig, "a", 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
+    rig.cache[5], rig.cache[6] = rig.cache[1], b"another engine's"
+    rig.watch.forward(ROWS)
+    assert kinds(rig) == []
+    assert unverified(rig) == 4
 
 
 def test_other_bytes_come_from_a_store_that_engines_share(rig):
