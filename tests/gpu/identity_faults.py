@@ -10,11 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from planting import Rig, around
 from torch import Tensor
+
+if TYPE_CHECKING:  # which the rules' own tests do not need
+    from planting import Rig
 
 #: A fault's change, given the caches and the table of a request that rows came for; returns the
 #: position of the first wrong row, None if it has not changed anything.
@@ -32,6 +34,8 @@ def caches(rig: Rig) -> list[Tensor]:
 @contextmanager
 def brought(rig: Rig, change: Change) -> Iterator[None]:
     """Apply a change to the first request for which it does something."""
+    from planting import around
+
     coming: list[Any] = []
 
     def arrive(arrivals: Sequence[Any], *args: Any, **kwargs: Any) -> None:
