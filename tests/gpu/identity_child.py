@@ -215,20 +215,28 @@ def run(
         with _other_weights(llm, rig):
             _look(llm, rig, ask, _later(), report.setdefault("stale", {}))
         keep()
-    llm.collective_rpc("audit_switch", args=(False,))
-    report["same_texts"] = ask(prompts) == said
-    llm.collective_rpc("audit_switch", args=(True,))
-    keep()
-    if not job.get("pair"):
         with _other_weights(llm, rig):
             gpu_audit_child.empty(llm)
             found = report.setdefault("reset", {})
             found["said"] = llm.reset_prefix_cache(reset_connector=True)
             _look(llm, rig, ask, prompts, found)
         keep()
+    report["same_texts"] = _unwatched(llm, rig, ask, prompts) == said
+    keep()
     if job.get("files") and job.get("second"):
+        llm.collective_rpc("audit_switch", args=(True,))
         llm.reset_prefix_cache(reset_connector=True)
         faults["swapped_files"] = _with_files(llm, rig, ask, prompts, folder / "store")
+        keep()
+
+
+def _unwatched(llm: Any, rig: Rig, ask: Ask, prompts: list[list[int]]) -> list[list[int]]:
+    """Return what the engine says without the audit, of rows that come back."""
+    llm.collective_rpc("audit_switch", args=(False,))
+    if llm.reset_prefix_cache(reset_connector=True):  # or else rows of other weights are there
+        ask(prompts)
+        _stored(llm, rig)
+    return ask(prompts)
 
 
 def _counted(llm: Any) -> Brought:
