@@ -93,7 +93,7 @@ def _be_first(
         llm.collective_rpc("audit_switch", args=(True,))
         pipe.send("ready")
         while True:
-            if not pipe.poll():
+            if not pipe.poll(0.05):
                 rig.run([*texts(800 + number % 8, 2, 40)], 8)
                 number += 1
                 continue

@@ -132,7 +132,7 @@ class TransferWatch:
         self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
         self._failed: set[int] = set()
         self._loading = False  # the step under way reads rows that were loaded for it
-        self._opaque = False  # the step's metadata do not say which blocks leave
+        self._opaque = False  # the metadata do not say which blocks leave; some steps have none
 
     def restart(self) -> None:
         """Forget every transfer; the ledger has forgotten the rows."""
@@ -168,7 +168,7 @@ class TransferWatch:
     def begin(self, metadata: object) -> None:
         """Note the blocks that the connector loads, and those to be stored after the step."""
         found = self._read(metadata)
-        self._stores, self._opaque = found.stores, found.opaque
+        self._stores, self._opaque = found.stores, self._opaque or found.opaque
         for each in found.loads:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
