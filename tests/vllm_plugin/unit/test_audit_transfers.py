@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
+from kvtxn.integrations.vllm_plugin.audit import watched_connectors
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
 from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 
@@ -516,6 +517,23 @@ def test_a_block_may_be_filled_with_the_bytes_that_it_had(rig, computed):
     rig.ledger.release("b")
     load_unseen(rig, "d", [7], TOKENS[:5], [b"elsewhere"])
     assert (kinds(rig), unverified(rig)) == ([], 8)
+
+
+class ToldInOne:
+    """A connector that says what has come in one call, as NIXL's does; it has no other."""
+
+    def get_transfer_results(self, finished_req_ids):
+        return SimpleNamespace(finished_recving={"b"})
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_rows_that_have_come_are_heard_of_in_either_runner(rig, runner):
+    mixin = getattr(watched_connectors, f"WatchedConnector{runner}")
+    connector = type("Watched", (mixin, ToldInOne), {"kvtxn_transfers": rig.watch})()
+    connector.get_transfer_results(set())
+    come(rig, "b", [5], TOKENS[:5], None)
+    rig.watch.forward(ROWS)
+    assert (kinds(rig), unverified(rig)) == ([], 4)
 
 
 @pytest.fixture(params=["none", "align"])
