@@ -115,6 +115,8 @@ class TransferWatch:
         self._forgotten = 0  # blocks of the table, when places were noted
         self._rows: Rows | None = None  # of the step under way, where the host knows them
         self._full: dict[tuple[str, str], int] = {}  # by request and group: blocks remembered
+        self._known: dict[str, tuple[int, int]] = {}  # by request: rows computed, tokens it has
+        self._given: dict[Place, bool] = {}  # handed out now; with rows before that were believed
         self._ledger: Final = ledger
         self._groups: Final = groups
         states = [group.name for group in ledger.groups if group.is_state]
@@ -130,11 +132,14 @@ class TransferWatch:
         self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
         self._failed: set[int] = set()
         self._loading = False  # the step under way reads rows that were loaded for it
+        self._opaque = False  # the metadata do not say which blocks leave; some steps have none
 
     def restart(self) -> None:
         """Forget every transfer; the ledger has forgotten the rows."""
         self._table.clear()
         self._full.clear()
+        self._known.clear()
+        self._given.clear()
         if self._shared is not None:
             self._shared.restart()
         self._stored.clear()
@@ -145,7 +150,7 @@ class TransferWatch:
         self._came.clear()
         self._failed.clear()
         self._stores, self._arrivals, self._loading, self._rows = [], (), False, None
-        self._forgotten = 0
+        self._forgotten, self._opaque = 0, False
 
     # -- told by the connector ---------------------------------------------------------------
 
@@ -163,7 +168,7 @@ class TransferWatch:
     def begin(self, metadata: object) -> None:
         """Note the blocks that the connector loads, and those to be stored after the step."""
         found = self._read(metadata)
-        self._stores = found.stores
+        self._stores, self._opaque = found.stores, self._opaque or found.opaque
         for each in found.loads:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
@@ -215,12 +220,20 @@ class TransferWatch:
             self._forgotten = self._table.forgotten
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
 
-    def _remember_full(self, rows: Rows) -> None:
-        """Remember the blocks that a step has filled with rows that stay."""
-        assert rows.first is not None
+    def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
+        """Return each request's first row of a step, and the end of those that surely stay.
+
+        Where the device alone knows positions, the host knows them as far as tokens were given.
+        """
+        if rows.first is None:
+            return [(name, 0, self._known.get(name, (0, 0))[0]) for name in rows.names]
         settled = rows.first + rows.starts.diff()
         settled = settled if rows.drafts is None else settled - rows.drafts
-        spans = [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
+        return [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
+
+    def _remember_full(self, rows: Rows) -> None:
+        """Remember the blocks that a step has filled with rows that stay."""
+        spans = self._settled(rows)
         groups = {name: each for name, each in self._groups.items() if each.ring is None}
         full: list[Span] = []
         for name, group in groups.items():
@@ -237,6 +250,7 @@ class TransferWatch:
         if len(self._full) > _FULL * (1 + len(rows.names)) * len(self._groups):
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
+            self._known = {name: each for name, each in self._known.items() if name in now}
 
     def _remember(self, spans: Iterable[Span]) -> set[Place]:
         """Remember blocks by their bytes; the device is waited for once per group.
@@ -296,12 +310,14 @@ class TransferWatch:
         if self._shared is not None:
             self._shared.look()
         for each in arrivals:
+            self._known[each.name] = each.computed, len(each.tokens)
             for group, rows in self._groups.items():
                 self._full[each.name, group] = each.computed // rows.block_size
             if each.name in self._received:  # now, before states are copied to the step's blocks
                 for place in self._state_places(each):
                     self._believe(each, place)
-        for place in handed_out:
+        self._given = {place: place in self._doubtful for place in handed_out}
+        for place in self._given:
             self._loads.pop(place, None)
             self._doubtful.discard(place)
         for source, target in copies:
@@ -309,14 +325,26 @@ class TransferWatch:
                 mark = set.add if (group, source) in self._doubtful else set.discard
                 mark(self._doubtful, (group, target))
 
+    def scheduled(self, numbers: Mapping[str, int]) -> None:
+        """Note how many rows each request has in the coming step, where the device knows more.
+
+        Args:
+            numbers: by request, its rows, drafts included; no request has drafts before its last
+                token that is known.
+        """
+        for name, number in numbers.items():
+            done, known = self._known.get(name, (0, 0))
+            if done < known:
+                self._known[name] = min(done + number, known), known
+
     def forward(self, rows: Rows) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step.
 
         Args:
-            rows: the step's; where the device alone knows their positions, the blocks that the step
-                fills are remembered when they leave, and not before.
+            rows: the step's; where the device alone knows their positions, and the metadata say
+                which blocks leave, the blocks that the step fills are remembered then, not before.
         """
-        self._rows = None if rows.first is None else rows
+        self._rows = rows if rows.first is not None or self._opaque else None
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
         states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
         wanted = [
@@ -329,12 +357,11 @@ class TransferWatch:
         own = _OwnWords(self._ledger, max(ends, default=0))
         now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
         for each, place in states:
-            filled = place in self._before and self._before[place] != now[place]
+            filled = self._is_filled(place, now)
             if each.name not in self._received and (place in self._loads or filled):
                 self._believe(each, place)
         for name, place, blocks, first, end in coming:
-            filled = place in self._before and self._before[place] != now[place]
-            if name in self._received or place in self._loads or filled:
+            if name in self._received or place in self._loads or self._is_filled(place, now):
                 words, origin = self._rows_of(
                     *(own, lengths[name], name, place, now[place], first, end)
                 )
@@ -349,7 +376,21 @@ class TransferWatch:
         came = {arrival.name for arrival in self._arrivals}
         self._received -= came
         self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
-        self._arrivals, self._before = (), {}
+        self._arrivals, self._before, self._given = (), {}, {}
+
+    def _is_filled(self, place: Place, now: Mapping[Place, Content]) -> bool:
+        """Tell whether a block was filled since the step began, though the metadata do not say so.
+
+        A block that was handed out may be filled with the bytes that it had before.
+        """
+        if place not in self._before:
+            return False
+        if self._before[place] != now[place]:
+            return True
+        given = self._given.get(place)
+        return given is not None and (
+            given or bool(self._table.lookup(torch.tensor([now[place]]))[0])
+        )
 
     @property
     def unsettled(self) -> bool:

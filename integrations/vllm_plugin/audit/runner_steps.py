@@ -69,6 +69,11 @@ class RunnerSteps(Generic[HookedRunnerT]):
         """Add wrong reads to the output of their step."""
         scheduling.mark(output, wrong)
 
+    def _note_scheduled(self, watch: Watch) -> None:
+        """Tell a connector's transfers how many rows of each request are computed now."""
+        if watch.transfers is not None:
+            watch.transfers.scheduled(self._runner.kvtxn_scheduled.num_scheduled_tokens)
+
 
 class CpuSteps(RunnerSteps[HookedRunnerV1]):
     """The steps of a V1 runner on a CPU, where the host knows all that the ledger asks for."""
@@ -148,6 +153,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
             for group, (source, target) in self._copies.take().items():
                 if source:
                     watch.ledger.copy(group, source, target)
+        self._note_scheduled(watch)
         rows = self._reader.rows(step.prepared)
         if self._states is None:
             return rows, None
@@ -232,6 +238,8 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
         """Read the rows of the step that is about to run, and its states if any are watched."""
         assert isinstance(step, PlannedV2)
+        assert self.watch is not None  # it asks
+        self._note_scheduled(self.watch)
         rows = self.rows.rows(step.batch, step.prepared)
         if self._states is None:
             return rows, None

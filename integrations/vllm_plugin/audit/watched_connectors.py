@@ -37,6 +37,15 @@ class WatchedConnector:
         watch.tell(partial(watch.received, received))
         return sent, received
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        """Note the requests whose rows have come; since vLLM 0.32, whose runners both call it."""
+        results: ConnectorOutput = super().get_transfer_results(  # type: ignore[misc]
+            finished_req_ids
+        )
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.received, connectors.came(results)))
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Note the blocks that could not be loaded."""
         failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
@@ -56,12 +65,3 @@ class WatchedConnectorV1(WatchedConnector):
 
 class WatchedConnectorV2(WatchedConnector):
     """A mixin for the V2 runner, whose ``update_requests`` tells of blocks that others get."""
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> ConnectorOutput:
-        """Note the requests whose rows have come."""
-        results: ConnectorOutput = super().get_transfer_results(  # type: ignore[misc]
-            finished_req_ids
-        )
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.received, connectors.came(results)))
-        return results

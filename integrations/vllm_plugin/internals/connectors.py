@@ -6,7 +6,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeGuard
 
 import attrs
@@ -148,7 +148,9 @@ def _job(
     numbers = groups if chosen is None else chosen(runner.kv_cache_config)
     blocks, at = [int(block) for block in spec.block_ids], 0
     places = [int(place) for place in getattr(store, "block_ids", ())]
-    keys = [(part, place) for place in places] if len(places) == len(blocks) else None
+    transfer = runner.vllm_config.kv_transfer_config
+    alone = transfer is None or not _has_tiers(transfer.kv_connector_extra_config)
+    keys = [(part, place) for place in places] if alone and len(places) == len(blocks) else None
     for number, size, begin in zip(numbers, spec.group_sizes, spec.block_indices, strict=True):
         if size:
             these = slice(at, at + size)
@@ -156,6 +158,13 @@ def _job(
             name = f"group.{number}"
             yield Handed(name, blocks[these], int(begin), str(job.req_id), keys=own)
         at += size
+
+
+def _has_tiers(settings: object) -> bool:
+    """Tell whether something behind a connector's memory fills it, too, by the user's settings."""
+    if isinstance(settings, Mapping):
+        return bool(settings.get("secondary_tiers")) or any(map(_has_tiers, settings.values()))
+    return isinstance(settings, list | tuple) and any(map(_has_tiers, settings))
 
 
 def _loose(runner: Runner, blocks: Sequence[int]) -> Iterator[Handed]:

@@ -156,6 +156,7 @@ class TransferConfig(Protocol):
     """``vllm.config.kv_transfer.KVTransferConfig``."""
 
     kv_connector: str | None
+    kv_connector_extra_config: Mapping[str, object]
 
 
 class VllmConfig(Protocol):

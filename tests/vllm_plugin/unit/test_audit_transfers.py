@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
+from kvtxn.integrations.vllm_plugin.audit import watched_connectors
 from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
 from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 
@@ -55,7 +56,11 @@ def rig():
     )
     model = SimpleNamespace(is_encoder_decoder=False)
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
-    runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1})
+    engine = SimpleNamespace(kv_transfer_config=transfer)
+    runner = SimpleNamespace(
+        kv_cache_config=config, requests=states, model_config=model, vllm_config=engine
+    )
     cache = {block: b"%d" % block for block in range(12)}
     stopped = []
     watch = follow(ledger, runner, cache, stopped.append)
@@ -400,6 +405,22 @@ def test_other_bytes_come_back(rig):
     assert unverified(rig) == 0
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_bytes_come_from_a_tier_behind_the_memory(rig, nested):
+    """A file of another engine may have been read into the place."""
+    settings = {"secondary_tiers": [{"type": "fs"}]}
+    several = {"connectors": [{"kv_connector_extra_config": settings}]}
+    transfer = rig.runner.vllm_config.kv_transfer_config
+    transfer.kv_connector_extra_config = several if nested else settings
+    rig.watch.begin(job(rig, "a", 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
+    rig.cache[5], rig.cache[6] = rig.cache[1], b"another engine's"
+    rig.watch.forward(ROWS)
+    assert kinds(rig) == []
+    assert unverified(rig) == 4
+
+
 def test_other_bytes_come_from_a_store_that_engines_share(rig):
     """Another engine has stored the same tokens' rows in the same place: they may well be right."""
     rig.watch.begin(stored(rig, 1, 2))
@@ -433,6 +454,86 @@ def test_metadata_that_nobody_knows(rig):
     rig.ledger.write(step)
     rig.ledger.check(step)
     assert [(v.kind, v.position) for v in rig.ledger.violations()] == [("unwritten", 4)]
+
+
+def compute(rig, name, tokens, begin, end):
+    """Compute rows of a prompt on a device that alone knows their positions; blocks 8 to 10."""
+    rig.watch.begin(SimpleNamespace(secret=1))
+    rig.watch.scheduled({name: end - begin})
+    step = Step(
+        lines=torch.tensor([rig.ledger.line(name)]), starts=torch.tensor([0, end - begin]),
+        first=torch.tensor([begin]), tokens=torch.tensor(tokens[begin:end]),
+        slots={"group.0": slots([8, 9, 10])[begin:end]},
+        tables={"group.0": torch.tensor([[8, 9, 10]])},
+    )  # fmt: skip
+    rows = Rows([name], step.starts, None, step.tokens, None, step.slots, step.tables)
+    rig.watch.forward(rows)
+    rig.ledger.write(step)
+    rig.watch.end_step()
+
+
+@pytest.fixture
+def computed(rig):
+    """A prompt of 10 tokens and one that was sampled, computed in two pieces, and then gone on."""
+    tokens = [*range(60, 71)]
+    rig.ledger.admit("p", tokens[:10])
+    rig.ledger.hand_out("group.0", [8, 9, 10])
+    rig.watch.change([Arrival("p", tokens[:10], [], {}, 0, [[8, 9, 10]])], [])
+    compute(rig, "p", tokens, 0, 5)
+    rig.watch.change([], [])
+    compute(rig, "p", tokens, 5, 10)
+    return tokens
+
+
+def load_unseen(rig, name, blocks, tokens, contents):
+    """Let blocks that are handed out get these bytes from a connector that nobody knows."""
+    arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
+    rig.ledger.admit(name, tokens)
+    rig.ledger.hand_out("group.0", blocks)
+    rig.watch.change([arrival], [("group.0", block) for block in blocks])
+    rig.watch.begin(SimpleNamespace(secret=1))
+    rig.cache.update(zip(blocks, contents, strict=True))
+    rig.watch.forward(ROWS)
+
+
+def test_prompts_are_known_wherever_an_unknown_connector_takes_them(rig, computed):
+    """The host knows the positions of tokens that were given, though not those of drafts."""
+    load_unseen(rig, "b", [5, 6], computed, [rig.cache[8], rig.cache[9]])
+    assert kinds(rig) == []
+    assert unverified(rig) == 0
+
+
+def test_swapped_blocks_of_a_prompt_are_found_behind_an_unknown_connector(rig, computed):
+    load_unseen(rig, "b", [5, 6], computed, [rig.cache[9], rig.cache[8]])
+    found = [(v.kind, v.request, v.position, v.written_request) for v in rig.ledger.violations()]
+    assert found == [("imported", "b", 0, "p"), ("imported", "b", 4, "p")]
+
+
+def test_a_block_may_be_filled_with_the_bytes_that_it_had(rig, computed):
+    """Known ones, and ones that were believed before."""
+    load_unseen(rig, "b", [8, 9], computed, [rig.cache[8], rig.cache[9]])
+    assert (kinds(rig), unverified(rig)) == ([], 0)
+    load_unseen(rig, "c", [7], TOKENS[:5], [b"elsewhere"])
+    rig.ledger.release("b")
+    load_unseen(rig, "d", [7], TOKENS[:5], [b"elsewhere"])
+    assert (kinds(rig), unverified(rig)) == ([], 8)
+
+
+class ToldInOne:
+    """A connector that says what has come in one call, as NIXL's does; it has no other."""
+
+    def get_transfer_results(self, finished_req_ids):
+        return SimpleNamespace(finished_recving={"b"})
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_rows_that_have_come_are_heard_of_in_either_runner(rig, runner):
+    mixin = getattr(watched_connectors, f"WatchedConnector{runner}")
+    connector = type("Watched", (mixin, ToldInOne), {"kvtxn_transfers": rig.watch})()
+    connector.get_transfer_results(set())
+    come(rig, "b", [5], TOKENS[:5], None)
+    rig.watch.forward(ROWS)
+    assert (kinds(rig), unverified(rig)) == ([], 4)
 
 
 @pytest.fixture(params=["none", "align"])
