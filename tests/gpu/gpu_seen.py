@@ -8,6 +8,7 @@ python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.p
 python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
 python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
 python tests/gpu/gpu_seen.py sglang_canary OUT/canary.json COMMIT  what ``sglang_canary.py`` wrote
+python tests/gpu/gpu_seen.py sglang_known OUT/known.json COMMIT  what ``sglang_known.py`` wrote
 python tests/gpu/gpu_seen.py sglang_cost OUT/cost.json COMMIT    what ``sglang_cost.py`` wrote
 python tests/gpu/gpu_seen.py sglang_rings OUT/rings.json COMMIT  what ``sglang_rings.py`` wrote
 python tests/gpu/gpu_seen.py                                 draws again
@@ -30,6 +31,7 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
     sys.path.insert(0, str(HERE / _folder))
 
 import seen_canary  # noqa: E402
+import seen_known  # noqa: E402
 import seen_servers  # noqa: E402
 import seen_sglang  # noqa: E402
 import seen_stages  # noqa: E402
@@ -226,6 +228,7 @@ def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
     parts = [texts.HEAD.format(machine=machine)]
+    known_head = seen_known.head(record.get("sglang_known", {}))
     rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
         ("states", texts.STATES, _states),
@@ -236,6 +239,7 @@ def draw(record: Mapping[str, Any]) -> str:
         ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
         ("sglang", seen_sglang.ENGINES, _by(seen_sglang.drawn_engines)),
         ("sglang_canary", seen_canary.HEAD, _by(seen_canary.drawn)),
+        ("sglang_known", known_head, _by(seen_known.drawn)),
         ("sglang_cost", seen_sglang.COST, _by(seen_sglang.drawn_cost)),
         ("sglang_rings", rings_head, _by(seen_sglang.drawn_rings)),
     ):
@@ -357,6 +361,7 @@ REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     **{"stages": seen_stages.stages, "servers": seen_servers.servers},
     "sglang": seen_sglang.engines,
     "sglang_canary": seen_canary.canary,
+    "sglang_known": seen_known.known,
     "sglang_cost": seen_sglang.cost,
     "sglang_rings": seen_sglang.rings,
 }

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_machine import environment, where
-from sglang_models import ENGINES, MODELS, make
+from sglang_models import ENGINES, KNOWN, MODELS, make
 
 HERE: Final = Path(__file__).resolve().parent
 #: Plug-ins around kvtxn's, in the order in which SGLang loads them.
@@ -32,6 +32,7 @@ PLUGINS: Final = "[sglang.srt.plugins]\n" + "".join(
     for name, module in (
         ("aa_mend", "sglang_mend"),
         ("yy_faults", "sglang_faults"),
+        ("zy_undone", "sglang_undone"),
         ("zz_recorder", "sglang_recorder"),
     )
 )
@@ -100,9 +101,10 @@ def install(folder: Path) -> None:
 def variables(name: str, kind: str, out: Path) -> dict[str, str]:
     """Return the variables of an engine's process."""
     found = environment()
-    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS"):
+    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS", "WEIGHTS", "UNDO"):
         found.pop(unwanted, None)
-    found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2", **ENGINES[name][2]}
+    found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    found |= {**ENGINES, **KNOWN}[name][2]
     found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     paths = [found.get("PYTHONPATH", ""), str(HERE), str(out / "plugins")]
     found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -138,7 +140,7 @@ class Job:
         faults_file(name, kind, given.out).unlink(missing_ok=True)
         extra = {**given.extra, **KINDS[kind][0]}
         options = {"fuzz": given.fuzz, "rounds": given.rounds, "extra": extra}
-        command = [sys.executable, str(HERE / "sglang_child.py")]
+        command = [sys.executable, str(HERE / given.child)]
         command += [str(self.out), name, kind, json.dumps(options)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -191,7 +193,7 @@ def summary(job: Job) -> dict[str, Any]:
             faults = [json.loads(line) for line in planted.read_text().splitlines()]
             row["faults"] = [judged(fault, report["violations"]) for fault in faults]
     plain = result_of(job.name, "plain", job.out)
-    if job.kind != "plain" and plain:
+    if job.kind != "plain" and plain.get("tokens"):
         row["same"] = same(result.get("tokens") or [], plain["tokens"])
     if not row["ok"]:
         wrong = [line[-300:] for line in lines if WRONG.search(line)]
@@ -323,6 +325,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--fuzz", type=int, default=40, help="requests of a round of the fuzzed load")
     add("--rounds", type=int, default=2, help="of the fuzzed load")
     add("--extra", type=json.loads, default={}, help="JSON: more arguments of each engine")
+    parser.set_defaults(child="sglang_child.py")
 
 
 def prepare(given: argparse.Namespace) -> None:
