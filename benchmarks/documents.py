@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -338,9 +338,9 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
 }
 
 
-def fill(text: str) -> str:
+def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
     """Return ``text`` with every marked part generated anew."""
-    for name, make in SECTIONS.items():
+    for name, make in sections.items():
         if f"<!-- {name} -->" in text:
             before, _, rest = text.partition(f"<!-- {name} -->\n")
             rest = rest.partition(f"<!-- /{name} -->")[2]

@@ -25,8 +25,8 @@ import torch
 from ...cli import natural
 from ...errors import ConfigError
 from ...integrations.audit_command.command import PLAIN
-from ...integrations.audit_command.engine import offloading
 from ...integrations.audit_command.shown_arguments import shown
+from ...integrations.audit_command.vllm_engine import offloading
 from ...integrations.audit_command.workloads import WORKLOADS
 from ...integrations.serving.engine_process import EngineProcess, ending_with
 from ..common import machine

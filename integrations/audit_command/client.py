@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
 
-from .jobs import Job
+from .audited import Engine, Requests, Sizes
+from .jobs import Job, sentence
 from .prompts import Prompt
+from .vllm_engine import VllmRequests
 from .workloads import Tokens
-
-if TYPE_CHECKING:
-    from ..vllm_plugin.internals.engine_protocols import AsyncEngine
-    from ..vllm_plugin.internals.frontend import EngineSizes
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0
@@ -25,10 +23,11 @@ class EngineClient:
     """A ``Client`` of a workload; see there.
 
     Args:
-        engine: vLLM's ``AsyncLLM``.
+        engine: the engine.
         sizes: its sizes.
         job: the job, with all arguments that the engine was started with.
         tell: is called with the number of requests that are done.
+        requests: makes what the engine is asked with; None: what vLLM is asked with.
 
     Attributes:
         done: requests that came to an end, whichever.
@@ -37,7 +36,12 @@ class EngineClient:
     """
 
     def __init__(
-        self, engine: AsyncEngine, sizes: EngineSizes, job: Job, tell: Callable[[int], None]
+        self,
+        engine: Engine,
+        sizes: Sizes,
+        job: Job,
+        tell: Callable[[int], None],
+        requests: Requests | None = None,
     ) -> None:
         self.chance, self._seed = random.Random(job.seed), job.seed
         self.max_length = sizes.max_length
@@ -47,6 +51,7 @@ class EngineClient:
         self.aborted = 0
         self.failed: list[str] = []
         self._engine = engine
+        self._requests = VllmRequests() if requests is None else requests
         self._tell = tell
         self._connected = job.engine_args.get("kv_transfer_config") is not None
         self._urgent = job.engine_args.get("scheduling_policy") == "priority"
@@ -90,13 +95,11 @@ class EngineClient:
         among: Sequence[int] | None = None,
     ) -> Tokens:
         """Make a request; see ``Client.ask``."""
-        from vllm import TokensPrompt
-
         text, most = self.fitted(prompt, most)
         number = self._number()
         kind = "request" if abort is None else "aborted"
-        given = TokensPrompt(prompt_token_ids=text)
-        return await self._listen(f"{kind} {number}", given, _sampling(most, among), abort)
+        given, sampling = self._requests.prompt(text), self._requests.sampling(most, among)
+        return await self._listen(f"{kind} {number}", given, sampling, abort)
 
     async def talk(
         self,
@@ -106,8 +109,6 @@ class EngineClient:
         stop: int | None = None,
     ) -> list[Tokens]:
         """Make a streaming session; see ``Client.talk``."""
-        from ..vllm_plugin.internals import frontend
-
         turns = self.fitted_turns(turns)
         outputs: list[Tokens] = []
         numbers = [self._number() for _ in turns]
@@ -116,12 +117,12 @@ class EngineClient:
         async def inputs() -> AsyncIterator[object]:
             for tokens, most in turns:
                 outputs.append([])
-                yield frontend.session_input(tokens, _sampling(most, among, stop))
+                yield self._requests.turn(tokens, self._requests.sampling(most, among, stop))
                 await ended.wait()
                 ended.clear()
 
         try:
-            first = _sampling(turns[0][1], among, stop)
+            first = self._requests.sampling(turns[0][1], among, stop)
             stream = self._engine.generate(inputs(), first, name, **self._urgency())
             async with asyncio.timeout(_STUCK):
                 async for output in stream:
@@ -168,7 +169,11 @@ class EngineClient:
             self.failed.append(f"{name}: {what}")
             self._end()
             return
-        await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), prompt.leave_after)
+        given = self._requests.prompt(
+            (prompt.text or "") if prompt.tokens is None else prompt.tokens
+        )
+        sampling = self._requests.sampling(prompt.max_tokens)
+        await self._listen(name, given, sampling, prompt.leave_after)
 
     def _sized(self, prompt: Prompt) -> Prompt:
         """Give a line of a trace tokens that fit the engine; returns other prompts as they are."""
@@ -225,27 +230,3 @@ class EngineClient:
     def _end(self) -> None:
         self.done += 1
         self._tell(self.done)
-
-
-def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> object:
-    """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
-    from vllm import SamplingParams
-
-    from ..vllm_plugin.internals import frontend
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=most,
-        ignore_eos=True,
-        output_kind=frontend.deltas(),
-        stop_token_ids=None if stop is None else [stop],
-        allowed_token_ids=None if among is None else sorted({*among}),
-    )
-
-
-def sentence(error: Exception) -> str:
-    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
-    listed = getattr(error, "errors", None)
-    if callable(listed):
-        return str(listed()[0]["msg"])
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""``kvtxn audit``: run a vLLM engine under the ledger, and print and draw the violations."""
+"""``kvtxn audit``: run an engine under the ledger, and print and draw the violations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .jobs import Found, Job, Refused
 from .page import write
 from .progress import Progress
 from .prompts import read
+from .sglang_engine import NOT_PLAYED
 from .shown_arguments import shown
 from .verdict import WIDTH, Verdict, judge
 from .workloads import WORKLOADS
 
-help: Final = "run a vLLM engine under the ledger, say what was found, and draw it"
+help: Final = "run an engine under the ledger, say what was found, and draw it"
 NEEDS: Final = ("rich", "vllm")
 
 #: The engine without ``--engine-args``: the demo's tiny model, speculating, on any machine.
@@ -50,12 +51,15 @@ PLAIN: Final[Mapping[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
+        "--engine", choices=("vllm", "sglang"), default="vllm", help="the kind of engine (vllm)"
+    )
+    parser.add_argument(
         "--engine-args",
         metavar="JSON",
         type=_json,
         help="arguments of the engine, as for vLLM's LLM(...), such as "
         """'{"model": "DIR", "speculative_config": {"method": "ngram", ...}}' """
-        "(a tiny model that comes with kvtxn)",
+        "(a tiny model that comes with kvtxn), or as for sglang.Engine(...)",
     )
     names = "; ".join(f"{name}: {workload.help}" for name, workload in WORKLOADS.items())
     parser.add_argument(
@@ -94,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 0 healthy, 1 violations, 2 if a request failed, nothing could be judged, or
         the audit was interrupted before a violation was found.
     """
-    require("vllm")
+    require(args.engine)
     job = job_of(args)
     check_writable("--html", args.html)
     found = play(job, "kvtxn audit")
@@ -121,7 +125,9 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         ConfigError: the engine's arguments, the workload or its file are not valid.
     """
-    names = tuple(WORKLOADS) if args.workload == "all" else tuple(args.workload.split(","))
+    sglang = args.engine == "sglang"
+    every = [name for name in WORKLOADS if not (sglang and name in NOT_PLAYED)]
+    names = tuple(every) if args.workload == "all" else tuple(args.workload.split(","))
     named = all(name in WORKLOADS for name in names)
     if not named and not (args.workload and Path(args.workload).exists()):
         raise ConfigError(
@@ -131,8 +137,12 @@ def job_of(args: argparse.Namespace) -> Job:
             got=repr(args.workload),
             hint="`kvtxn audit --help` says what each workload does",
         )
+    if sglang:
+        given = {"engine": "sglang", **watched_sglang(args.engine_args)}
+    else:
+        given = {"engine_args": watched(PLAIN if args.engine_args is None else args.engine_args)}
     return Job(
-        engine_args=watched(PLAIN if args.engine_args is None else args.engine_args),
+        **given,
         workloads=names if named else (),
         prompts=() if named else read(Path(args.workload)),
         requests=args.requests,
@@ -186,6 +196,38 @@ def watched(engine_args: Any) -> dict[str, Any]:
     # The one that vLLM would choose; the engine checks again, for the one that it has.
     settings({"kvtxn": wanted}, 1, "cuda" if torch.cuda.is_available() else "cpu")
     return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
+
+
+def watched_sglang(engine_args: Any, text: str | None = None) -> dict[str, Any]:
+    """Return arguments of a job: those of an SGLang engine, and settings that ask for an audit.
+
+    Args:
+        engine_args: as for ``sglang.Engine``.
+        text: the user's settings, a JSON object; None: those of the environment, if there are any.
+
+    Raises:
+        ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not.
+    """
+    from ..sglang_plugin.settings import AUDITS, WHERE, read_settings
+
+    if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model_path"), str):
+        raise ConfigError(
+            "audit",
+            "--engine-args is not a JSON object with a model_path, which SGLang needs",
+            got="nothing" if engine_args is None else _kind(engine_args),
+            hint="""pass an object, such as '{"model_path": "DIR"}'""",
+        )
+    text = os.environ.get(WHERE, "{}") if text is None else text
+    settings = read_settings(text)
+    if settings.on_violation == "raise":
+        raise ConfigError(
+            "audit",
+            "on_violation 'raise' would end the engine before it can report",
+            hint=f"leave on_violation out of {WHERE}",
+        )
+    audit = settings.audit if settings.audit in AUDITS[1:] else "ledger"
+    wanted = json.dumps({**json.loads(text), "audit": audit, "record": True})
+    return {"engine_args": dict(engine_args), "settings": wanted}
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -253,6 +295,7 @@ def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) ->
 def _command(args: argparse.Namespace) -> str:
     """Return the command line that makes this audit again, for the page; secrets left out."""
     words = ["kvtxn", "audit", "--workload", args.workload]
+    words += ["--engine", args.engine] if args.engine != "vllm" else []
     if args.engine_args is not None:
         words += ["--engine-args", json.dumps(shown(args.engine_args))]
     words += ["--requests", str(args.requests), "--seed", str(args.seed)]

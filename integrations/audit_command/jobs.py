@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -14,17 +15,21 @@ class Job:
     """An engine and its workloads.
 
     Attributes:
-        engine_args: arguments of the engine; ``additional_config`` asks for the audit.
+        engine_args: arguments of the engine; vLLM's ``additional_config`` asks for the audit.
+        engine: ``"vllm"`` or ``"sglang"``.
+        settings: of an audit that is asked for by an environment variable, as JSON.
         workloads: names from ``WORKLOADS``, to be played in turn; none to play ``prompts``.
         prompts: the prompts of the user's file.
         requests: requests to make, at least.
         seed: of the workload's random numbers.
         room: factor on the number of blocks, for workloads that give the engine few.
-        log_level: log level of kvtxn and vLLM in the engine's process; "debug" shows both logs.
+        log_level: log level of kvtxn and of the engine in its process; "debug" shows both logs.
     """
 
     engine_args: dict[str, Any]
     workloads: tuple[str, ...]
+    engine: str = "vllm"
+    settings: str = ""
     prompts: tuple[Prompt, ...] = ()
     requests: int = 100
     seed: int = 0
@@ -75,3 +80,32 @@ class Found:
     failed: list[str]
     seconds: float
     interrupted: bool = False
+
+
+def renamed(recording: dict[str, Any], own: Callable[[str], str]) -> dict[str, Any]:
+    """Return a recording with the client's names of requests.
+
+    Args:
+        recording: as an engine returns it.
+        own: returns the client's name for an engine's.
+    """
+
+    def name(given: str | None) -> str | None:
+        return given and own(given)
+
+    return {
+        **recording,
+        "requests": [{**life, "name": name(life["name"])} for life in recording["requests"]],
+        "violations": [
+            {**v, "request": name(v["request"]), "written_request": name(v["written_request"])}
+            for v in recording["violations"]
+        ],
+    }
+
+
+def sentence(error: Exception) -> str:
+    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        return str(listed()[0]["msg"])
+    return str(error).partition("\n")[0] or type(error).__name__

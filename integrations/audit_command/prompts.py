@@ -65,12 +65,6 @@ class Prompt:
         most = max(1, self.max_tokens * block_size // TRACE_BLOCK)
         return attrs.evolve(self, tokens=tokens[:length], max_tokens=most, blocks=None)
 
-    def given(self) -> object:
-        """Return the prompt as vLLM takes it."""
-        from vllm import TokensPrompt
-
-        return self.text if self.tokens is None else TokensPrompt(prompt_token_ids=self.tokens)
-
 
 def read(path: Path) -> tuple[Prompt, ...]:
     """Read a file of JSON lines; empty lines are skipped.

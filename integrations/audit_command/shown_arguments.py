@@ -37,6 +37,15 @@ _SHOWN: Final[Mapping[str, Any]] = {
         trust_remote_code worker_cls
         """
     ),
+    **_plain(  # SGLang's
+        """
+        chunked_prefill_size context_length cuda_graph_backend_prefill cuda_graph_max_bs_decode
+        disable_cuda_graph disable_overlap_schedule disable_radix_cache enable_mixed_chunk log_level
+        max_running_requests max_total_tokens mem_fraction_static model_path page_size random_seed
+        speculative_algorithm speculative_draft_model_path speculative_eagle_topk
+        speculative_num_draft_tokens speculative_num_steps tp_size
+        """
+    ),
     "additional_config": {
         "kvtxn": _plain(
             """

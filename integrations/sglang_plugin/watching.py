@@ -194,9 +194,15 @@ class Watching:
             self.watch.stop(error)
 
     def report(self) -> dict[str, object]:
-        """Return the counters and the violations that were found; waits for the device."""
+        """Return the counters and the violations that were found; waits for the device.
+
+        With ``record`` the recording comes along.
+        """
         with self._on_forward_stream():
-            return {"counters": self.watch.counters(), "violations": self.watch.report()}
+            found: dict[str, object] = {"counters": self.watch.counters()}
+            found["violations"] = self.watch.report()
+            recording = self.watch.recording()
+            return found if recording is None else {**found, "recording": recording}
 
 
 def _parameters(runner: ModelRunner) -> Callable[[], list[Tensor]]:

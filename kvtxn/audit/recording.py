@@ -88,8 +88,12 @@ class RecordingLedger(Ledger):
 
     def __init__(self, groups: Sequence[Group], *, most: int = 400_000, **sizes: Any) -> None:
         super().__init__(groups, **sizes)
-        self._runs = array("q")
         self._most = most
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a recording."""
+        self._runs = array("q")
         self._dropped = 0
         self._last_whole = 0
         self._step = 0
@@ -137,6 +141,11 @@ class RecordingLedger(Ledger):
             life.end = life.end or 2 * self._step + 1
         self._by_line.clear()
         super().reset()
+
+    def restart(self) -> None:
+        """Do what ``Ledger.restart`` says; what was recorded is forgotten, too."""
+        super().restart()
+        self._begin()
 
     def copy(
         self, group: str, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor

@@ -149,3 +149,17 @@ def test_a_reset_ends_every_life():
     assert recording["requests"][0]["end"] == 1
     assert of(recording, "handed_out") == [(2, 0, 40, -1, -1)]
     assert "a" not in ledger
+
+
+def test_a_restart_forgets_the_recording():
+    """Steps that warm an engine up are in neither; the next step is the first."""
+    ledger = RecordingLedger(GROUPS, max_requests=4, max_length=32)
+    play(ledger)
+    ledger.restart()
+    empty = ledger.recording()
+    assert not any(empty[part] for part in ("steps", "requests", "runs", "violations"))
+    play(ledger)
+    again = ledger.recording()
+    fresh = RecordingLedger(GROUPS, max_requests=4, max_length=32)
+    play(fresh)
+    assert again == fresh.recording()

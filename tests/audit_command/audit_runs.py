@@ -19,7 +19,7 @@ import model_files
 from audits import audit
 from commands import Ended
 from folders import TESTS
-from kvtxn.integrations.audit_command.engine import offloading
+from kvtxn.integrations.audit_command.vllm_engine import offloading
 
 #: Arguments for models that have no tokenizer.
 BARE = {"skip_tokenizer_init": True, "max_model_len": 288, "num_gpu_blocks_override": 96}

@@ -12,9 +12,9 @@ import recorded
 pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
-from kvtxn.integrations.audit_command import command, engine, trace, workloads
-from kvtxn.integrations.audit_command.client import EngineClient, sentence
-from kvtxn.integrations.audit_command.jobs import Job, Refused
+from kvtxn.integrations.audit_command import command, engine, trace, vllm_engine, workloads
+from kvtxn.integrations.audit_command.client import EngineClient
+from kvtxn.integrations.audit_command.jobs import Job, Refused, sentence
 from kvtxn.integrations.audit_command.prompts import Prompt
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
 
@@ -184,7 +184,7 @@ def test_windows_over_recurrent_states_are_audited(recurrent):
 )
 def test_several_workloads_are_played_in_turn(words, workloads):
     args = argparse.Namespace(
-        workload=words, engine_args=None, requests=9, seed=0, log_level="error"
+        workload=words, engine="vllm", engine_args=None, requests=9, seed=0, log_level="error"
     )
     assert command.job_of(args).workloads == workloads
 
@@ -231,17 +231,17 @@ def test_needs_of_a_workload_give_way_to_the_user():
     class Sizes:
         max_length, block_size, vocabulary = 512, 32, 2048
 
-    assert engine._needs("chat", {}, Sizes, "cpu") == {}
-    few = engine._needs("preempt", {}, Sizes, "cpu")
+    assert vllm_engine.needs("chat", {}, Sizes, "cpu") == {}
+    few = vllm_engine.needs("preempt", {}, Sizes, "cpu")
     assert few == {"max_num_seqs": 16, "num_gpu_blocks_override": 26}
-    more = engine._needs("preempt", {}, Sizes, "cpu", 4)
+    more = vllm_engine.needs("preempt", {}, Sizes, "cpu", 4)
     assert more == {"max_num_seqs": 16, "num_gpu_blocks_override": 104}
     given = {"max_num_seqs": 2, "num_gpu_blocks_override": 99, "kv_transfer_config": {}}
-    assert engine._needs("preempt", given, Sizes, "cpu") == {}
-    assert engine._needs("offload", given, Sizes, "cpu") == {}
+    assert vllm_engine.needs("preempt", given, Sizes, "cpu") == {}
+    assert vllm_engine.needs("offload", given, Sizes, "cpu") == {}
     store = "kv_connector_extra_config"
     on_cpu, on_gpu = (
-        engine._needs("offload", {}, Sizes, device)["kv_transfer_config"][store]
+        vllm_engine.needs("offload", {}, Sizes, device)["kv_transfer_config"][store]
         for device in ("cpu", "cuda")
     )
     assert on_cpu["spec_name"] == "MemoryStoreSpec"

@@ -7,6 +7,8 @@ python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k co
 python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
 python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
 python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
+python tests/gpu/gpu_seen.py sglang_canary OUT/canary.json COMMIT  what ``sglang_canary.py`` wrote
+python tests/gpu/gpu_seen.py sglang_known OUT/known.json COMMIT  what ``sglang_known.py`` wrote
 python tests/gpu/gpu_seen.py sglang_cost OUT/cost.json COMMIT    what ``sglang_cost.py`` wrote
 python tests/gpu/gpu_seen.py sglang_rings OUT/rings.json COMMIT  what ``sglang_rings.py`` wrote
 python tests/gpu/gpu_seen.py                                 draws again
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,10 +30,13 @@ HERE: Final = Path(__file__).parent
 for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/audit"):
     sys.path.insert(0, str(HERE / _folder))
 
+import seen_canary  # noqa: E402
+import seen_known  # noqa: E402
 import seen_servers  # noqa: E402
 import seen_sglang  # noqa: E402
 import seen_stages  # noqa: E402
 import seen_texts as texts  # noqa: E402
+from kvtxn.benchmarks import documents  # noqa: E402
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
 #: How far a state may be off, see ``state_recurrence.TOLERANCE``.
@@ -38,6 +44,8 @@ STATES_OFF: Final = "2^-18 (float32) or 2^-8 (bfloat16)"
 
 RECORD: Final = HERE / "seen.json"
 PAGE: Final = HERE / "SEEN.md"
+#: Has parts that are drawn from the record.
+COMPARISON: Final = HERE.parents[1] / "integrations" / "KV_CANARY.md"
 
 
 # -- records ------------------------------------------------------------------------
@@ -220,6 +228,7 @@ def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
     parts = [texts.HEAD.format(machine=machine)]
+    known_head = seen_known.head(record.get("sglang_known", {}))
     rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
         ("states", texts.STATES, _states),
@@ -229,11 +238,21 @@ def draw(record: Mapping[str, Any]) -> str:
         ("stages", seen_stages.HEAD, _by(seen_stages.drawn)),
         ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
         ("sglang", seen_sglang.ENGINES, _by(seen_sglang.drawn_engines)),
+        ("sglang_canary", seen_canary.HEAD, _by(seen_canary.drawn)),
+        ("sglang_known", known_head, _by(seen_known.drawn)),
         ("sglang_cost", seen_sglang.COST, _by(seen_sglang.drawn_cost)),
         ("sglang_rings", rings_head, _by(seen_sglang.drawn_rings)),
     ):
         parts += [head, body(record[kind])] if kind in record else []
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def compared(text: str, record: Mapping[str, Any]) -> str:
+    """Draw the generated parts of the page that holds SGLang's KV canary against the ledger."""
+    found = record.get("sglang_canary", {})
+    return documents.fill(
+        text, {name: partial(make, found) for name, make in seen_canary.SECTIONS.items()}
+    )
 
 
 def _commits(engines: Iterable[Mapping[str, Any]]) -> str:
@@ -341,6 +360,8 @@ REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     **{"states": states, "fast": fast, "audit": audit, "connectors": connectors},
     **{"stages": seen_stages.stages, "servers": seen_servers.servers},
     "sglang": seen_sglang.engines,
+    "sglang_canary": seen_canary.canary,
+    "sglang_known": seen_known.known,
     "sglang_cost": seen_sglang.cost,
     "sglang_rings": seen_sglang.rings,
 }
@@ -358,6 +379,7 @@ def main() -> None:
         known |= {f"{name}{release}": {"commit": commit, **each} for name, each in new.items()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(draw(record))
+    COMPARISON.write_text(compared(COMPARISON.read_text(), record))
 
 
 if __name__ == "__main__":

@@ -144,20 +144,26 @@ class Load:
         self.path.write_text(json.dumps(self.result))
 
 
-def main() -> None:
-    """Start an engine and play its load; the process ends without waiting for SGLang's threads."""
-    out, name, kind, options = Path(sys.argv[1]), *sys.argv[2:4], json.loads(sys.argv[4])
+def engine_of(name: str, out: Path, extra: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Start an engine; say how long that took, and which arguments its release does not have."""
     import sglang
     from sglang.srt.server_args import ServerArgs
 
     fields = ("__struct_fields__", "__dataclass_fields__")
     known = {one for each in fields for one in getattr(ServerArgs, each, None) or ()}
-    given = arguments(name, out / "models") | options["extra"]
+    given = {**arguments(name, out / "models"), **extra}
     dropped = sorted(set(given) - known) if known else []
     begun = time.time()
     engine = sglang.Engine(**{key: given[key] for key in given if key not in dropped})
+    return engine, {"load_s": round(time.time() - begun, 1), "dropped": dropped}
+
+
+def main() -> None:
+    """Start an engine and play its load; the process ends without waiting for SGLang's threads."""
+    out, name, kind, options = Path(sys.argv[1]), *sys.argv[2:4], json.loads(sys.argv[4])
+    engine, started = engine_of(name, out, options["extra"])
     load = Load(name, engine, out / "results" / f"{name}.{kind}.json")
-    load.result |= {"kind": kind, "load_s": round(time.time() - begun, 1), "dropped": dropped}
+    load.result |= {"kind": kind, **started}
     load.run(options["fuzz"], options["rounds"])
     try:
         engine.shutdown()

@@ -18,12 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_machine import environment, where
-from sglang_models import ENGINES, MODELS, make
+from sglang_models import ENGINES, KNOWN, MODELS, make
 
 HERE: Final = Path(__file__).resolve().parent
 #: Plug-ins around kvtxn's, in the order in which SGLang loads them.
@@ -32,6 +32,7 @@ PLUGINS: Final = "[sglang.srt.plugins]\n" + "".join(
     for name, module in (
         ("aa_mend", "sglang_mend"),
         ("yy_faults", "sglang_faults"),
+        ("zy_undone", "sglang_undone"),
         ("zz_recorder", "sglang_recorder"),
     )
 )
@@ -58,6 +59,24 @@ PARTS: Final = (
     *("load_s", "batch_s", "fuzz_s", "steady_s", "accept", "errors", "failed", "flushed"),
     "dropped",
 )
+#: Alarms that the KV canary can name in its life; by default the first 1024.
+RING_ROWS: Final = 1 << 17
+RING: Final = {"SGLANG_KV_CANARY_RING_CAPACITY": str(RING_ROWS)}
+#: By kind of a run, what an engine gets: arguments and variables.
+KINDS: Final[Mapping[str, tuple[dict[str, Any], dict[str, str]]]] = {
+    "ledger": ({}, {}),
+    "plain": ({}, {}),
+    "recorded": ({}, {}),
+    "canary": ({"kv_canary": "log"}, RING),
+    "strict": (
+        {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 16},
+        {
+            **RING,
+            "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
+            "SGLANG_KV_CANARY_ENABLE_MHA_V": "1",
+        },
+    ),
+}
 COUNTERS: Final = {
     "rows": "kvtxn_audit_rows_checked_total",
     "steps": "kvtxn_audit_steps_total",
@@ -82,15 +101,17 @@ def install(folder: Path) -> None:
 def variables(name: str, kind: str, out: Path) -> dict[str, str]:
     """Return the variables of an engine's process."""
     found = environment()
-    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS"):
+    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS", "WEIGHTS", "UNDO"):
         found.pop(unwanted, None)
-    found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2", **ENGINES[name][2]}
+    found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    found |= {**ENGINES, **KNOWN}[name][2]
     found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     paths = [found.get("PYTHONPATH", ""), str(HERE), str(out / "plugins")]
     found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     audit = found.pop("AUDIT", "ledger")
-    found["FAULTS_FILE"] = str(out / "logs" / f"{name}.faults.jsonl")
-    if kind != "plain":
+    found["FAULTS_FILE"] = str(faults_file(name, kind, out))
+    found |= KINDS[kind][1]
+    if kind in ("ledger", "recorded"):
         every = {"audit_every": 8} if audit == "bytes" else {}
         found["KVTXN_SGLANG"] = json.dumps({"audit": audit, "log_tokens": True, **every})
     if kind == "recorded":
@@ -98,12 +119,16 @@ def variables(name: str, kind: str, out: Path) -> dict[str, str]:
     return found
 
 
+def faults_file(name: str, kind: str, out: Path) -> Path:
+    return out / "logs" / f"{name}.{kind}.faults.jsonl"
+
+
 class Job:
     """An engine's process.
 
     Args:
         name: of the engine.
-        kind: ``ledger``, ``plain`` or ``recorded``.
+        kind: of ``KINDS``.
         given: the script's arguments.
         limit: seconds.
     """
@@ -112,8 +137,10 @@ class Job:
         self.name, self.kind, self.out = name, kind, given.out
         self.begun, self.limit, self.took = time.time(), limit, 0.0
         self.log = self.out / "logs" / f"{name}.{kind}.log"
-        options = {"fuzz": given.fuzz, "rounds": given.rounds, "extra": given.extra}
-        command = [sys.executable, str(HERE / "sglang_child.py")]
+        faults_file(name, kind, given.out).unlink(missing_ok=True)
+        extra = {**given.extra, **KINDS[kind][0]}
+        options = {"fuzz": given.fuzz, "rounds": given.rounds, "extra": extra}
+        command = [sys.executable, str(HERE / given.child)]
         command += [str(self.out), name, kind, json.dumps(options)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -161,12 +188,12 @@ def summary(job: Job) -> dict[str, Any]:
     if report:
         row |= {key: report["counters"].get(name) for key, name in COUNTERS.items()}
         row |= {"violations": report["number"], "first": report["violations"][:3]}
-        planted = job.out / "logs" / f"{job.name}.faults.jsonl"
+        planted = faults_file(job.name, job.kind, job.out)
         if planted.exists():
             faults = [json.loads(line) for line in planted.read_text().splitlines()]
             row["faults"] = [judged(fault, report["violations"]) for fault in faults]
     plain = result_of(job.name, "plain", job.out)
-    if job.kind != "plain" and plain:
+    if job.kind != "plain" and plain.get("tokens"):
         row["same"] = same(result.get("tokens") or [], plain["tokens"])
     if not row["ok"]:
         wrong = [line[-300:] for line in lines if WRONG.search(line)]
@@ -221,51 +248,64 @@ def judged(fault: Mapping[str, Any], violations: Sequence[Mapping[str, Any]]) ->
 # -- the run ------------------------------------------------------------------------------
 
 
-def play(given: argparse.Namespace) -> list[Job]:
-    """Run the first engine, then all others, so many at a time, and end what takes too long."""
-    jobs: list[Job] = []
-    deadline = time.time() + given.total
-    queue = [(name, "ledger") for name in given.engines if name != given.first]
+def queue_of(given: argparse.Namespace) -> list[tuple[str, str]]:
+    """Name the engines and kinds of a run, without the first."""
+    found = [(name, "ledger") for name in given.engines if name != given.first]
     for kind, names in (("plain", given.plain), ("recorded", given.recorded)):
-        queue += [(name, kind) for name in given.engines if name in names]
+        found += [(name, kind) for name in given.engines if name in names]
+    return found
+
+
+def play(
+    given: argparse.Namespace,
+    first: tuple[str, str] | None,
+    queue: Iterable[tuple[str, str]],
+    ended: Callable[[Job], None],
+) -> None:
+    """Run the first engine, then all others, so many at a time, and end what takes too long.
+
+    Args:
+        given: the script's arguments.
+        first: an engine and its kind.
+        queue: engines and kinds.
+        ended: is called for each engine that has ended.
+    """
+    running: list[Job] = []
+    deadline, queue = time.time() + given.total, list(queue)
+
+    def wait() -> None:
+        for job in [each for each in running if each.over()]:
+            running.remove(job)
+            ended(job)
+        time.sleep(0.25)
+
     try:
-        if given.first in given.engines:
-            jobs.append(Job(given.first, "ledger", given, given.first_limit))
-            while not jobs[0].over():
-                time.sleep(0.25)
-        running: list[Job] = []
+        if first:
+            running.append(Job(*first, given, given.first_limit))
+        while running:
+            wait()
         while (queue or running) and time.time() < deadline:
             while queue and len(running) < given.parallel:
                 running.append(Job(*queue.pop(0), given, min(given.limit, deadline - time.time())))
-                jobs.append(running[-1])
                 time.sleep(0.5)
-            running = [job for job in running if not job.over()]
-            time.sleep(0.25)
+            wait()
     finally:
-        for job in jobs:
+        for job in running:
             job.stop()
+            ended(job)
     for name, kind in queue:
         print(f"not started: {name}, {kind}")
-    return jobs
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("out", type=lambda path: Path(path).resolve(), help="folder")
+    add_options(parser)
     add("engines", nargs="*", metavar="ENGINE", help=", ".join(ENGINES))
-    add("--site", help="folder in which SGLang is installed")
     add("--first", default="radix", help="the engine that runs alone, or ''")
-    add("--first-limit", type=float, default=160, help="seconds of that engine")
-    add("--limit", type=float, default=130, help="seconds of each other engine")
-    add("--total", type=float, default=540, help="seconds of all")
-    add("--parallel", type=int, default=9, help="engines at a time")
     add("--plain", nargs="*", default=["radix", "chunked", "eagle"], help="also without kvtxn")
     add("--recorded", nargs="*", default=["chunked", "eagle"], help="also with the recorder")
-    add("--fuzz", type=int, default=40, help="requests of a round of the fuzzed load")
-    add("--rounds", type=int, default=2, help="of the fuzzed load")
-    add("--extra", type=json.loads, default={}, help="JSON: more arguments of each engine")
     given = parser.parse_args(words)
     given.engines = given.engines or list(ENGINES)
     if unknown := {*given.engines, *given.plain, *given.recorded} - {*ENGINES}:
@@ -273,9 +313,24 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main() -> None:
-    """Run the engines, write ``engines.json``, and print a line for each."""
-    given = parsed()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what each run of several engines can be told."""
+    add = parser.add_argument
+    add("out", type=lambda path: Path(path).resolve(), help="folder")
+    add("--site", help="folder in which SGLang is installed")
+    add("--first-limit", type=float, default=160, help="seconds of the engine that runs alone")
+    add("--limit", type=float, default=130, help="seconds of each other engine")
+    add("--total", type=float, default=540, help="seconds of all")
+    add("--parallel", type=int, default=9, help="engines at a time")
+    add("--fuzz", type=int, default=40, help="requests of a round of the fuzzed load")
+    add("--rounds", type=int, default=2, help="of the fuzzed load")
+    add("--extra", type=json.loads, default={}, help="JSON: more arguments of each engine")
+    parser.set_defaults(child="sglang_child.py")
+
+
+def prepare(given: argparse.Namespace) -> None:
+    """Make folders, plug-ins and models. From now on SIGTERM ends the run with what it has."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if given.site:
         sys.path.insert(1, given.site)
         os.environ["PYTHONPATH"] = os.pathsep.join([given.site, os.environ.get("PYTHONPATH", "")])
@@ -284,10 +339,23 @@ def main() -> None:
     install(given.out / "plugins")
     for model in MODELS:
         make(model, given.out / "models")
-    rows = [summary(job) for job in play(given)]
-    found = {**where(given.out), "extra": given.extra, "engines": rows}
-    (given.out / "engines.json").write_text(json.dumps(found, indent=1) + "\n")
-    for row in rows:
+
+
+def main() -> None:
+    """Run the engines; write ``engines.json`` as each ends, and print a line for each."""
+    given = parsed()
+    prepare(given)
+    jobs: list[Job] = []
+    about = {**where(given.out), "extra": given.extra}
+
+    def ended(job: Job) -> None:
+        jobs.append(job)
+        found = {**about, "engines": [summary(each) for each in jobs]}
+        (given.out / "engines.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    first = (given.first, "ledger") if given.first in given.engines else None
+    play(given, first, queue_of(given), ended)
+    for row in map(summary, jobs):
         print(json.dumps({key: row[key] for key in row if row[key] not in (None, [], {})})[:1800])
 
 

@@ -1,8 +1,9 @@
 """A plug-in of SGLang that plants faults, one after the other, and writes down where.
 
 ``FAULTS=NAME,NAME,...`` switches it on, or ``all``, ``chain`` and ``tree``; ``FAULTS_FILE`` gets a
-line of JSON for each: its request, position and slot. The plug-in is registered behind kvtxn, so
-that its hooks run before kvtxn's: the ledger and the engine get the same wrong numbers.
+line of JSON for each: its request, position and slot. The log gets the same line, between what the
+engine says before and after it. The plug-in is registered behind kvtxn, so that its hooks run
+before kvtxn's: the ledger, the KV canary and the engine get the same wrong numbers.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class Faults:
         self.steps, self.armed, self.chance = 0, None, random.Random(3)
 
     def note(self, name, **facts) -> None:
+        line = json.dumps({"fault": name, "step": self.steps, **facts})
         with open(self.path, "a") as file:
-            file.write(json.dumps({"fault": name, "step": self.steps, **facts}) + "\n")
+            file.write(line + "\n")
+        print(f"planted {line}", flush=True)
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -113,10 +116,10 @@ class Faults:
         return {"position": at, "slot": int(table[line, at])}
 
     def swap_lines(self, name, table, batch, n, m):
-        lines = batch.req_pool_indices
+        lines, rows = batch.req_pool_indices, [self.first_row(batch, each)[0] for each in (n, m)]
         batch.req_pool_indices = lines.clone()
         batch.req_pool_indices[n], batch.req_pool_indices[m] = int(lines[m]), int(lines[n])
-        return {"position": None, "slot": None}
+        return {"position": None, "slot": None, "written": batch.out_cache_loc[rows].tolist()}
 
     def give_twice(self, name, table, batch, n, m):
         """Let a request write its row where another one has an older row."""
@@ -174,7 +177,9 @@ class Faults:
         for k in range(values[n], now):
             index[n, k] = n * width + k
         position = int(batch.seq_lens[n]) + values[n]
+        slots = batch.out_cache_loc[n * width + values[n] : n * width + now]
         facts = {"position": position, "slot": None, "mode": "TARGET_VERIFY"}
+        facts["written"] = slots.tolist()
         self.note(name, request=batch.reqs[n].rid, **facts)
         return predict, lens, index
 

@@ -152,10 +152,34 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "faults-tree": ("llama", TREE, _faults("tree")),
 }
 
+#: A cache in the host's memory that holds more than the GPU's, which is small.
+HICACHE: Final = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "cuda_graph_max_bs_decode": 8,
+}
+FILES: Final = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+STATES: Final = {"max_mamba_cache_size": 48}
+GRAPH: Final = {**STATES, "max_total_tokens": 8192, "cuda_graph_backend_prefill": "breakable"}
+RANDOM: Final = {"WEIGHTS": "random"}
+#: Engines of ``sglang_known.py``.
+KNOWN: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
+    "hicache": ("llama", HICACHE, {}),
+    "next-hicache": ("next", {**HICACHE, **STATES}, RANDOM),
+    "next-graph": ("next", GRAPH, RANDOM),
+    "next-untracked": ("next", GRAPH, {**RANDOM, "UNDO": "34043"}),
+    "salts": ("llama", {**HICACHE, **FILES, "page_size": 64}, {}),
+}
+
 
 def arguments(name: str, models: Path) -> dict[str, Any]:
     """Return the arguments of an engine, whose model is made if it is not there."""
-    model, more, _ = ENGINES[name]
+    model, more, _ = {**ENGINES, **KNOWN}[name]
     folder = make(model, models)
     found = {**ARGUMENTS, "model_path": str(folder), **more}
     found["load_format"] = "auto" if model == "llama" else "dummy"

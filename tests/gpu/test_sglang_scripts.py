@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from types import SimpleNamespace
 
 import pytest
 import seen_sglang
+import sglang_audit
 import sglang_cost
 import sglang_engines
 import sglang_faults
@@ -92,3 +94,18 @@ def test_a_spread_leaves_the_outer_fifths():
     found = sglang_rings.spread([float(number) for number in range(11)])
     assert (found["median"], found["p20"], found["p80"]) == (5, 2, 8)
     assert seen_sglang._spread([5.0, 1.0, 3.0, 2.0, 4.0]) == [3, 2, 4]
+
+
+def test_an_audit_is_a_command_that_kvtxn_reads(tmp_path, monkeypatch):
+    """It audits an engine of SGLang's, with a page and JSON."""
+    from kvtxn.integrations.audit_command.command import add_arguments
+
+    monkeypatch.setattr(sglang_audit, "arguments", lambda name, models: {"model_path": name})
+    given = sglang_audit.parsed([str(tmp_path), "eagle", "--extra", '{"tp_size": 2}'])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = sglang_audit.command(given, "eagle")
+    read = parser.parse_args(words[words.index("audit") + 1 :])
+    assert (read.engine, read.workload, read.json) == ("sglang", "all", True)
+    assert read.engine_args == {"model_path": "eagle", "tp_size": 2}
+    assert read.html == tmp_path / "audits" / "eagle.html"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -204,3 +204,44 @@ class Scheduler(Protocol):
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Allocator
     tree_cache: object
+
+
+class ServedModel(Protocol):
+    """``sglang.srt.configs.model_config.ModelConfig``."""
+
+    vocab_size: int
+    context_len: int
+
+
+class ServedArguments(Protocol):
+    """``sglang.srt.server_args.ServerArgs``."""
+
+    page_size: int | None
+
+
+class TokenizerManager(Protocol):
+    """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
+
+    model_config: ServedModel
+    server_args: ServedArguments
+
+    def abort_request(self, rid: str) -> None:
+        """End every request whose name begins with ``rid``."""
+
+    async def flush_cache(self) -> object:
+        """Empty the radix tree, unless requests run."""
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        """Return the state of each data-parallel rank's first scheduler."""
+
+
+class ServedEngine(Protocol):
+    """``sglang.srt.entrypoints.engine.Engine``."""
+
+    tokenizer_manager: TokenizerManager
+
+    async def async_generate(self, **arguments: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Make a request; with ``stream`` its outputs so far come as they grow."""
+
+    def shutdown(self) -> None:
+        """End the engine and its processes."""

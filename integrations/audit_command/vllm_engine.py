@@ -1,0 +1,144 @@
+"""vLLM under audit: how it is started and asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from .audited import Audited
+from .jobs import Job, Refused, renamed, sentence
+from .workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from ..vllm_plugin.internals.frontend import EngineSizes
+
+#: Settings of a small engine on a CPU, unless the user's own environment has them.
+_DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+#: The settings of OffloadingConnector for a store that a CPU engine can copy to.
+_MEMORY_STORE: Final = {
+    "spec_name": "MemoryStoreSpec",
+    "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
+}
+#: The advice for an engine that no workload of this command fits.
+_WATCH_IT: Final = (
+    'start it with additional_config={"kvtxn": {"audit": "ledger"}}, send it requests of your own, '
+    "and ask audit_report(llm)"
+)
+_RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Return variables of the engine's process."""
+    found = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+    return found | {"VLLM_LOGGING_LEVEL": job.log_level.upper()}
+
+
+class VllmRequests:
+    """The objects that vLLM is asked with; see ``Requests``."""
+
+    def prompt(self, given: str | Sequence[int]) -> object:
+        """Return a text as it is, and token ids as a ``TokensPrompt``."""
+        from vllm import TokensPrompt
+
+        return given if isinstance(given, str) else TokensPrompt(prompt_token_ids=list(given))
+
+    def sampling(
+        self, most: int, among: Sequence[int] | None = None, stop: int | None = None
+    ) -> object:
+        """Return greedy ``SamplingParams``."""
+        from vllm import SamplingParams
+
+        from ..vllm_plugin.internals import frontend
+
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=most,
+            ignore_eos=True,
+            output_kind=frontend.deltas(),
+            stop_token_ids=None if stop is None else [stop],
+            allowed_token_ids=None if among is None else sorted({*among}),
+        )
+
+    def turn(self, tokens: Sequence[int], sampling: object) -> object:
+        """Return an input of a streaming session."""
+        from ..vllm_plugin.internals import frontend
+
+        return frontend.session_input(list(tokens), sampling)
+
+
+async def start(job: Job) -> Audited | Refused:
+    """Start an ``AsyncLLM`` with what its workloads need."""
+    from ..vllm_plugin.internals import audited, frontend, workers
+    from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
+
+    arguments = dict(job.engine_args)
+    try:
+        config = frontend.async_config(arguments)
+        sizes = frontend.engine_sizes(config)
+        device = frontend.engine_description(config)["device"]
+        for name in job.workloads:
+            arguments |= needs(name, arguments, sizes, device, job.room)
+        if job.workloads:
+            config = frontend.async_config(arguments)
+    except Exception as error:  # vLLM's and pydantic's, of any class
+        return Refused(f"vLLM refuses these engine arguments: {sentence(error)}")
+    why = frontend.says_nothing(config)
+    if why is not None:
+        return Refused(f"no workload can be played here: {why}; {_WATCH_IT}")
+    why = audited.unwatched(config)
+    if why is not None:
+        return Refused(f"the ledger cannot watch this engine: {why}")
+    engine = frontend.start_async(config)
+
+    async def counters() -> list[dict[str, float]]:
+        return list(await engine.collective_rpc(SNAPSHOT))
+
+    async def recordings() -> list[dict[str, Any]]:
+        return [_named(each) for each in await engine.collective_rpc(RECORDING) if each]
+
+    return Audited(
+        engine=engine,
+        requests=VllmRequests(),
+        sizes=sizes,
+        arguments=arguments,
+        facts={"vLLM": workers.version(), **frontend.engine_description(config)},
+        counters=counters,
+        recordings=recordings,
+        stop=engine.shutdown,
+    )
+
+
+def needs(
+    workload: str, given: Mapping[str, Any], sizes: EngineSizes, device: str, room: int = 1
+) -> dict[str, Any]:
+    """Return the engine arguments that a workload needs and the user did not give."""
+    needs = dict(WORKLOADS[workload].engine_args)
+    if WORKLOADS[workload].few_blocks:
+        longest = -(-min(sizes.max_length, 1024) // sizes.block_size)
+        blocks = max(longest * 3 // 2 + 2, -(-sizes.max_length // sizes.block_size) + 2)
+        needs["num_gpu_blocks_override"] = room * blocks
+    if WORKLOADS[workload].offloads:
+        needs["kv_transfer_config"] = offloading(device, 1 << 26)
+    return {name: value for name, value in needs.items() if name not in given}
+
+
+def offloading(device: str, store: int) -> dict[str, Any]:
+    """Return the settings of an OffloadingConnector with a store in memory.
+
+    Args:
+        device: the type of the engine's device.
+        store: bytes of the store.
+    """
+    extra = {"cpu_bytes_to_use": store, "offload_prompt_only": False}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra | (_MEMORY_STORE if device == "cpu" else {}),
+    }
+
+
+def _named(recording: dict[str, Any]) -> dict[str, Any]:
+    """Restore the client's names of requests, to which vLLM adds random digits."""
+    return renamed(recording, lambda name: _RANDOM.sub("", name))
