@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from .seam.engine_facts import EngineFacts
+from .seam.pools import STATES, WINDOWS
 
 #: Releases whose engines were seen running beside the ledger, on a GPU.
 SEEN: Final = ("0.5.23",)
 
-#: Pools with one row of each layer per slot, and allocators and tables without a second space.
+#: Pools with one row of each layer per slot; those made of such pools; who hands out their slots.
 _POOLS: Final = ("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MLATokenToKVPool")
+_MADE_OF_POOLS: Final = ("SWAKVPool", "HybridLinearKVPool")
 _ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-_TABLES: Final = ("ReqToTokenPool",)
+_OF_WINDOWS: Final = ("SWATokenToKVPoolAllocator", "PureSWATokenToKVPoolAllocator")
+_TABLES: Final = ("ReqToTokenPool", "HybridReqToTokenPool")
 #: Methods of speculation whose drafts are rows of a chain or a tree, verified by the target.
 _METHODS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
@@ -37,6 +40,24 @@ SETTINGS: Final[Mapping[str, str]] = {
     "dcp_size": "rows that are spread over ranks by their positions are not followed",
 }
 
+
+def _unknown_rows(facts: EngineFacts) -> str | None:
+    """Return a class of pools that is not known; None if all are."""
+    made = facts.inside if facts.rows in _MADE_OF_POOLS else (facts.rows,)
+    return next((name for name in made or (facts.rows,) if name not in _POOLS), None)
+
+
+def _windows_unknown(facts: EngineFacts) -> str | None:
+    """Say why it is not known which rows a sliding window still has; None if it is known."""
+    if facts.chunked:
+        return "rows of attention by chunks are not followed yet"
+    if facts.windows:
+        return "layers with windows of several sizes are not followed yet"
+    if facts.window is None or facts.window < 1:
+        return "the size of the sliding windows is not known"
+    return None
+
+
 _Rule = tuple[Callable[[EngineFacts], bool], Callable[[EngineFacts], str]]
 
 _RULES: Final[tuple[_Rule, ...]] = (
@@ -47,18 +68,17 @@ _RULES: Final[tuple[_Rule, ...]] = (
         lambda f: "rows of an encoder, which are in front of the tokens', are not followed yet",
     ),
     (
-        lambda f: "SWA" in f.slots or "SWA" in f.rows,
-        lambda f: "the second pool of sliding windows is not followed yet",
+        lambda f: bool(_unknown_rows(f)),
+        lambda f: f"the rows of {_unknown_rows(f)} are not known to be one per slot",
     ),
     (
-        lambda f: "Hybrid" in f.table or "Hybrid" in f.rows,
-        lambda f: "the recurrent states of a hybrid model are not followed yet",
+        lambda f: f.slots not in (_OF_WINDOWS if f.rows == "SWAKVPool" else _ALLOCATORS),
+        lambda f: f"the slots of {f.slots} are not known",
     ),
     (
-        lambda f: f.rows not in _POOLS,
-        lambda f: f"the rows of {f.rows} are not known to be one per slot",
+        lambda f: f.slots == _OF_WINDOWS[1] and _windows_unknown(f) is not None,
+        lambda f: str(_windows_unknown(f)),
     ),
-    (lambda f: f.slots not in _ALLOCATORS, lambda f: f"the slots of {f.slots} are not known"),
     (lambda f: f.table not in _TABLES, lambda f: f"the table {f.table} is not known"),
     (
         lambda f: f.algorithm not in _METHODS,
@@ -77,3 +97,17 @@ def cannot_watch(facts: EngineFacts) -> str | None:
         if name in facts.settings:
             return why
     return next((why(facts) for applies, why in _RULES if applies(facts)), None)
+
+
+def left_out(facts: EngineFacts) -> dict[str, str]:
+    """Say which groups of an engine that is watched are not, by name, and why.
+
+    Args:
+        facts: the engine's.
+    """
+    why, found = _windows_unknown(facts), {}
+    if facts.slots == _OF_WINDOWS[0] and why is not None:
+        found[WINDOWS] = why
+    if facts.table == "HybridReqToTokenPool":
+        found[STATES] = "the recurrent states of a hybrid model are not followed yet"
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Literal
 
@@ -20,9 +20,10 @@ from ..serving.step import Arrival, PlannedStep, Rows, States
 from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
+from .seam.pools import WINDOWS, SlotSpace, layer_refs, slot_spaces
 from .seam.protocols import ModelRunner, Scheduler
 from .seam.requests import Requests
-from .seam.steps import ROWS, ForwardStep, StepReader
+from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
 log = get_logger()
@@ -79,6 +80,7 @@ class Watching:
         settings: the user's.
         rank: its tensor-parallel rank, for the log.
         trees: drafts form trees.
+        left_out: names of the groups that are not watched.
 
     Attributes:
         watch: the watch over its rows.
@@ -86,16 +88,22 @@ class Watching:
     """
 
     def __init__(
-        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool = False
+        self,
+        scheduler: Scheduler,
+        settings: Settings,
+        rank: int,
+        *,
+        trees: bool = False,
+        left_out: Collection[str] = (),
     ) -> None:
         runner = scheduler.tp_worker.model_runner
         device, room = torch.device(runner.device), engine_facts.room(scheduler)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        group = engine_facts.row_group(scheduler)
+        spaces = slot_spaces(scheduler, windows=WINDOWS not in left_out)
         self._scheduler: Final = scheduler
         self.watch: Final = Watch(
-            {group.name: group},
+            {space.group.name: space.group for space in spaces},
             room,
             rank,
             settings.on_violation,
@@ -105,14 +113,15 @@ class Watching:
             lines=room.requests,
             stale=settings.stale,
         )
+        self.watch.left_out = sorted(left_out)
         self.watch.found.log_tokens = settings.log_tokens
         # Updates are told; a sample would take experts that were moved for other weights.
         moving = engine_facts.weights_move(scheduler)
         sampled = {} if moving else {"target": _parameters(runner)}
         self.watch.weights = WeightWatch(self.watch.ledger, sampled, settings.weights_every)
         if settings.audit == "bytes":
-            self._compare_bytes(scheduler, settings, rank, trees=trees)
-        reader = StepReader(scheduler.req_to_token_pool, room.requests, device, trees=trees)
+            self._compare_bytes(spaces, settings, rank, trees=trees)
+        reader = StepReader(scheduler.req_to_token_pool, spaces, room.requests, device, trees=trees)
         self.part: Final = LedgerPart(Steps(self.watch, reader))
         with self._on_forward_stream(), torch.inference_mode():
             self._compile(reader, engine_facts.most_drafts(scheduler))
@@ -128,9 +137,9 @@ class Watching:
             self._moved if trees else None,
         )
 
-    def _moved(self, source: Tensor, target: Tensor) -> None:
+    def _moved(self, moves: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Tell the ledger which rows were copied."""
-        self.watch.hear(lambda watch: watch.ledger.carry({ROWS: (source, target)}))
+        self.watch.hear(lambda watch: watch.ledger.carry(moves))
 
     def _compile(self, reader: StepReader, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""
@@ -146,7 +155,7 @@ class Watching:
         ledger.restart()
 
     def _compare_bytes(
-        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool
+        self, spaces: Sequence[SlotSpace], settings: Settings, rank: int, *, trees: bool
     ) -> None:
         """Let the watch compare the bytes of rows, too; if that is impossible, log why.
 
@@ -156,8 +165,8 @@ class Watching:
         try:
             if trees:
                 raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
-            refs = engine_facts.layer_refs(scheduler)
-            self.watch.scrub = Scrub(self.watch.ledger, refs, every=settings.audit_every)
+            every = settings.audit_every
+            self.watch.scrub = Scrub(self.watch.ledger, layer_refs(spaces), every=every)
         except LayerError as error:
             if settings.required:
                 raise

@@ -15,7 +15,8 @@ from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
 from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_settings
 from kvtxn.integrations.vllm_plugin.policy import settings as of_vllm
-from toy_sglang import MHATokenToKVPool, ToySglang
+from toy_pools import WINDOW, MHATokenToKVPool
+from toy_sglang import ToySglang
 
 from kvtxn import ConfigError, KVTxnError
 
@@ -199,13 +200,31 @@ def test_a_known_release_is_hooked(monkeypatch, release):
 
 # -- which engines are watched ----------------------------------------------------------------
 
+WINDOWS_OF = {
+    "rows": "SWAKVPool",
+    "inside": ("MHATokenToKVPool",) * 2,
+    "slots": "SWATokenToKVPoolAllocator",
+    "window": 127,
+}
+
 REFUSED = {
     "a CPU": (EngineFacts(device="cpu"), "'cpu' is not followed"),
-    "sliding windows": (
-        EngineFacts(rows="SWAKVPool", slots="SWATokenToKVPoolAllocator"),
-        "sliding windows is not followed yet",
+    "windows of other rows": (
+        EngineFacts(rows="SWAKVPool", inside=("MHATokenToKVPool", "DSATokenToKVPool")),
+        "the rows of DSATokenToKVPool",
     ),
-    "a hybrid": (EngineFacts(table="HybridReqToTokenPool"), "states of a hybrid model"),
+    "windows in one space": (
+        EngineFacts(**WINDOWS_OF | {"slots": "TokenToKVPoolAllocator"}),
+        "the slots of TokenToKVPoolAllocator are not known",
+    ),
+    "windows of unknown size in all layers": (
+        EngineFacts(**WINDOWS_OF | {"slots": "PureSWATokenToKVPoolAllocator", "window": None}),
+        "the size of the sliding windows is not known",
+    ),
+    "a pool of pools that does not say which": (
+        EngineFacts(rows="HybridLinearKVPool"),
+        "the rows of HybridLinearKVPool",
+    ),
     "another pool": (EngineFacts(rows="DSATokenToKVPool"), "the rows of DSATokenToKVPool"),
     "another allocator": (EngineFacts(slots="Another"), "the slots of Another are not known"),
     "another table": (EngineFacts(table="Another"), "the table Another is not known"),
@@ -236,11 +255,35 @@ def test_an_engine_that_is_watched(rows, algorithm, topk, trees):
     assert facts.trees == trees
 
 
+LEFT_OUT = {
+    "none": ({}, {}),
+    "chunks": ({"chunked": True}, {"group.1": "attention by chunks"}),
+    "several": ({"windows": True}, {"group.1": "windows of several sizes"}),
+    "unknown": ({"window": None}, {"group.1": "size of the sliding windows"}),
+    "states": ({"table": "HybridReqToTokenPool"}, {"group.2": "states of a hybrid model"}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_groups_that_are_left_out_of_an_engine_that_is_watched(case):
+    more, expected = LEFT_OUT[case]
+    facts = EngineFacts(**WINDOWS_OF | more)
+    assert supported.cannot_watch(facts) is None
+    found = supported.left_out(facts)
+    assert found.keys() == expected.keys()
+    assert all(sentence in found[name] for name, sentence in expected.items())
+
+
+def test_the_facts_of_an_engine_with_windows():
+    found = engine_facts.facts(ToySglang(kind="windows"), frozenset())
+    assert found == EngineFacts(**{**WINDOWS_OF, "device": "cpu", "window": WINDOW})
+
+
 def test_the_facts_of_an_engine():
     toy = ToySglang(drafts=3)
     names = frozenset(supported.SETTINGS)
     found = engine_facts.facts(toy, names)
-    assert found == EngineFacts(device="cpu", algorithm="EAGLE")
+    assert found == EngineFacts(device="cpu", algorithm="EAGLE", window=WINDOW)
     toy.server_args = SimpleNamespace(
         pp_size=2, dcp_size=1, disaggregation_mode="null", enable_lmcache=True, dllm_algorithm=None
     )

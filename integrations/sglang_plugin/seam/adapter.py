@@ -16,7 +16,7 @@ sentence in the log, and the scheduler goes on without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -46,8 +46,8 @@ class Ended(Protocol):
         """End the audit."""
 
 
-#: Hears which slots rows were copied from and to, int ``[n]`` each on the device.
-Moved = Callable[[Tensor, Tensor], None]
+#: Hears which slots rows were copied from and to, by group, int ``[n]`` each on the device.
+Moved = Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]
 
 
 class Adapter:
@@ -83,7 +83,7 @@ class Adapter:
         self.active = True
         self._follow(scheduler.model_worker)
         #: Rows that were copied since the step's forward.
-        self._moves: list[tuple[Tensor, Tensor]] = []
+        self._moves: list[Mapping[str, tuple[Tensor, Tensor]]] = []
         self._moved: Final = moved
         if moved is not None:
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -99,8 +99,8 @@ class Adapter:
         self._tell(partial(self._note_move, *slots, **named))
 
     def _note_move(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Note which rows were copied; a slot of padding stands for no row."""
-        self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
+        """Note which rows were copied."""
+        self._moves.append(self._reader.moves(src_loc, tgt_loc))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tell something; an error ends the audit, unless the user asks for it."""
@@ -171,8 +171,8 @@ class Adapter:
             self._part.sampled(*outcome)
         moves, self._moves = self._moves, []
         if self._moved is not None:
-            for source, target in moves:
-                self._moved(source, target)
+            for each in moves:
+                self._moved(each)
 
     # -- hook B: the forward -----------------------------------------------------------------
 

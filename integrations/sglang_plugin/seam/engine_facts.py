@@ -8,12 +8,8 @@ from typing import Final
 import attrs
 import torch
 
-from ....audit import RowGroup
-from ....errors import LayerError
-from ....layers import LayerRef
 from ...serving.step import Room
 from .protocols import Scheduler
-from .steps import ROWS
 
 
 @attrs.frozen
@@ -24,6 +20,11 @@ class EngineFacts:
         device: the type of its device.
         samples: it generates tokens.
         rows: the class of the pool with the rows of K and V.
+        inside: the classes of the pools that this one is made of, if it is.
+        window: rows behind its own that a query of a layer with a sliding window sees; None
+            without one.
+        chunked: queries see the chunk that they are in, and no window.
+        windows: layers have windows of several sizes, in further pools.
         slots: the class of the allocator of slots.
         table: the class of the table of requests.
         algorithm: of speculation; ``"NONE"`` without.
@@ -35,6 +36,10 @@ class EngineFacts:
     device: str = "cuda"
     samples: bool = True
     rows: str = "MHATokenToKVPool"
+    inside: tuple[str, ...] = ()
+    window: int | None = None
+    chunked: bool = False
+    windows: bool = False
     slots: str = "TokenToKVPoolAllocator"
     table: str = "ReqToTokenPool"
     algorithm: str = "NONE"
@@ -56,11 +61,20 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         names: the server's arguments that rules name.
     """
     args, allocator = _arguments(scheduler), scheduler.token_to_kv_pool_allocator
-    config = getattr(scheduler, "model_config", None)
+    config, pool = getattr(scheduler, "model_config", None), allocator.get_kvcache()
+    runner = scheduler.tp_worker.model_runner
+    within = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
+    window = getattr(runner, "sliding_window_size", None)
+    tree = getattr(scheduler, "tree_cache", None)
+    several = getattr(tree, "supports_auxiliary_swa", None)
     return EngineFacts(
-        device=torch.device(scheduler.tp_worker.model_runner.device).type,
+        device=torch.device(runner.device).type,
         samples=bool(scheduler.is_generation),
-        rows=type(allocator.get_kvcache()).__name__,
+        rows=type(pool).__name__,
+        inside=tuple(type(each).__name__ for each in within if each is not None),
+        window=None if window is None else int(window),
+        chunked=getattr(config, "attention_chunk_size", None) is not None,
+        windows=several is not None and bool(several()),
         slots=type(allocator).__name__,
         table=type(scheduler.req_to_token_pool).__name__,
         algorithm=str(scheduler.spec_algorithm.name),
@@ -128,41 +142,6 @@ def room(scheduler: Scheduler) -> Room:
     lines, positions = scheduler.req_to_token_pool.req_to_token.shape
     caches = not _arguments(scheduler).get("disable_radix_cache")
     return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
-
-
-def row_group(scheduler: Scheduler) -> RowGroup:
-    """Return the group of the rows of all layers: one slot per block, as the table names slots."""
-    allocator = scheduler.token_to_kv_pool_allocator
-    number = int(allocator.size) + max(int(allocator.page_size), 1)
-    return RowGroup(ROWS, 1, number, drafter=False)
-
-
-#: Formats of rows whose bytes can be compared: 8-bit ones have scales of their own.
-_FORMATS: Final = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def layer_refs(scheduler: Scheduler) -> list[LayerRef]:
-    """Describe the rows of the target's layers, a block of one row per slot.
-
-    Raises:
-        LayerError: they lie in another way than by slot, or have another format.
-    """
-    pool, refs = scheduler.token_to_kv_pool_allocator.get_kvcache(), []
-    latent = type(pool).__name__ == "MLATokenToKVPool"
-    planes = [(rows,) for rows in pool.kv_buffer] if latent else zip(
-        pool.k_buffer, pool.v_buffer, strict=True
-    )  # fmt: skip
-    for number, parts in enumerate(planes, pool.start_layer):
-        if any(rows.dim() != 3 or rows.dtype not in _FORMATS for rows in parts):
-            got = ", ".join(f"{rows.dtype} {list(rows.shape)}" for rows in parts)
-            raise LayerError("Scrub", "the rows of a layer do not lie by slot", got=got)
-        name = f"layers.{number}"
-        if latent:
-            refs.append(LayerRef.latent(name, parts[0], group=ROWS))
-        else:
-            key, value = (rows.unsqueeze(1) for rows in parts)
-            refs.append(LayerRef(name, key, value, group=ROWS))
-    return refs
 
 
 def rank() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -131,10 +131,14 @@ class Allocator(Protocol):
 
     Attributes:
         size: slots that are handed out; slot 0, and in pages page 0, is padding beside them.
+        size_full: of ``SWATokenToKVPoolAllocator`` alone, likewise for rows without a window.
+        size_swa: likewise for rows with one.
         page_size: slots per page.
     """
 
     size: int
+    size_full: int
+    size_swa: int
     page_size: int
 
     def get_kvcache(self) -> RowPool:
@@ -149,6 +153,14 @@ class RowPool(Protocol):
         v_buffer: likewise.
         kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
         start_layer: the number of the first layer.
+        full_kv_pool: the rows of layers without a window; only of ``SWAKVPool``, and of
+            ``HybridLinearKVPool``.
+        swa_kv_pool: the rows of layers with a window; only of ``SWAKVPool``.
+        layers_mapping: by layer, its number in its pool, and True with a window; likewise.
+        full_to_swa_index_mapping: int64 ``[slots]``, the slot in ``swa_kv_pool`` of each slot of
+            ``full_kv_pool``, 0 for none; likewise.
+        full_attention_layer_id_mapping: by layer, its number in ``full_kv_pool``; only of
+            ``HybridLinearKVPool``.
         move_kv_cache: copies rows; takes the slots to write, then the slots to read, both on the
             device.
     """
@@ -157,14 +169,24 @@ class RowPool(Protocol):
     v_buffer: Sequence[Tensor]
     kv_buffer: Sequence[Tensor]
     start_layer: int
+    full_kv_pool: RowPool
+    swa_kv_pool: RowPool
+    layers_mapping: Mapping[int, tuple[int, bool]]
+    full_to_swa_index_mapping: Tensor
+    full_attention_layer_id_mapping: Mapping[int, int]
     move_kv_cache: Callable[[Tensor, Tensor], None]
 
 
 class ModelRunner(Protocol):
-    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
+    """``sglang.srt.model_executor.model_runner.ModelRunner``.
+
+    Attributes:
+        sliding_window_size: rows behind its own that a query of a layer with a window sees.
+    """
 
     is_draft_worker: bool
     device: str
+    sliding_window_size: int | None
     model: nn.Module
 
 

@@ -7,7 +7,7 @@ step whose tensors stay where they are is launched with the arguments of the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ....errors import KVTxnError
 from ....host_values import to_device
 from ...serving.step import BatchRows, Rows
+from .pools import SlotSpace
 from .protocols import (
     ForwardBatch,
     GenerationBatchResult,
@@ -25,9 +26,6 @@ from .protocols import (
     ReqToTokenPool,
     SpecInput,
 )
-
-#: The name of the group of the rows of all layers.
-ROWS: Final = "group.0"
 
 #: Kinds of steps that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
@@ -113,19 +111,20 @@ class ForwardStep:
 
 @attrs.frozen(eq=False)
 class _Buffers:
-    """Copies of the tensors of a step: int64 ``[capacity]`` each."""
+    """Copies of the tensors of a step: int64 ``[capacity]`` each, slots for each space."""
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
     parents: Tensor
+    slots: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, capacity: int, device: torch.device) -> _Buffers:
-        """Make buffers for so many rows."""
+    def of(cls, capacity: int, spaces: int, device: torch.device) -> _Buffers:
+        """Make buffers for so many rows, in so many spaces of slots."""
         with torch.inference_mode(False):  # steps write into them in inference mode or not
-            every = torch.zeros(4, capacity, dtype=torch.int64, device=device)
-        return cls(*every.unbind())
+            every = torch.zeros(3 + spaces, capacity, dtype=torch.int64, device=device)
+        tokens, positions, parents, *slots = every.unbind()
+        return cls(tokens, positions, parents, tuple(slots))
 
 
 class StepReader:
@@ -133,16 +132,26 @@ class StepReader:
 
     Args:
         pool: has the table of slots.
+        spaces: the spaces of slots that the table names.
         requests: the most requests of a step.
         device: of all tensors.
         trees: drafts form trees.
     """
 
     def __init__(
-        self, pool: ReqToTokenPool, requests: int, device: torch.device, *, trees: bool = False
+        self,
+        pool: ReqToTokenPool,
+        spaces: Sequence[SlotSpace],
+        requests: int,
+        device: torch.device,
+        *,
+        trees: bool = False,
     ) -> None:
         self._trees: Final = trees
         self._pool: Final = pool
+        self._spaces: Final = spaces
+        maps = {each.group.name: each.slot_map for each in spaces}
+        self._maps: Final = {name: each for name, each in maps.items() if each is not None}
         self._requests: Final = requests
         self._device: Final = device
         self._known: Final[dict[tuple[str, int, int, int], Rows]] = {}
@@ -180,11 +189,13 @@ class StepReader:
             if len(self._known) >= _MAX_REMEMBERED:
                 self._known.clear()
             rows = self._known[key] = self._new(names, each, buffers, size)
-        own = buffers.tokens, buffers.positions, buffers.slots
+        own = buffers.tokens, buffers.positions, *buffers.slots
+        numbers = batch.out_cache_loc[:total]
+        slots = (space.slots(numbers) for space in self._spaces)
         torch._foreach_copy_(
             [*(copy[:total] for copy in own), self._lines[:number]],
             [
-                *(one[:total] for one in (batch.input_ids, batch.positions, batch.out_cache_loc)),
+                *(batch.input_ids[:total], batch.positions[:total], *slots),
                 batch.req_pool_indices[:number],
             ],
         )
@@ -247,7 +258,9 @@ class StepReader:
         buffers = self._buffers
         if buffers is None or len(buffers.tokens) < size:
             self._known.clear()
-            buffers = self._buffers = _Buffers.of(max(size, self._requests), self._device)
+            buffers = self._buffers = _Buffers.of(
+                max(size, self._requests), len(self._spaces), self._device
+            )
         return buffers, size
 
     def _new(self, names: list[str], each: int, buffers: _Buffers, size: int) -> Rows:
@@ -259,7 +272,7 @@ class StepReader:
             buffers: the buffers.
             size: how much of them is looked at.
         """
-        number = len(names)
+        number, groups = len(names), [space.group.name for space in self._spaces]
         if each not in self._starts:
             with torch.inference_mode(False):
                 steps = torch.arange(self._requests + 1, device=self._device)
@@ -271,8 +284,9 @@ class StepReader:
             first=self._first[:number],
             tokens=buffers.tokens[:size],
             drafts=self._drafts[each][:number] if each > 1 else None,
-            slots={ROWS: buffers.slots[:size]},
-            tables={ROWS: self._pool.req_to_token},
+            slots={name: own[:size] for name, own in zip(groups, buffers.slots, strict=True)},
+            tables=dict.fromkeys(groups, self._pool.req_to_token),
+            block_maps=self._maps,
             table_lines=self._lines[:number],
             positions=buffers.positions[:size],
             parents=buffers.parents[:size] if self._trees and each > 1 else None,
@@ -305,6 +319,19 @@ class StepReader:
             torch.sub(batch.seq_lens, batch.extend_seq_lens, out=first)
             starts = self._starts[0][1 : number + 1]
             torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int64, out=starts)
+
+    def moves(self, source: Tensor, target: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return which slots rows are copied from and to, by group; see ``Ledger.carry``.
+
+        Args:
+            source: int64 ``[n]``, as the table has them; read now.
+            target: likewise; padding, slot 0, stands for no row.
+        """
+        padding = target == 0
+        return {
+            space.group.name: (space.slots(source), space.slots(target).masked_fill(padding, -1))
+            for space in self._spaces
+        }
 
     # -- its outcome -------------------------------------------------------------------------
 
