@@ -21,11 +21,13 @@ ROWS = (
 CHAIN = ("accepts_one_more", "length_one_less", "accepts_anothers")
 TREE = ("lost_move",)
 ENDS = ("stale_node", "flush_without_tree")
+WINDOWS = ("window_left", "window_slot", "window_twice", "window_lost")
 #: By the name of an engine's kind, its faults.
 SETS = {
     "all": (*ROWS, *ENDS),
     "chain": (*ROWS[:7], *CHAIN, *ENDS),
     "tree": (*ROWS[:7], *TREE, *ENDS),
+    "windows": (*WINDOWS, *ROWS[:7], *ENDS, *WINDOWS),
 }
 NEXT_TOKENS = 2000
 
@@ -55,6 +57,8 @@ class Faults:
     def __init__(self, todo, path) -> None:
         self.todo, self.path = list(todo), path
         self.steps, self.armed, self.chance = 0, None, random.Random(3)
+        #: Puts right behind the forward what would make SGLang stop.
+        self.undo = None
 
     def note(self, name, **facts) -> None:
         with open(self.path, "a") as file:
@@ -68,17 +72,27 @@ class Faults:
             self.steps += 1
             due = self.todo and not self.armed and self.steps % EVERY == 0
             if due and len(batch.rids) >= 3:
-                self.plant(self.todo.pop(0), runner.req_to_token_pool.req_to_token, batch)
-        return original(runner, batch, *args, **kwargs)
+                self.plant(self.todo.pop(0), runner, batch)
+        done = original(runner, batch, *args, **kwargs)
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+        return done
 
     @guarded
-    def plant(self, name, table, batch) -> None:
+    def plant(self, name, runner, batch) -> None:
         """Plant a fault of rows into this batch; arm one that waits for its occasion."""
-        if name not in ROWS:
+        if name not in (*ROWS, *WINDOWS):
             self.armed = name
             return
+        table = runner.req_to_token_pool.req_to_token
         n, m = self.chance.sample(range(len(batch.rids)), 2)
         facts = {"request": batch.rids[n], "other": batch.rids[m], "mode": batch.forward_mode.name}
+        if name in WINDOWS:
+            pool = runner.token_to_kv_pool_allocator.get_kvcache()
+            facts |= self.change_map(name, table, batch, n, m, pool.full_to_swa_index_mapping)
+            self.note(name, **facts)
+            return
         plant = {
             "slot_given_twice": self.give_twice,
             "swapped_lines": self.swap_lines,
@@ -139,6 +153,22 @@ class Faults:
             batch.positions = batch.positions.clone()
             batch.positions[where] += 1
         return {"position": first, "slot": int(batch.out_cache_loc[where])}
+
+    def change_map(self, name, table, batch, n, m, mapping):
+        """Let the map of windows name wrong slots while a forward runs."""
+        where, first = self.first_row(batch, n)
+        line, other = int(batch.req_pool_indices[n]), int(batch.req_pool_indices[m])
+        here, at = int(table[line, first - 2]), first - 2
+        theirs = int(table[other, int(batch.seq_lens[m]) - 3])
+        if name == "window_twice":  # the other one's new row goes to this one's older row
+            here, theirs = int(batch.out_cache_loc[self.first_row(batch, m)[0]]), here
+        elif name == "window_lost":
+            here, at = int(batch.out_cache_loc[where]), first
+        before = int(mapping[here])
+        mapping[here] = int(mapping[theirs]) if name in ("window_slot", "window_twice") else 0
+        self.undo = lambda: mapping.__setitem__(here, before)
+        slots = {"position": at, "slot": int(mapping[here]), "group": "group.1"}
+        return slots | ({"writer": batch.rids[m]} if name == "window_twice" else {})
 
     def first_row(self, batch, n):
         """Return the number of a request's first row in the batch, and its position."""
