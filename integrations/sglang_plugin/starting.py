@@ -12,7 +12,7 @@ from .metrics import Metrics
 from .seam import engine_facts, hook_points
 from .seam.protocols import ForwardBatch, InternalState, ModelRunner, Req, ScheduleBatch, Scheduler
 from .settings import Settings, read_settings
-from .supported import SETTINGS, cannot_watch, left_out
+from .supported import SETTINGS, STATE_SETTINGS, cannot_watch, left_out
 from .watching import Watching
 
 log = get_logger()
@@ -102,7 +102,7 @@ class Hooks:
         try:
             page = engine_facts.metrics_of(scheduler)
             self._metrics = None if page is None else Metrics(*page, rank)
-            facts = engine_facts.facts(scheduler, frozenset(SETTINGS))
+            facts = engine_facts.facts(scheduler, frozenset([*SETTINGS, *STATE_SETTINGS]))
             why = cannot_watch(facts)
             if why is None:
                 without = left_out(facts)

@@ -17,6 +17,8 @@ _MADE_OF_POOLS: Final = ("SWAKVPool", "HybridLinearKVPool")
 _ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 _OF_WINDOWS: Final = ("SWATokenToKVPoolAllocator", "PureSWATokenToKVPoolAllocator")
 _TABLES: Final = ("ReqToTokenPool", "HybridReqToTokenPool")
+#: Attention of recurrent layers whose states have a slot per request.
+_STATES: Final = ("GDNAttnBackend", "KDAAttnBackend", "Mamba2AttnBackend")
 #: Methods of speculation whose drafts are rows of a chain or a tree, verified by the target.
 _METHODS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
@@ -41,6 +43,13 @@ SETTINGS: Final[Mapping[str, str]] = {
 }
 
 
+#: Arguments by which a hybrid's states are elsewhere than in their slots.
+STATE_SETTINGS: Final[Mapping[str, str]] = {
+    "enable_linear_replayssm": "states that a replay ring holds are not followed",
+    "enable_linear_replayssm_spec": "states that a replay ring holds are not followed",
+}
+
+
 def _unknown_rows(facts: EngineFacts) -> str | None:
     """Return a class of pools that is not known; None if all are."""
     made = facts.inside if facts.rows in _MADE_OF_POOLS else (facts.rows,)
@@ -55,6 +64,22 @@ def _windows_unknown(facts: EngineFacts) -> str | None:
         return "layers with windows of several sizes are not followed yet"
     if facts.window is None or facts.window < 1:
         return "the size of the sliding windows is not known"
+    return None
+
+
+def _states_unknown(facts: EngineFacts) -> str | None:
+    """Say why it is not known which states a hybrid has where; None if it is known."""
+    for name, why in STATE_SETTINGS.items():
+        if name in facts.settings:
+            return why
+    if facts.states not in _STATES:
+        return f"the recurrent states of {facts.states or 'another attention'} are not followed yet"
+    if facts.copies:
+        return "states that the prefix cache has in another format are not followed"
+    if facts.strategy == "extra_buffer_lazy":
+        return "states whose slots are handed out during a step are not followed yet"
+    if not facts.commits:
+        return "states that the next step takes out of the drafts' are not followed"
     return None
 
 
@@ -108,6 +133,6 @@ def left_out(facts: EngineFacts) -> dict[str, str]:
     why, found = _windows_unknown(facts), {}
     if facts.slots == _OF_WINDOWS[0] and why is not None:
         found[WINDOWS] = why
-    if facts.table == "HybridReqToTokenPool":
-        found[STATES] = "the recurrent states of a hybrid model are not followed yet"
+    if facts.table == "HybridReqToTokenPool" and (why := _states_unknown(facts)) is not None:
+        found[STATES] = why
     return found

@@ -20,9 +20,10 @@ from ..serving.step import Arrival, PlannedStep, Rows, States
 from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
-from .seam.pools import WINDOWS, SlotSpace, layer_refs, slot_spaces
+from .seam.pools import STATES, WINDOWS, SlotSpace, layer_refs, slot_spaces
 from .seam.protocols import ModelRunner, Scheduler
 from .seam.requests import Requests
+from .seam.states import StateReader, state_group
 from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
@@ -35,13 +36,15 @@ class Steps:
     Args:
         watch: the watch over its rows.
         reader: reads the forwards.
+        states: reads their states; None if none are watched.
     """
 
     ready: Literal["planned", "forward", "later"] = "forward"
 
-    def __init__(self, watch: Watch, reader: StepReader) -> None:
+    def __init__(self, watch: Watch, reader: StepReader, states: StateReader | None) -> None:
         self.watch: Watch | None = watch
         self._reader: Final = reader
+        self._states: Final = states
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
         """Return the watch: SGLang's caches stay those of its start."""
@@ -51,9 +54,10 @@ class Steps:
         """Do nothing: who comes and goes is known when the forward begins."""
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows of the forward that comes next."""
+        """Read the rows and states of the forward that comes next."""
         assert isinstance(step, ForwardStep)
-        return self._reader.rows(step), None
+        rows = self._reader.rows(step)
+        return rows, None if self._states is None else self._states.states(step, rows)
 
     def returning(self, name: str) -> Arrival:
         """Refuse to describe a request that the ledger does not know; it forgets none that runs.
@@ -101,12 +105,14 @@ class Watching:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         spaces = slot_spaces(scheduler, windows=WINDOWS not in left_out)
+        hybrid = engine_facts.is_hybrid(scheduler) and STATES not in left_out
         self._scheduler: Final = scheduler
         self.watch: Final = Watch(
             {space.group.name: space.group for space in spaces},
             room,
             rank,
             settings.on_violation,
+            states={STATES: state_group(scheduler)} if hybrid else None,
             record=settings.record,
             device=device,
             drafts=engine_facts.most_drafts(scheduler),
@@ -122,9 +128,10 @@ class Watching:
         if settings.audit == "bytes":
             self._compare_bytes(spaces, settings, rank, trees=trees)
         reader = StepReader(scheduler.req_to_token_pool, spaces, room.requests, device, trees=trees)
-        self.part: Final = LedgerPart(Steps(self.watch, reader))
+        states = StateReader(scheduler, device) if hybrid else None
+        self.part: Final = LedgerPart(Steps(self.watch, reader, states))
         with self._on_forward_stream(), torch.inference_mode():
-            self._compile(reader, engine_facts.most_drafts(scheduler))
+            self._compile(reader, states, engine_facts.most_drafts(scheduler))
             self.watch.begin()
             if device.type == "cuda":  # steps may be on a stream that the event loop makes later
                 torch.cuda.current_stream(device).synchronize()
@@ -134,18 +141,26 @@ class Watching:
             reader,
             Requests(room.requests),
             self.watch.stop,
-            self._moved if trees else None,
+            self,
+            trees=trees,
+            states=states,
         )
 
-    def _moved(self, moves: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Tell the ledger which rows were copied."""
-        self.watch.hear(lambda watch: watch.ledger.carry(moves))
+    def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Tell the ledger which rows or states were copied."""
+        with self._on_forward_stream():
+            self.watch.hear(lambda watch: watch.ledger.carry(copies))
 
-    def _compile(self, reader: StepReader, drafts: int) -> None:
+    def left(self, blocks: Tensor, lengths: Tensor) -> None:
+        """Tell the ledger which states were written once the step's drafts were decided."""
+        self.watch.hear(lambda watch: watch.left({STATES: blocks}, lengths))
+
+    def _compile(self, reader: StepReader, states: StateReader | None, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""
         ledger, scrub, forms = self.watch.ledger, self.watch.scrub, StepForms()
         for rows, counts, ids in reader.paddings(drafts):
-            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), None, copies=False)
+            empty = None if states is None else states.padding(rows)
+            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), empty, copies=False)
             if scrub is not None:
                 scrub.compare(step)
             ledger.write_and_check(step)

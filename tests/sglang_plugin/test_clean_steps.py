@@ -46,14 +46,14 @@ def test_the_engine_computes_what_it_does_without_kvtxn(hooks, drafts, trees):
 
 @pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
 def test_the_rows_of_a_hybrid_are_watched(hooks, drafts, trees, caplog):
-    """Its states are not, and the log says so."""
+    """Even where its states are not, and the log says so."""
     toy = ToySglang(hooks.around(), drafts=drafts, trees=trees, kind="hybrid", seed=1)
     toy.serve(12)
     report = hooks.report()
     assert report["violations"] == []
     assert report["counters"]["kvtxn_audit_rows_checked_total"] > 1000
     assert report["counters"]["kvtxn_audit_unwatched_groups"] == 1
-    assert "the recurrent states of a hybrid model are not followed yet" in caplog.text
+    assert "the recurrent states of another attention are not followed yet" in caplog.text
 
 
 def test_rows_of_two_adapters_are_not_the_same(hooks):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
 from kvtxn.integrations.sglang_plugin import doctor, plugin, starting, supported
 from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
@@ -17,6 +18,7 @@ from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_
 from kvtxn.integrations.vllm_plugin.policy import settings as of_vllm
 from toy_pools import WINDOW, MHATokenToKVPool
 from toy_sglang import ToySglang
+from toy_states import ToyHybrid
 
 from kvtxn import ConfigError, KVTxnError
 
@@ -255,12 +257,28 @@ def test_an_engine_that_is_watched(rows, algorithm, topk, trees):
     assert facts.trees == trees
 
 
+HYBRID = {
+    "rows": "HybridLinearKVPool",
+    "inside": ("MHATokenToKVPool",),
+    "slots": "TokenToKVPoolAllocator",
+    "table": "HybridReqToTokenPool",
+    "states": "GDNAttnBackend",
+}
 LEFT_OUT = {
     "none": ({}, {}),
     "chunks": ({"chunked": True}, {"group.1": "attention by chunks"}),
     "several": ({"windows": True}, {"group.1": "windows of several sizes"}),
     "unknown": ({"window": None}, {"group.1": "size of the sliding windows"}),
-    "states": ({"table": "HybridReqToTokenPool"}, {"group.2": "states of a hybrid model"}),
+    "states": (HYBRID, {}),
+    "Mamba-2": ({**HYBRID, "states": "Mamba2AttnBackend"}, {}),
+    "other states": ({**HYBRID, "states": "Another"}, {"group.2": "states of Another are not"}),
+    "states of a ring": (
+        {**HYBRID, "settings": frozenset(["enable_linear_replayssm_spec"])},
+        {"group.2": "states that a replay ring holds are not followed"},
+    ),
+    "copies of states": ({**HYBRID, "copies": True}, {"group.2": "in another format"}),
+    "late slots": ({**HYBRID, "strategy": "extra_buffer_lazy"}, {"group.2": "during a step"}),
+    "no commit": ({**HYBRID, "commits": False}, {"group.2": "out of the drafts'"}),
 }
 
 
@@ -272,6 +290,18 @@ def test_groups_that_are_left_out_of_an_engine_that_is_watched(case):
     found = supported.left_out(facts)
     assert found.keys() == expected.keys()
     assert all(sentence in found[name] for name, sentence in expected.items())
+
+
+def test_the_facts_of_a_hybrid():
+    toy, names = ToyHybrid(drafts=3), frozenset(supported.STATE_SETTINGS)
+    found = engine_facts.facts(toy, names)
+    more = {"strategy": "extra_buffer", "window": WINDOW, "algorithm": "EAGLE"}
+    assert found == EngineFacts(**HYBRID | more | {"device": "cpu"})
+    toy.backend.linear_attn_backend.accept_lens_pool = torch.zeros(1)
+    toy.server_args.enable_linear_replayssm_spec = True
+    found = engine_facts.facts(toy, names)
+    assert not found.commits
+    assert found.settings == {"enable_linear_replayssm_spec"}
 
 
 def test_the_facts_of_an_engine_with_windows():

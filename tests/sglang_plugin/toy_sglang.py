@@ -156,6 +156,9 @@ class ModelRunner:
 
     is_draft_worker, device, sliding_window_size = False, "cpu", WINDOW
 
+    #: Of a hybrid, the layers with recurrent states.
+    states = None
+
     def __init__(self, pool) -> None:
         self.model, self.pool = torch.nn.Linear(2, 2), pool
 
@@ -163,6 +166,8 @@ class ModelRunner:
         if forward_batch.fails:
             raise ArithmeticError("the forward failed")
         self.pool.write(forward_batch)
+        if self.states is not None:
+            self.states.forward(forward_batch)
         return SimpleNamespace(logits_output=None)
 
 
@@ -192,6 +197,8 @@ class Worker:
             result.accept_lens = torch.tensor(batch.accepted, dtype=torch.int32)
         if batch.moves is not None:
             toy.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(*batch.moves)
+        if batch.accepted is not None:
+            toy.commit(batch)
         toy.ran(batch)
         return result
 
@@ -374,7 +381,7 @@ class ToySglang:
             req, room = self.waiting.pop(0), room - 1
             req.kv.req_pool_idx = self.req_to_token_pool.free_slots.pop()
             req.fill = len(req.tokens)
-            hit = self.tree_cache.match(req.lora_id, req.tokens[:-1])
+            hit = self.match(req)
             self.events["hits"] += bool(hit)
             self.row(req)[: len(hit)] = torch.tensor(hit, dtype=torch.int32)
             req.protected = req.kv.kv_committed_len = req.kv.kv_allocated_len = len(hit)
@@ -387,6 +394,13 @@ class ToySglang:
             self.device[req.rid] = req.tokens
         sampled = [next_token(req.tokens[:end]) for req, end in zip(reqs, ends, strict=True)]
         return self.batch("EXTEND", reqs, before, ends, sampled)
+
+    def match(self, req):
+        """Return the slots of the rows of a hit."""
+        return self.tree_cache.match(req.lora_id, req.tokens[:-1])
+
+    def commit(self, batch) -> None:
+        """Write what has to wait until it is decided which drafts stay."""
 
     def decode(self):
         self.leave_windows()
@@ -416,6 +430,7 @@ class ToySglang:
         width, proposed, sampled, accepted, depths = self.drafts + 1, [], [], [], []
         links = torch.full((2, len(reqs), width), -1)
         targets, sources = torch.zeros(2, len(reqs) * width, dtype=torch.int64)
+        paths = []
         for number, (req, first) in enumerate(zip(reqs, before, strict=True)):
             tree = grown_tree(self.device[req.rid], self.drafts, self.random)
             proposed.append(tree.tokens[1:])
@@ -424,6 +439,7 @@ class ToySglang:
             kept = [next_token(tree.texts[node]) for node in tree.path]
             sampled += kept + [0] * (width - len(kept))
             accepted.append(len(kept))
+            paths.append(tree.path)
             slots = self.row(req)[first : first + width]
             at = number * width
             targets[at : at + len(kept)] = slots[: len(kept)]
@@ -432,7 +448,7 @@ class ToySglang:
         spec = batch.forward_batch.spec_info
         spec.retrieve_next_token, spec.retrieve_next_sibling = links
         batch.forward_batch.positions = torch.tensor(depths)
-        batch.moves = targets, sources
+        batch.moves, batch.paths = (targets, sources), paths
         return batch
 
     def batch(self, mode, reqs, before, ends, sampled, accepted=None, proposed=None):
@@ -468,6 +484,7 @@ class ToySglang:
         return SimpleNamespace(
             reqs=reqs, forward_batch=forward, before=before, ends=ends, sampled=sampled,
             accepted=accepted, later=later, moves=None,
+            paths=accepted and [list(range(kept)) for kept in accepted],
         )  # fmt: skip
 
     def run_batch(self, batch, pp_proxy_tensors=None):

@@ -30,6 +30,10 @@ class EngineFacts:
         algorithm: of speculation; ``"NONE"`` without.
         topk: drafts that follow each draft; 1 is a chain.
         encodes: an encoder has rows in front of those of the tokens, as in Whisper.
+        states: the class of the attention of recurrent layers; empty without any.
+        commits: states are written by a commit that tells which.
+        strategy: by which a hybrid keeps states for the tree.
+        copies: a hybrid has states in a format of the tree's.
         settings: the server's arguments, by name, that a rule names and that the user has set.
     """
 
@@ -45,6 +49,10 @@ class EngineFacts:
     algorithm: str = "NONE"
     topk: int = 1
     encodes: bool = False
+    states: str = ""
+    commits: bool = True
+    strategy: str = ""
+    copies: bool = False
     settings: frozenset[str] = frozenset()
 
     @property
@@ -65,7 +73,8 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
     runner = scheduler.tp_worker.model_runner
     within = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
     window = getattr(runner, "sliding_window_size", None)
-    tree = getattr(scheduler, "tree_cache", None)
+    tree, backend = getattr(scheduler, "tree_cache", None), getattr(runner, "attn_backend", None)
+    linear = getattr(backend, "linear_attn_backend", None)
     several = getattr(tree, "supports_auxiliary_swa", None)
     return EngineFacts(
         device=torch.device(runner.device).type,
@@ -80,8 +89,24 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         algorithm=str(scheduler.spec_algorithm.name),
         topk=_number(args, "speculative_eagle_topk"),
         encodes=bool(getattr(config, "is_encoder_decoder", False)),
+        states="" if linear is None else type(linear).__name__,
+        commits=_commits(backend),
+        strategy=str(args.get("mamba_radix_cache_strategy") or ""),
+        copies=getattr(scheduler.req_to_token_pool, "mamba_ckpt_pool", None) is not None,
         settings=frozenset(name for name in names if _is_set(args, name)),
     )
+
+
+def _commits(backend: object) -> bool:
+    """Tell whether states are written by the call that ``StateReader.follow`` hears."""
+    linear = getattr(backend, "linear_attn_backend", None)
+    fused = getattr(linear, "accept_lens_pool", None) is not None
+    return hasattr(backend, "update_mamba_state_after_mtp_verify") and not fused
+
+
+def is_hybrid(scheduler: Scheduler) -> bool:
+    """Tell whether requests have recurrent states beside their rows."""
+    return type(scheduler.req_to_token_pool).__name__ == "HybridReqToTokenPool"
 
 
 def _arguments(scheduler: Scheduler) -> Mapping[str, object]:

@@ -43,10 +43,12 @@ class ForwardStep:
     Attributes:
         batch: SGLang's.
         requests: the requests, in the order of the batch.
+        keeps_states: it may be a step that decodes and keeps states for the tree.
     """
 
     batch: ForwardBatch = attrs.field(repr=False)
     requests: list[Req] = attrs.field(repr=False)
+    keeps_states: bool = True
 
     @property
     def extends(self) -> bool:
@@ -338,7 +340,7 @@ class StepReader:
     def outcome(
         self, step: ForwardStep, result: GenerationBatchResult
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what a step has sampled: ids and their numbers; None if it samples nothing.
+        """Return what a step has sampled: ids and their numbers; None if nobody knows.
 
         Args:
             step: the step.
@@ -349,8 +351,11 @@ class StepReader:
             anything behind them; int ``[num_requests]``, how many these are.
         """
         ids, number = result.next_token_ids, len(step.requests)
-        if not isinstance(ids, Tensor) or step.batch.is_prefill_only or not number:
+        if not number:
             return None
+        if not isinstance(ids, Tensor) or step.batch.is_prefill_only:
+            none = self._first[:number] * 0
+            return None if step.drafts else (none[:, None], none)
         ids = ids.view(number, -1)
         if step.drafts:
             if result.accept_lens is None:
