@@ -212,6 +212,8 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "next-mtp": ("next", MTP, {}),
     "next-mtp-sync": ("next", {**MTP, **SYNC, **CHUNKED}, {}),
     "next-ngram": ("next", {**NGRAM, **STATES}, {}),
+    "faults-next": ("next", STATES, _faults("states")),
+    "faults-next-mtp": ("next", MTP, _faults("commits")),
     "eagle-tree": ("llama", TREE, {}),
     "ngram": ("llama", NGRAM, {}),
     "ngram-chunked": ("llama", {**NGRAM, **CHUNKED}, {}),

@@ -90,7 +90,7 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         topk=_number(args, "speculative_eagle_topk"),
         encodes=bool(getattr(config, "is_encoder_decoder", False)),
         states="" if linear is None else type(linear).__name__,
-        commits=_commits(backend),
+        commits=linear is None or _commits(backend),
         strategy=str(args.get("mamba_radix_cache_strategy") or ""),
         copies=getattr(scheduler.req_to_token_pool, "mamba_ckpt_pool", None) is not None,
         settings=frozenset(name for name in names if _is_set(args, name)),
