@@ -201,7 +201,7 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "windows-tree": ("windows", TREE, {}),
     "windows-ngram": ("windows", {**NGRAM, **FEW, **CHUNKED}, {}),
     "bytes-windows": ("windows", {**FEW, **CHUNKED}, BYTES),
-    "gpt-oss": ("gpt-oss", CHUNKED, {}),
+    "gpt-oss": ("gpt-oss", {"moe_runner_backend": "triton", **CHUNKED}, {}),
     "faults-windows": ("windows", {}, _faults("windows")),
     "faults-windows-ngram": ("windows", NGRAM, _faults("windows")),
     "qwen3-next": ("next", STATES, {}),

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ...serving.ledger.part import LedgerPart
 from ...serving.ledger.violation_log import AuditError
-from .pools import STATES
 from .protocols import (
     ForwardBatch,
     GenerationBatchResult,
@@ -119,15 +118,14 @@ class Adapter:
         moves = self._reader.moves(src_loc, tgt_loc)
         self._behind.append(partial(self._heard.carried, moves))
 
-    def _committed(self, read: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    def _committed(self, read: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
         """Note which states were written."""
-        self._tell(lambda: self._behind.append(partial(self._heard.left, *read())))
+        self._tell(lambda: self._behind.extend(partial(self._heard.left, *each) for each in read()))
 
-    def _copied(self, source: Tensor, target: Tensor) -> None:
+    def _copied(self, read: Callable[[], Mapping[str, tuple[Tensor, Tensor]]]) -> None:
         """Tell which states were copied; the forward that runs has told of its own copies."""
         if not self._in_forward:
-            copies = {STATES: (source.long(), target.long())}
-            self._tell(partial(self._heard.carried, copies))
+            self._tell(lambda: self._heard.carried(read()))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tell something; an error ends the audit, unless the user asks for it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -26,12 +26,12 @@ from .steps import ForwardStep
 #: Backends whose kernels read the slot of a request that begins, so that it has to be cleared.
 _READS_CLEARED: Final = ("GDNAttnBackend", "KDAAttnBackend")
 
-#: Hears that states were written once drafts were decided. The function returns, int64
-#: ``[num_requests]`` each, the slots of the step's requests, and how many tokens each state has
-#: taken in; -1 for none.
-Committed = Callable[[Callable[[], tuple[Tensor, Tensor]]], None]
-#: Hears from which slots states were copied, and to which; int ``[n]`` each on the device.
-Copied = Callable[[Tensor, Tensor], None]
+#: Hears that states were written once drafts were decided. The function returns pairs, int64
+#: ``[num_requests]`` each: slots of the step's requests, and how many tokens each state has taken
+#: in; -1 for none.
+Committed = Callable[[Callable[[], list[tuple[Tensor, Tensor]]]], None]
+#: Hears that states were copied. The function returns what ``Ledger.carry`` takes.
+Copied = Callable[[Callable[[], dict[str, tuple[Tensor, Tensor]]]], None]
 
 
 def state_group(scheduler: Scheduler) -> StateGroup:
@@ -141,22 +141,29 @@ class StateReader:
         self,
         commit: Callable[..., None],
         committed: Committed,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Let SGLang commit the states after the last accepted rows, and those for the tree."""
+        commit(*args, **kwargs)
+        if self._last is not None:
+            committed(partial(self._committed, *self._last, *args, **kwargs))
+
+    def _committed(
+        self,
+        rows: Rows,
+        own: Tensor,
         last_correct_step_indices: Tensor,
         mamba_track_indices: Tensor | None,
         mamba_steps_to_track: Tensor | None,
-        *args: object,
-        **kwargs: object,
-    ) -> None:
-        """Let SGLang commit the states after the last accepted rows, and those for the tree."""
-        commit(
-            last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, *args, **kwargs
-        )
-        if self._last is None:
-            return
-        rows, own = self._last
-        committed(partial(_left, rows, own, last_correct_step_indices))
+        *_: object,
+        **__: object,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return which slots a commit has written; the parameters are SGLang's."""
+        found = [_left(rows, own, last_correct_step_indices)]
         if mamba_track_indices is not None and mamba_steps_to_track is not None:
-            committed(partial(_left, rows, mamba_track_indices, mamba_steps_to_track))
+            found.append(_left(rows, mamba_track_indices, mamba_steps_to_track))
+        return found
 
 
 def _left(rows: Rows, slots: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,9 +205,12 @@ def _copied(batch: ForwardBatch) -> dict[str, tuple[Tensor, Tensor]]:
     return {STATES: (source.long(), target.long())}
 
 
-def _copies(
-    copy: Callable[..., None], copied: Copied, src_indices: Tensor, dst_indices: Tensor
-) -> None:
+def _copies(copy: Callable[..., None], copied: Copied, *args: Any, **kwargs: Any) -> None:
     """Let SGLang copy states."""
-    copy(src_indices, dst_indices)
-    copied(src_indices, dst_indices)
+    copy(*args, **kwargs)
+    copied(partial(_slots_copied, *args, **kwargs))
+
+
+def _slots_copied(src_indices: Tensor, dst_indices: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return which slots were copied, for ``Ledger.carry``; the parameters are SGLang's."""
+    return {STATES: (src_indices.long(), dst_indices.long())}
