@@ -153,7 +153,10 @@ class Watching:
 
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
         """Tell the ledger which states were written once the step's drafts were decided."""
-        self.watch.hear(lambda watch: watch.left({STATES: blocks}, lengths))
+        step = self.watch.under_way
+        if step is not None:
+            blocks_of = {STATES: blocks}
+            self.watch.hear(lambda watch: watch.ledger.leave(step.lines, blocks_of, lengths))
 
     def _compile(self, reader: StepReader, states: StateReader | None, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""

@@ -42,8 +42,10 @@ from .step_forms import (
     fresh_blocks,
     launch_all,
     leave_out,
+    leave_states,
     number_of_group,
     one_of_each_pool,
+    prepare_states,
 )
 from .transfers import TransferWatch
 from .violation_log import AuditError, FoundViolations
@@ -354,7 +356,7 @@ class Watch:
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
         if states is not None:
-            self._prepare(lines, states)
+            prepare_states(self.ledger, lines, states)
         if self.transfers is not None:
             # Where the host does not know the positions, the device leaves such requests out.
             if rows.first is not None and leave_out(self.ledger, lines, rows.first):
@@ -368,13 +370,6 @@ class Watch:
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes and whole:  # a later step checks all that was filled until then
             self._published.publish(step)
-
-    def _prepare(self, lines: Tensor, states: States) -> None:
-        """Tell the ledger which states the engine clears and copies in front of a forward."""
-        if states.cleared:
-            self.ledger.leave(lines, states.cleared, torch.zeros_like(lines))
-        if states.copies:
-            self.ledger.carry(states.copies)
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         """Return the lines of requests, int64 ``[num_requests]``, -1 without a name; admit them."""
@@ -416,23 +411,8 @@ class Watch:
     def _leave(self) -> None:
         """Tell the ledger which states windows commit, now that the drafts are decided."""
         states, self._leaving = self._leaving, None
-        if states is None or self.under_way is None:
-            return
-        lines = self.under_way.lines
-        if states.leaves:
-            self.ledger.leave(lines, states.leaves)
-        if states.ends:
-            self.ledger.leave(lines, states.ends, states.end_at)
-
-    def left(self, blocks: Mapping[str, Tensor], lengths: Tensor) -> None:
-        """Tell the ledger of states that were written once the step's drafts were decided.
-
-        Args:
-            blocks: as for ``Ledger.leave``.
-            lengths: likewise.
-        """
-        if self.under_way is not None:
-            self.ledger.leave(self.under_way.lines, blocks, lengths)
+        if states is not None and self.under_way is not None:
+            leave_states(self.ledger, self.under_way.lines, states)
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.

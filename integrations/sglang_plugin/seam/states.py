@@ -21,7 +21,7 @@ from ....errors import KVTxnError
 from ...serving.step import Rows, States
 from .pools import STATES
 from .protocols import ForwardBatch, ReqToTokenPool, Scheduler
-from .steps import ForwardStep
+from .steps import MAX_REMEMBERED, ForwardStep
 
 #: Backends whose kernels read the slot of a request that begins, so that it has to be cleared.
 _READS_CLEARED: Final = ("GDNAttnBackend", "KDAAttnBackend")
@@ -115,6 +115,8 @@ class StateReader:
                 found = States(
                     {STATES: self._slots[:size]}, {STATES: sources}, None, buffers=object()
                 )
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.clear()
                 self._known[id(rows.buffers)] = rows.buffers, found
         return found
 

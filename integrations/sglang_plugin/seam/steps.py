@@ -28,7 +28,7 @@ from .protocols import (
 )
 
 #: Kinds of steps that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
+MAX_REMEMBERED: Final = 2048
 
 #: Modes of a forward that computes a prompt's tokens, that decodes, and that verifies drafts.
 _EXTEND: Final = ("EXTEND", "MIXED")
@@ -188,7 +188,7 @@ class StepReader:
         key = mode, number, each, size
         rows = self._known.get(key)
         if rows is None:
-            if len(self._known) >= _MAX_REMEMBERED:
+            if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()
             rows = self._known[key] = self._new(names, each, buffers, size)
         own = buffers.tokens, buffers.positions, *buffers.slots
