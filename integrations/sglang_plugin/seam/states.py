@@ -96,7 +96,7 @@ class StateReader:
         )
 
     def padding(self, rows: Rows) -> States:
-        """Return states like those of each kind of step, of requests of nobody's."""
+        """Return states like those of some rows of padding."""
         states = self._states_of(rows)
         for each in (states.slots, states.sources):
             each[STATES].fill_(-1)
