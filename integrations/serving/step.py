@@ -222,6 +222,10 @@ class States:
         told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
             the step before; -1 where they do not use it. None without any group of states.
         buffers: as for ``Rows``.
+        cleared: int64 ``[num_requests]`` by group, the block that is cleared for each request
+            before the forward; -1 for none.
+        copies: by group, int ``[n]`` twice on the device, the blocks that states are copied from
+            and to before the forward.
     """
 
     slots: dict[str, Tensor]
@@ -231,6 +235,8 @@ class States:
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
     ends: dict[str, Tensor] = attrs.field(factory=dict)
     end_at: Tensor | None = None
+    cleared: dict[str, Tensor] = attrs.field(factory=dict)
+    copies: dict[str, tuple[Tensor, Tensor]] = attrs.field(factory=dict)
 
 
 @attrs.frozen

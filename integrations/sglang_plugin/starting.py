@@ -12,12 +12,13 @@ from .metrics import Metrics
 from .seam import engine_facts, hook_points
 from .seam.protocols import ForwardBatch, InternalState, ModelRunner, Req, ScheduleBatch, Scheduler
 from .settings import Settings, read_settings
-from .supported import SETTINGS, cannot_watch
+from .supported import SETTINGS, STATE_SETTINGS, cannot_watch, left_out
 from .watching import Watching
 
 log = get_logger()
 
 _EFFECT: Final = "this engine runs as if kvtxn were not there"
+_REST: Final = "the other rows of this engine are watched"
 
 
 class RequiredError(KVTxnError, RuntimeError):
@@ -101,10 +102,15 @@ class Hooks:
         try:
             page = engine_facts.metrics_of(scheduler)
             self._metrics = None if page is None else Metrics(*page, rank)
-            facts = engine_facts.facts(scheduler, frozenset(SETTINGS))
+            facts = engine_facts.facts(scheduler, frozenset([*SETTINGS, *STATE_SETTINGS]))
             why = cannot_watch(facts)
             if why is None:
-                watching = Watching(scheduler, self._settings, rank, trees=facts.trees)
+                without = left_out(facts)
+                watching = Watching(
+                    scheduler, self._settings, rank, trees=facts.trees, left_out=without
+                )
+                for reason in without.values():
+                    log.warning("kvtxn.audit_partial", rank=rank, why=reason, effect=_REST)
                 size, release = watching.watch.ledger.books.num_bytes, hook_points.release()
                 log.info("kvtxn.audit_active", rank=rank, bytes=size, sglang=release)
                 return watching

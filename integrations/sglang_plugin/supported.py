@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from .seam.engine_facts import EngineFacts
+from .seam.pools import STATES, WINDOWS
 
 #: Releases whose engines were seen running beside the ledger, on a GPU.
 SEEN: Final = ("0.5.23",)
 
-#: Pools with one row of each layer per slot, and allocators and tables without a second space.
+#: Pools with one row of each layer per slot; those made of such pools; who hands out their slots.
 _POOLS: Final = ("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MLATokenToKVPool")
+_MADE_OF_POOLS: Final = ("SWAKVPool", "HybridLinearKVPool")
 _ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-_TABLES: Final = ("ReqToTokenPool",)
+_OF_WINDOWS: Final = ("SWATokenToKVPoolAllocator", "PureSWATokenToKVPoolAllocator")
+_TABLES: Final = ("ReqToTokenPool", "HybridReqToTokenPool")
+#: Attention of recurrent layers whose states have a slot per request.
+_STATES: Final = ("GDNAttnBackend", "KDAAttnBackend", "Mamba2AttnBackend")
 #: Methods of speculation whose drafts are rows of a chain or a tree, verified by the target.
 _METHODS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
@@ -37,6 +42,47 @@ SETTINGS: Final[Mapping[str, str]] = {
     "dcp_size": "rows that are spread over ranks by their positions are not followed",
 }
 
+
+#: Arguments by which a hybrid's states are elsewhere than in their slots.
+STATE_SETTINGS: Final[Mapping[str, str]] = {
+    "enable_linear_replayssm": "states that a replay ring holds are not followed",
+    "enable_linear_replayssm_spec": "states that a replay ring holds are not followed",
+}
+
+
+def _unknown_rows(facts: EngineFacts) -> str | None:
+    """Return a class of pools that is not known; None if all are."""
+    made = facts.inside if facts.rows in _MADE_OF_POOLS else (facts.rows,)
+    return next((name for name in made or (facts.rows,) if name not in _POOLS), None)
+
+
+def _windows_unknown(facts: EngineFacts) -> str | None:
+    """Say why it is not known which rows a sliding window still has; None if it is known."""
+    if facts.chunked:
+        return "rows of attention by chunks are not followed yet"
+    if facts.windows:
+        return "layers with windows of several sizes are not followed yet"
+    if facts.window is None or facts.window < 1:
+        return "the size of the sliding windows is not known"
+    return None
+
+
+def _states_unknown(facts: EngineFacts) -> str | None:
+    """Say why it is not known which states a hybrid has where; None if it is known."""
+    for name, why in STATE_SETTINGS.items():
+        if name in facts.settings:
+            return why
+    if facts.states not in _STATES:
+        return f"the recurrent states of {facts.states or 'another attention'} are not followed yet"
+    if facts.copies:
+        return "states that the prefix cache has in another format are not followed"
+    if facts.strategy == "extra_buffer_lazy":
+        return "states whose slots are handed out during a step are not followed yet"
+    if not facts.commits:
+        return "states that the next step takes out of the drafts' are not followed"
+    return None
+
+
 _Rule = tuple[Callable[[EngineFacts], bool], Callable[[EngineFacts], str]]
 
 _RULES: Final[tuple[_Rule, ...]] = (
@@ -47,18 +93,17 @@ _RULES: Final[tuple[_Rule, ...]] = (
         lambda f: "rows of an encoder, which are in front of the tokens', are not followed yet",
     ),
     (
-        lambda f: "SWA" in f.slots or "SWA" in f.rows,
-        lambda f: "the second pool of sliding windows is not followed yet",
+        lambda f: bool(_unknown_rows(f)),
+        lambda f: f"the rows of {_unknown_rows(f)} are not known to be one per slot",
     ),
     (
-        lambda f: "Hybrid" in f.table or "Hybrid" in f.rows,
-        lambda f: "the recurrent states of a hybrid model are not followed yet",
+        lambda f: f.slots not in (_OF_WINDOWS if f.rows == "SWAKVPool" else _ALLOCATORS),
+        lambda f: f"the slots of {f.slots} are not known",
     ),
     (
-        lambda f: f.rows not in _POOLS,
-        lambda f: f"the rows of {f.rows} are not known to be one per slot",
+        lambda f: f.slots == _OF_WINDOWS[1] and _windows_unknown(f) is not None,
+        lambda f: str(_windows_unknown(f)),
     ),
-    (lambda f: f.slots not in _ALLOCATORS, lambda f: f"the slots of {f.slots} are not known"),
     (lambda f: f.table not in _TABLES, lambda f: f"the table {f.table} is not known"),
     (
         lambda f: f.algorithm not in _METHODS,
@@ -77,3 +122,17 @@ def cannot_watch(facts: EngineFacts) -> str | None:
         if name in facts.settings:
             return why
     return next((why(facts) for applies, why in _RULES if applies(facts)), None)
+
+
+def left_out(facts: EngineFacts) -> dict[str, str]:
+    """Say which groups of an engine that is watched are not, by name, and why.
+
+    Args:
+        facts: the engine's.
+    """
+    why, found = _windows_unknown(facts), {}
+    if facts.slots == _OF_WINDOWS[0] and why is not None:
+        found[WINDOWS] = why
+    if facts.table == "HybridReqToTokenPool" and (why := _states_unknown(facts)) is not None:
+        found[STATES] = why
+    return found

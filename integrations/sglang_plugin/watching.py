@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Literal
 
@@ -20,9 +20,11 @@ from ..serving.step import Arrival, PlannedStep, Rows, States
 from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
+from .seam.pools import STATES, WINDOWS, SlotSpace, layer_refs, slot_spaces
 from .seam.protocols import ModelRunner, Scheduler
 from .seam.requests import Requests
-from .seam.steps import ROWS, ForwardStep, StepReader
+from .seam.states import StateReader, state_group
+from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
 log = get_logger()
@@ -34,13 +36,15 @@ class Steps:
     Args:
         watch: the watch over its rows.
         reader: reads the forwards.
+        states: reads their states; None if none are watched.
     """
 
     ready: Literal["planned", "forward", "later"] = "forward"
 
-    def __init__(self, watch: Watch, reader: StepReader) -> None:
+    def __init__(self, watch: Watch, reader: StepReader, states: StateReader | None) -> None:
         self.watch: Watch | None = watch
         self._reader: Final = reader
+        self._states: Final = states
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
         """Return the watch: SGLang's caches stay those of its start."""
@@ -50,9 +54,10 @@ class Steps:
         """Do nothing: who comes and goes is known when the forward begins."""
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows of the forward that comes next."""
+        """Read the rows and states of the forward that comes next."""
         assert isinstance(step, ForwardStep)
-        return self._reader.rows(step), None
+        rows = self._reader.rows(step)
+        return rows, None if self._states is None else self._states.states(step, rows)
 
     def returning(self, name: str) -> Arrival:
         """Refuse to describe a request that the ledger does not know; it forgets none that runs.
@@ -79,6 +84,7 @@ class Watching:
         settings: the user's.
         rank: its tensor-parallel rank, for the log.
         trees: drafts form trees.
+        left_out: names of the groups that are not watched.
 
     Attributes:
         watch: the watch over its rows.
@@ -86,36 +92,46 @@ class Watching:
     """
 
     def __init__(
-        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool = False
+        self,
+        scheduler: Scheduler,
+        settings: Settings,
+        rank: int,
+        *,
+        trees: bool = False,
+        left_out: Collection[str] = (),
     ) -> None:
         runner = scheduler.tp_worker.model_runner
         device, room = torch.device(runner.device), engine_facts.room(scheduler)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        group = engine_facts.row_group(scheduler)
+        spaces = slot_spaces(scheduler, windows=WINDOWS not in left_out)
+        hybrid = engine_facts.is_hybrid(scheduler) and STATES not in left_out
         self._scheduler: Final = scheduler
         self.watch: Final = Watch(
-            {group.name: group},
+            {space.group.name: space.group for space in spaces},
             room,
             rank,
             settings.on_violation,
+            states={STATES: state_group(scheduler)} if hybrid else None,
             record=settings.record,
             device=device,
             drafts=engine_facts.most_drafts(scheduler),
             lines=room.requests,
             stale=settings.stale,
         )
+        self.watch.left_out = sorted(left_out)
         self.watch.found.log_tokens = settings.log_tokens
         # Updates are told; a sample would take experts that were moved for other weights.
         moving = engine_facts.weights_move(scheduler)
         sampled = {} if moving else {"target": _parameters(runner)}
         self.watch.weights = WeightWatch(self.watch.ledger, sampled, settings.weights_every)
         if settings.audit == "bytes":
-            self._compare_bytes(scheduler, settings, rank, trees=trees)
-        reader = StepReader(scheduler.req_to_token_pool, room.requests, device, trees=trees)
-        self.part: Final = LedgerPart(Steps(self.watch, reader))
+            self._compare_bytes(spaces, settings, rank, trees=trees)
+        reader = StepReader(scheduler.req_to_token_pool, spaces, room.requests, device, trees=trees)
+        states = StateReader(scheduler, device) if hybrid else None
+        self.part: Final = LedgerPart(Steps(self.watch, reader, states))
         with self._on_forward_stream(), torch.inference_mode():
-            self._compile(reader, engine_facts.most_drafts(scheduler))
+            self._compile(reader, states, engine_facts.most_drafts(scheduler))
             self.watch.begin()
             if device.type == "cuda":  # steps may be on a stream that the event loop makes later
                 torch.cuda.current_stream(device).synchronize()
@@ -125,18 +141,29 @@ class Watching:
             reader,
             Requests(room.requests),
             self.watch.stop,
-            self._moved if trees else None,
+            self,
+            trees=trees,
+            states=states,
         )
 
-    def _moved(self, source: Tensor, target: Tensor) -> None:
-        """Tell the ledger which rows were copied."""
-        self.watch.hear(lambda watch: watch.ledger.carry({ROWS: (source, target)}))
+    def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Tell the ledger which rows or states were copied."""
+        with self._on_forward_stream():
+            self.watch.hear(lambda watch: watch.ledger.carry(copies))
 
-    def _compile(self, reader: StepReader, drafts: int) -> None:
+    def left(self, blocks: Tensor, lengths: Tensor) -> None:
+        """Tell the ledger which states were written once the step's drafts were decided."""
+        step = self.watch.under_way
+        if step is not None:
+            blocks_of = {STATES: blocks}
+            self.watch.hear(lambda watch: watch.ledger.leave(step.lines, blocks_of, lengths))
+
+    def _compile(self, reader: StepReader, states: StateReader | None, drafts: int) -> None:
         """Launch every pass over steps of padding, like this engine's; no request waits for it."""
         ledger, scrub, forms = self.watch.ledger, self.watch.scrub, StepForms()
         for rows, counts, ids in reader.paddings(drafts):
-            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), None, copies=False)
+            empty = None if states is None else states.padding(rows)
+            step = forms.step(rows, torch.full_like(rows.starts[1:], -1), empty, copies=False)
             if scrub is not None:
                 scrub.compare(step)
             ledger.write_and_check(step)
@@ -146,7 +173,7 @@ class Watching:
         ledger.restart()
 
     def _compare_bytes(
-        self, scheduler: Scheduler, settings: Settings, rank: int, *, trees: bool
+        self, spaces: Sequence[SlotSpace], settings: Settings, rank: int, *, trees: bool
     ) -> None:
         """Let the watch compare the bytes of rows, too; if that is impossible, log why.
 
@@ -156,8 +183,8 @@ class Watching:
         try:
             if trees:
                 raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
-            refs = engine_facts.layer_refs(scheduler)
-            self.watch.scrub = Scrub(self.watch.ledger, refs, every=settings.audit_every)
+            every = settings.audit_every
+            self.watch.scrub = Scrub(self.watch.ledger, layer_refs(spaces), every=every)
         except LayerError as error:
             if settings.required:
                 raise

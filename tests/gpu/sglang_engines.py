@@ -228,6 +228,8 @@ def judged(fault: Mapping[str, Any], violations: Sequence[Mapping[str, Any]]) ->
     def fits(violation: Mapping[str, Any]) -> bool:
         if violation["step"] < fault["step"]:
             return False
+        if fault.get("group") not in (None, violation.get("group")):
+            return False
         if asked is not None:
             return violation["request"] in (asked, fault.get("other"))
         return anywhere or violation["slot"] in slots

@@ -22,11 +22,18 @@ ROWS = (
 CHAIN = ("accepts_one_more", "length_one_less", "accepts_anothers")
 TREE = ("lost_move",)
 ENDS = ("stale_node", "flush_without_tree")
+WINDOWS = ("window_left", "window_slot", "window_twice", "window_lost")
+#: Of recurrent states: as a request begins, in a step, and in a commit.
+BEGINS = ("state_clear", "state_copy", "state_other")
+COMMITS = ("commit_lost", "commit_less")
 #: By the name of an engine's kind, its faults.
 SETS = {
     "all": (*ROWS, *ENDS),
     "chain": (*ROWS[:7], *CHAIN, *ENDS),
     "tree": (*ROWS[:7], *TREE, *ENDS),
+    "states": ("state_swap", *BEGINS, *ROWS[:3], "state_swap", *BEGINS),
+    "commits": (*COMMITS, "state_clear", "state_copy", *ROWS[:3], *COMMITS),
+    "windows": (*WINDOWS, *ROWS[:7], *ENDS, *WINDOWS),
 }
 NEXT_TOKENS = 2000
 
@@ -56,6 +63,9 @@ class Faults:
     def __init__(self, todo, path) -> None:
         self.todo, self.path = list(todo), path
         self.steps, self.armed, self.chance = 0, None, random.Random(3)
+        #: Puts right behind the forward what would make SGLang stop.
+        self.undo = None
+        self.last = None
 
     def note(self, name, **facts) -> None:
         line = json.dumps({"fault": name, "step": self.steps, **facts})
@@ -71,17 +81,33 @@ class Faults:
             self.steps += 1
             due = self.todo and not self.armed and self.steps % EVERY == 0
             if due and len(batch.rids) >= 3:
-                self.plant(self.todo.pop(0), runner.req_to_token_pool.req_to_token, batch)
-        return original(runner, batch, *args, **kwargs)
+                self.plant(self.todo.pop(0), runner, batch)
+        if self.armed in BEGINS and batch.rids and batch.forward_mode.name == "EXTEND":
+            self.begin(runner, batch)
+        done = original(runner, batch, *args, **kwargs)
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+        return done
 
     @guarded
-    def plant(self, name, table, batch) -> None:
+    def plant(self, name, runner, batch) -> None:
         """Plant a fault of rows into this batch; arm one that waits for its occasion."""
-        if name not in ROWS:
+        if name not in (*ROWS, *WINDOWS, "state_swap"):
             self.armed = name
             return
+        table = runner.req_to_token_pool.req_to_token
         n, m = self.chance.sample(range(len(batch.rids)), 2)
         facts = {"request": batch.rids[n], "other": batch.rids[m], "mode": batch.forward_mode.name}
+        if name == "state_swap":
+            facts |= self.swap_states(runner.req_to_token_pool, batch, n, m)
+            self.note(name, **facts)
+            return
+        if name in WINDOWS:
+            pool = runner.token_to_kv_pool_allocator.get_kvcache()
+            facts |= self.change_map(name, table, batch, n, m, pool.full_to_swa_index_mapping)
+            self.note(name, **facts)
+            return
         plant = {
             "slot_given_twice": self.give_twice,
             "swapped_lines": self.swap_lines,
@@ -142,6 +168,78 @@ class Faults:
             batch.positions = batch.positions.clone()
             batch.positions[where] += 1
         return {"position": first, "slot": int(batch.out_cache_loc[where])}
+
+    def change_map(self, name, table, batch, n, m, mapping):
+        """Let the map of windows name wrong slots while a forward runs."""
+        where, first = self.first_row(batch, n)
+        line, other = int(batch.req_pool_indices[n]), int(batch.req_pool_indices[m])
+        here, at = int(table[line, first - 2]), first - 2
+        theirs = int(table[other, int(batch.seq_lens[m]) - 3])
+        if name == "window_twice":  # the other one's new row goes to this one's older row
+            here, theirs = int(batch.out_cache_loc[self.first_row(batch, m)[0]]), here
+        elif name == "window_lost":
+            here, at = int(batch.out_cache_loc[where]), first
+        before = int(mapping[here])
+        mapping[here] = int(mapping[theirs]) if name in ("window_slot", "window_twice") else 0
+        self.undo = lambda: mapping.__setitem__(here, before)
+        slots = {"position": at, "slot": int(mapping[here]), "group": "group.1"}
+        return slots | ({"writer": batch.rids[m]} if name == "window_twice" else {})
+
+    def swap_states(self, pool, batch, n, m):
+        """Let two requests continue each other's state."""
+        mapping, lines = pool.req_index_to_mamba_index_mapping, batch.req_pool_indices[[n, m]]
+        before = mapping[lines]
+        mapping[lines] = before.flip(0)
+        self.undo = lambda: mapping.__setitem__(lines, before)
+        return {"position": None, "slot": int(before[1]), "group": "group.2"}
+
+    @guarded
+    def begin(self, runner, batch) -> None:
+        """Let a request that begins keep what is in its slot, or get another prefix's state."""
+        if runner.is_draft_worker:
+            return
+        clear = self.armed == "state_clear"
+        slots = batch.mamba_clear_indices if clear else batch.mamba_cow_dst_indices
+        if slots is None or not len(slots):
+            return
+        name, self.armed, slot = self.armed, None, int(slots[0])
+        own = runner.req_to_token_pool.req_index_to_mamba_index_mapping[batch.req_pool_indices]
+        n = own.tolist().index(slot)
+        if clear:
+            batch.mamba_clear_indices = None
+        elif name == "state_copy":
+            batch.mamba_cow_src_indices = batch.mamba_cow_dst_indices = None
+        else:
+            batch.mamba_cow_src_indices = batch.mamba_cow_src_indices.clone()
+            batch.mamba_cow_src_indices[0] = int(own[n - 1])
+        self.note(name, request=batch.rids[n], position=None, slot=slot, group="group.2")
+
+    def committed_states(self, original, worker, batch, lens, index, number, steps=None, **named):
+        """Around ``commit_mamba_states_after_verify``."""
+        steps = named.pop("prepared_step_indices", steps)
+        if self.armed in COMMITS:
+            wrong = self.change_commit(batch, lens, index, steps)
+            if wrong is not None:
+                if self.last == "commit_lost":
+                    return None
+                lens, index, steps = wrong
+        return original(worker, batch, lens, index, number, prepared_step_indices=steps)
+
+    @guarded
+    def change_commit(self, batch, lens, index, steps):
+        """Commit no state, or a request's state behind one row less."""
+        n = next((n for n, value in enumerate(lens.tolist()) if value > 1), None)
+        if n is None:
+            return None
+        self.last, self.armed, lens = self.armed, None, lens.clone()
+        lens[n] -= 1
+        if steps is not None:
+            last = steps[0].clone()
+            last[n] -= 1
+            steps = (last, *steps[1:])
+        facts = {"request": batch.reqs[n].rid, "position": None, "slot": None}
+        self.note(self.last, group="group.2", **facts)
+        return lens, index, steps
 
     def first_row(self, batch, n):
         """Return the number of a request's first row in the batch, and its position."""
@@ -271,6 +369,9 @@ def register() -> None:
     if set(TREE) & set(faults.todo):
         moves = "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
         targets.append((moves, faults.moved, around))
+    if set(COMMITS) & set(faults.todo):
+        commit = "speculative.spec_utils.commit_mamba_states_after_verify"
+        targets.append((commit, faults.committed_states, around))
     if set(CHAIN) & set(faults.todo):
         eagle = "speculative.eagle_worker_common"
         targets.append((f"{eagle}.eagle_sample", faults.sampled, after))

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_weights import DRAWN, weights
+
 VOCABULARY: Final = 2048
 _COMMON: Final = {
     "hidden_size": 512,
@@ -60,7 +62,48 @@ MLA: Final = {
     "attention_bias": False,
     "rope_scaling": None,
 }
-#: A hybrid with recurrent states.
+#: Every other layer has a sliding window, and its rows lie in a pool of their own.
+WINDOWS: Final = {
+    **LLAMA,
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense"] * 4,
+    "sliding_window": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "attention_bias": False,
+    "rope_parameters": {
+        f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("full", "sliding")
+    },
+}
+GPT_OSS: Final = {
+    **_COMMON,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+#: A hybrid with recurrent states, and a drafter of its own.
 NEXT: Final = {
     **_COMMON,
     "architectures": ["Qwen3NextForCausalLM"],
@@ -77,7 +120,7 @@ NEXT: Final = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
     "num_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 8,  # a choice would turn over with the last bits of the sums
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "decoder_sparse_step": 1,
@@ -89,6 +132,7 @@ NEXT: Final = {
 DRAFTER: Final = {**LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 MODELS: Final[Mapping[str, dict[str, Any]]] = {
     **{"llama": LLAMA, "mla": MLA, "next": NEXT, "eagle": DRAFTER},
+    **{"windows": WINDOWS, "gpt-oss": GPT_OSS},
 }
 
 ARGUMENTS: Final = {
@@ -118,6 +162,10 @@ CHUNKED: Final = {"chunked_prefill_size": 64}
 MIXED: Final = {"chunked_prefill_size": 48, "enable_mixed_chunk": True}
 SYNC: Final = {"disable_overlap_schedule": True}
 EAGER: Final = {"disable_cuda_graph": True, "disable_radix_cache": True}
+#: So few slots of windows that the tree gives some back; so many states, kept so often.
+FEW: Final = {"max_total_tokens": 16384, "swa_full_tokens_ratio": 0.2}
+STATES: Final = {"max_mamba_cache_size": 160, "mamba_track_interval": 64}
+MTP: Final = {**EAGLE, "draft": "next", **STATES}
 RETRACT: Final = {"SGLANG_TEST_RETRACT": "1"}
 BYTES: Final = {"AUDIT": "bytes"}
 
@@ -144,7 +192,28 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "bytes": ("llama", CHUNKED, BYTES),
     "bytes-eagle": ("llama", EAGLE, BYTES),
     "bytes-mla": ("mla", CHUNKED, BYTES),
-    "qwen3-next": ("next", {"max_mamba_cache_size": 64}, {}),  # not watched: says so, and runs
+    "windows": ("windows", {}, {}),
+    "windows-chunked": ("windows", {**FEW, **CHUNKED}, {}),
+    "windows-sync": ("windows", {**FEW, **SYNC}, {}),
+    "windows-page16": ("windows", {"page_size": 16, **CHUNKED}, {}),
+    "windows-retract": ("windows", {"max_total_tokens": 2600, **CHUNKED}, RETRACT),
+    "windows-eagle": ("windows", {**EAGLE, **FEW}, {}),
+    "windows-tree": ("windows", TREE, {}),
+    "windows-ngram": ("windows", {**NGRAM, **FEW, **CHUNKED}, {}),
+    "bytes-windows": ("windows", {**FEW, **CHUNKED}, BYTES),
+    "gpt-oss": ("gpt-oss", {"moe_runner_backend": "triton", **CHUNKED}, {}),
+    "faults-windows": ("windows", {}, _faults("windows")),
+    "faults-windows-ngram": ("windows", NGRAM, _faults("windows")),
+    "qwen3-next": ("next", STATES, {}),
+    "next-sync": ("next", {**STATES, **SYNC, **CHUNKED}, {}),
+    "next-chunked": ("next", {**STATES, **CHUNKED}, {}),
+    "next-retract": ("next", {**STATES, "max_total_tokens": 2600}, RETRACT),
+    "next-plain": ("next", {**STATES, "disable_radix_cache": True}, {}),
+    "next-mtp": ("next", MTP, {}),
+    "next-mtp-sync": ("next", {**MTP, **SYNC, **CHUNKED}, {}),
+    "next-ngram": ("next", {**NGRAM, **STATES}, {}),
+    "faults-next": ("next", STATES, _faults("states")),
+    "faults-next-mtp": ("next", MTP, _faults("commits")),
     "eagle-tree": ("llama", TREE, {}),
     "ngram": ("llama", NGRAM, {}),
     "ngram-chunked": ("llama", {**NGRAM, **CHUNKED}, {}),
@@ -182,7 +251,7 @@ def arguments(name: str, models: Path) -> dict[str, Any]:
     model, more, _ = {**ENGINES, **KNOWN}[name]
     folder = make(model, models)
     found = {**ARGUMENTS, "model_path": str(folder), **more}
-    found["load_format"] = "auto" if model == "llama" else "dummy"
+    found["load_format"] = "auto" if model in DRAWN else "dummy"
     if draft := found.pop("draft", None):
         found["speculative_draft_model_path"] = str(make(draft, models))
     return found
@@ -194,59 +263,11 @@ def make(name: str, models: Path) -> Path:
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODELS[name]))
-        if name in ("llama", "eagle"):
+        if name in DRAWN:
             from safetensors.torch import save_file
 
-            tensors = {key: each.bfloat16().contiguous() for key, each in weights(name).items()}
+            drawn = weights(name, MODELS[name])
+            tensors = {key: each.bfloat16().contiguous() for key, each in drawn.items()}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "done").touch()
     return folder
-
-
-def weights(name: str) -> dict[str, Any]:
-    """Draw weights.
-
-    The next token follows from the last one and, less, from the context; ties are rare. The drafter
-    sees the last token through some noise, so that some drafts are rejected.
-    """
-    import torch
-
-    torch.manual_seed(0)
-    config = MODELS[name]
-    hidden, size = config["hidden_size"], config["vocab_size"]
-    embed = torch.randn(size, hidden)
-    head = embed[torch.randperm(size)]
-    tensors = {}
-    for number in range(config["num_hidden_layers"]):
-        prefix = "model." if name == "llama" else ""
-        layer = f"{prefix}layers.{number}."
-        for part, (rows, columns) in shapes(config).items():
-            scale = 1.5
-            if part.endswith(("o_proj", "down_proj")):
-                scale = {"llama": 0.6, "eagle": 0.9}[name]
-            tensor = torch.randn(rows, columns) * (scale / columns**0.5)
-            tensors[f"{layer}{part}.weight"] = tensor
-        norms = ["post_attention_layernorm", *(["input_layernorm"] * (name == "llama"))]
-        tensors |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in norms}
-    if name == "llama":
-        ends = {"model.embed_tokens": embed, "lm_head": head, "model.norm": torch.ones(hidden)}
-        return tensors | {f"{part}.weight": each for part, each in ends.items()}
-    joined = 0.11 * torch.randn(hidden, 2 * hidden)
-    joined[:, :hidden] += torch.eye(hidden)
-    return tensors | {"fc.weight": joined, "fc.bias": torch.zeros(hidden)}
-
-
-def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the rows and columns of a layer's matrices."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    return {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }

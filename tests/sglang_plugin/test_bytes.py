@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.integrations.sglang_plugin import starting
-from kvtxn.integrations.sglang_plugin.seam import engine_facts
+from kvtxn.integrations.sglang_plugin.seam.pools import layer_refs, slot_spaces
 from kvtxn.integrations.sglang_plugin.settings import Settings
-from toy_sglang import SLOTS, ToySglang
+from toy_pools import SLOTS
+from toy_sglang import ToySglang
 
 from kvtxn import LayerError
 
@@ -73,9 +74,9 @@ def test_latent_rows_are_one_plane():
     pool.kv_buffer, pool.start_layer = [torch.zeros(SLOTS + 1, 1, 6) for _ in range(3)], 2
     toy = ToySglang()
     toy.token_to_kv_pool_allocator.pool = pool
-    refs = engine_facts.layer_refs(toy)
+    refs = layer_refs(slot_spaces(toy))
     assert [ref.name for ref in refs] == ["layers.2", "layers.3", "layers.4"]
     assert {len(ref.planes) for ref in refs} == {1}
     pool.kv_buffer = [torch.zeros(SLOTS + 1, 6)]
     with pytest.raises(LayerError, match="do not lie by slot"):
-        engine_facts.layer_refs(toy)
+        layer_refs(slot_spaces(toy))

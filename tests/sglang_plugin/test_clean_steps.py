@@ -44,6 +44,18 @@ def test_the_engine_computes_what_it_does_without_kvtxn(hooks, drafts, trees):
             assert tokens[end] == next_token(tokens[:end])
 
 
+@pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
+def test_the_rows_of_a_hybrid_are_watched(hooks, drafts, trees, caplog):
+    """Even where its states are not, and the log says so."""
+    toy = ToySglang(hooks.around(), drafts=drafts, trees=trees, kind="hybrid", seed=1)
+    toy.serve(12)
+    report = hooks.report()
+    assert report["violations"] == []
+    assert report["counters"]["kvtxn_audit_rows_checked_total"] > 1000
+    assert report["counters"]["kvtxn_audit_unwatched_groups"] == 1
+    assert "the recurrent states of another attention are not followed yet" in caplog.text
+
+
 def test_rows_of_two_adapters_are_not_the_same(hooks):
     """A tree that hands the rows of one adapter to the other is found; SGLang's has two keys."""
     toy = ToySglang(hooks.around(), seed=1)

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
 from kvtxn.integrations.sglang_plugin import doctor, plugin, starting, supported
 from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
 from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_settings
 from kvtxn.integrations.vllm_plugin.policy import settings as of_vllm
-from toy_sglang import MHATokenToKVPool, ToySglang
+from toy_pools import WINDOW, MHATokenToKVPool
+from toy_sglang import ToySglang
+from toy_states import ToyHybrid
 
 from kvtxn import ConfigError, KVTxnError
 
@@ -199,13 +202,31 @@ def test_a_known_release_is_hooked(monkeypatch, release):
 
 # -- which engines are watched ----------------------------------------------------------------
 
+WINDOWS_OF = {
+    "rows": "SWAKVPool",
+    "inside": ("MHATokenToKVPool",) * 2,
+    "slots": "SWATokenToKVPoolAllocator",
+    "window": 127,
+}
+
 REFUSED = {
     "a CPU": (EngineFacts(device="cpu"), "'cpu' is not followed"),
-    "sliding windows": (
-        EngineFacts(rows="SWAKVPool", slots="SWATokenToKVPoolAllocator"),
-        "sliding windows is not followed yet",
+    "windows of other rows": (
+        EngineFacts(rows="SWAKVPool", inside=("MHATokenToKVPool", "DSATokenToKVPool")),
+        "the rows of DSATokenToKVPool",
     ),
-    "a hybrid": (EngineFacts(table="HybridReqToTokenPool"), "states of a hybrid model"),
+    "windows in one space": (
+        EngineFacts(**WINDOWS_OF | {"slots": "TokenToKVPoolAllocator"}),
+        "the slots of TokenToKVPoolAllocator are not known",
+    ),
+    "windows of unknown size in all layers": (
+        EngineFacts(**WINDOWS_OF | {"slots": "PureSWATokenToKVPoolAllocator", "window": None}),
+        "the size of the sliding windows is not known",
+    ),
+    "a pool of pools that does not say which": (
+        EngineFacts(rows="HybridLinearKVPool"),
+        "the rows of HybridLinearKVPool",
+    ),
     "another pool": (EngineFacts(rows="DSATokenToKVPool"), "the rows of DSATokenToKVPool"),
     "another allocator": (EngineFacts(slots="Another"), "the slots of Another are not known"),
     "another table": (EngineFacts(table="Another"), "the table Another is not known"),
@@ -236,11 +257,63 @@ def test_an_engine_that_is_watched(rows, algorithm, topk, trees):
     assert facts.trees == trees
 
 
+HYBRID = {
+    "rows": "HybridLinearKVPool",
+    "inside": ("MHATokenToKVPool",),
+    "slots": "TokenToKVPoolAllocator",
+    "table": "HybridReqToTokenPool",
+    "states": "GDNAttnBackend",
+}
+LEFT_OUT = {
+    "none": ({}, {}),
+    "chunks": ({"chunked": True}, {"group.1": "attention by chunks"}),
+    "several": ({"windows": True}, {"group.1": "windows of several sizes"}),
+    "unknown": ({"window": None}, {"group.1": "size of the sliding windows"}),
+    "states": (HYBRID, {}),
+    "Mamba-2": ({**HYBRID, "states": "Mamba2AttnBackend"}, {}),
+    "other states": ({**HYBRID, "states": "Another"}, {"group.2": "states of Another are not"}),
+    "states of a ring": (
+        {**HYBRID, "settings": frozenset(["enable_linear_replayssm_spec"])},
+        {"group.2": "states that a replay ring holds are not followed"},
+    ),
+    "copies of states": ({**HYBRID, "copies": True}, {"group.2": "in another format"}),
+    "late slots": ({**HYBRID, "strategy": "extra_buffer_lazy"}, {"group.2": "during a step"}),
+    "no commit": ({**HYBRID, "commits": False}, {"group.2": "out of the drafts'"}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_groups_that_are_left_out_of_an_engine_that_is_watched(case):
+    more, expected = LEFT_OUT[case]
+    facts = EngineFacts(**WINDOWS_OF | more)
+    assert supported.cannot_watch(facts) is None
+    found = supported.left_out(facts)
+    assert found.keys() == expected.keys()
+    assert all(sentence in found[name] for name, sentence in expected.items())
+
+
+def test_the_facts_of_a_hybrid():
+    toy, names = ToyHybrid(drafts=3), frozenset(supported.STATE_SETTINGS)
+    found = engine_facts.facts(toy, names)
+    more = {"strategy": "extra_buffer", "window": WINDOW, "algorithm": "EAGLE"}
+    assert found == EngineFacts(**HYBRID | more | {"device": "cpu"})
+    toy.backend.linear_attn_backend.accept_lens_pool = torch.zeros(1)
+    toy.server_args.enable_linear_replayssm_spec = True
+    found = engine_facts.facts(toy, names)
+    assert not found.commits
+    assert found.settings == {"enable_linear_replayssm_spec"}
+
+
+def test_the_facts_of_an_engine_with_windows():
+    found = engine_facts.facts(ToySglang(kind="windows"), frozenset())
+    assert found == EngineFacts(**{**WINDOWS_OF, "device": "cpu", "window": WINDOW})
+
+
 def test_the_facts_of_an_engine():
     toy = ToySglang(drafts=3)
     names = frozenset(supported.SETTINGS)
     found = engine_facts.facts(toy, names)
-    assert found == EngineFacts(device="cpu", algorithm="EAGLE")
+    assert found == EngineFacts(device="cpu", algorithm="EAGLE", window=WINDOW)
     toy.server_args = SimpleNamespace(
         pp_size=2, dcp_size=1, disaggregation_mode="null", enable_lmcache=True, dllm_algorithm=None
     )

@@ -17,58 +17,18 @@ from types import SimpleNamespace
 
 import attrs
 import torch
+from toy_pools import (
+    LINES,
+    WINDOW,
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    PureSWATokenToKVPoolAllocator,
+    ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 
 VOCABULARY = 50
-LINES, POSITIONS, SLOTS = 9, 96, 1200
-
-
-class MHATokenToKVPool:
-    """Two layers, whose rows are made of a token and a position."""
-
-    start_layer = 0
-
-    def __init__(self) -> None:
-        self.k_buffer, self.v_buffer = (
-            [torch.zeros(SLOTS + 1, 2, 4) for _ in range(2)] for _ in "kv"
-        )
-
-    def move_kv_cache(self, target, source) -> None:
-        for plane in (*self.k_buffer, *self.v_buffer):
-            plane[target] = plane[source]
-
-    def write(self, forward_batch) -> None:
-        b = forward_batch
-        for number, rows in enumerate(zip(self.k_buffer, self.v_buffer, strict=True), 1):
-            for plane, values in zip(rows, (b.input_ids, b.positions), strict=True):
-                plane[b.out_cache_loc] = (values * number).to(plane.dtype)[:, None, None]
-
-
-class TokenToKVPoolAllocator:
-    """Hands out slots, those that were given back first at last."""
-
-    page_size, size = 1, SLOTS
-
-    def __init__(self) -> None:
-        self.pool = MHATokenToKVPool()
-        self.clear()
-
-    def clear(self) -> None:
-        self.free_slots = deque(range(1, SLOTS + 1))
-
-    def alloc(self, number):
-        return [self.free_slots.popleft() for _ in range(number)]
-
-    def free(self, slots) -> None:
-        self.free_slots += slots
-
-    def get_kvcache(self):
-        return self.pool
-
-
-class ReqToTokenPool:
-    def __init__(self) -> None:
-        self.req_to_token = torch.zeros(LINES, POSITIONS, dtype=torch.int32)
-        self.free_slots = list(range(1, LINES))
 
 
 @attrs.define(eq=False)
@@ -86,6 +46,8 @@ class Req:
     )
     #: Rows that the tree has; the request does not give them back.
     protected: int = 0
+    #: Rows that have left the window, and have given their slots of it back.
+    evicted: int = 0
     aborted: bool = False
     #: Tokens that it has when its rows are first computed, or again.
     fill: int = 0
@@ -99,9 +61,14 @@ class Req:
 
 
 class Tree:
-    """A radix tree of single tokens: the slot of each prefix that it knows."""
+    """A radix tree of single tokens: the slot of each prefix that it knows.
 
-    def __init__(self) -> None:
+    Args:
+        mapping: of the slots of windows; a hit needs the last rows before it to have one.
+    """
+
+    def __init__(self, mapping=None) -> None:
+        self.mapping = mapping
         self.reset()
 
     def reset(self) -> None:
@@ -114,16 +81,27 @@ class Tree:
             if slot is None:
                 break
             found.append(slot)
+        if self.mapping is None:
+            return found
+        there = (self.mapping[found] > 0).tolist()
+        while found and not all(there[-WINDOW:]):
+            found.pop()
+            there.pop()
         return found
 
     def insert(self, key, tokens, slots):
-        """Insert rows; return the tree's slots, and those of rows that it had already."""
+        """Insert rows; return the tree's slots, and those of rows that it had already.
+
+        A row that has lost its slot of the window gets that of the one that comes.
+        """
         doubled, known = [], []
         for end, slot in enumerate(slots, 1):
             kept = self.slots.setdefault((key, *tokens[:end]), slot)
             known.append(kept)
             if kept != slot:
                 doubled.append(slot)
+                if self.mapping is not None and not self.mapping[kept]:
+                    self.mapping[kept], self.mapping[slot] = int(self.mapping[slot]), 0
         return known, doubled
 
 
@@ -176,7 +154,10 @@ def grown_tree(text, drafts, chance):
 class ModelRunner:
     """The target's runner, or a drafter's."""
 
-    is_draft_worker, device = False, "cpu"
+    is_draft_worker, device, sliding_window_size = False, "cpu", WINDOW
+
+    #: Of a hybrid, the layers with recurrent states.
+    states = None
 
     def __init__(self, pool) -> None:
         self.model, self.pool = torch.nn.Linear(2, 2), pool
@@ -185,6 +166,8 @@ class ModelRunner:
         if forward_batch.fails:
             raise ArithmeticError("the forward failed")
         self.pool.write(forward_batch)
+        if self.states is not None:
+            self.states.forward(forward_batch)
         return SimpleNamespace(logits_output=None)
 
 
@@ -214,6 +197,8 @@ class Worker:
             result.accept_lens = torch.tensor(batch.accepted, dtype=torch.int32)
         if batch.moves is not None:
             toy.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(*batch.moves)
+        if batch.accepted is not None:
+            toy.commit(batch)
         toy.ran(batch)
         return result
 
@@ -227,6 +212,8 @@ class ToySglang:
         overlap: results are taken in one step later.
         trees: the drafts form trees, as those of NGRAM do.
         chunk: the most tokens of a prompt in a step.
+        kind: of the model: "plain"; "windows" in some layers, or "pure", in all of them; "hybrid"
+            with recurrent layers.
         seed: of lengths, prefixes, ends.
     """
 
@@ -235,9 +222,9 @@ class ToySglang:
     retracts, aborts = 0.05, 0.01
 
     def __init__(
-        self, hooks=None, *, drafts=0, trees=False, overlap=True, chunk=12, seed=0
+        self, hooks=None, *, drafts=0, trees=False, overlap=True, chunk=12, kind="plain", seed=0
     ) -> None:
-        self.trees = trees
+        self.trees, self.kind = trees, kind
         self.hooks = hooks or {}
         self.drafts, self.chunk, self.random = drafts, chunk, random.Random(seed)
         self.enable_overlap = overlap
@@ -250,10 +237,16 @@ class ToySglang:
             speculative_num_draft_tokens=drafts + 1 if drafts else None,
             disable_radix_cache=False,
         )
-        self.model_config = SimpleNamespace(is_encoder_decoder=False)
-        self.req_to_token_pool = ReqToTokenPool()
-        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator()
-        self.tree_cache = Tree()
+        self.model_config = SimpleNamespace(is_encoder_decoder=False, attention_chunk_size=None)
+        table = HybridReqToTokenPool if kind == "hybrid" else ReqToTokenPool
+        self.req_to_token_pool = table()
+        slots = {"windows": SWATokenToKVPoolAllocator, "pure": PureSWATokenToKVPoolAllocator}
+        self.token_to_kv_pool_allocator = (
+            TokenToKVPoolAllocator(HybridLinearKVPool())
+            if kind == "hybrid"
+            else slots.get(kind, TokenToKVPoolAllocator)()
+        )
+        self.tree_cache = Tree(getattr(self.token_to_kv_pool_allocator, "mapping", None))
         runner = ModelRunner(self.token_to_kv_pool_allocator.pool)
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.model_worker = Worker(self, runner)
@@ -271,6 +264,7 @@ class ToySglang:
         self.events = dict.fromkeys(
             ("hits", "chunks", "retracted", "flushed", "more", "later", "steps"), 0
         )
+        self.events |= {"evicted": 0, "tombs": 0}
         runner.forward = self._hooked("ModelRunner.forward", ModelRunner.forward, runner)
 
     def _hooked(self, name, function, *bound):
@@ -294,9 +288,37 @@ class ToySglang:
         """Give a request slots up to a length."""
         have = req.kv.kv_allocated_len
         if length > have:
+            self.make_room(length - have)
             slots = self.token_to_kv_pool_allocator.alloc(length - have)
             self.row(req)[have:length] = torch.tensor(slots, dtype=torch.int32)
             req.kv.kv_allocated_len = length
+
+    def make_room(self, number) -> None:
+        """Let rows of the tree that nobody runs on give back their slots of the window."""
+        if self.kind != "windows":
+            return
+        allocator = self.token_to_kv_pool_allocator
+        used = {slot for req in self.running for slot in self.row(req).tolist()}
+        held = [s for s in self.tree_cache.slots.values() if s not in used and allocator.mapping[s]]
+        self.random.shuffle(held)
+        while len(allocator.near.free_slots) < number:
+            allocator.free_swa([held.pop()])
+            self.events["tombs"] += 1
+
+    def leave_windows(self) -> None:
+        """Give back slots of rows that have left the window; SGLang's ``maybe_evict_swa``.
+
+        Behind a prompt that step may run still, so it begins with the second step that decodes.
+        """
+        if self.kind not in ("windows", "pure"):
+            return
+        for req in self.running:
+            have, end = max(req.evicted, req.protected), len(req.tokens) - 1 - WINDOW
+            if len(req.output_ids) > 1 and end > have:
+                slots = self.row(req)[have:end].tolist()
+                self.token_to_kv_pool_allocator.free_swa(slots)
+                req.evicted = end
+                self.events["evicted"] += 1
 
     def release(self, req, insert=True) -> None:
         """Give back a request's rows; SGLang's ``release_kv_cache``."""
@@ -307,15 +329,16 @@ class ToySglang:
     def _release(self, req, tree_cache, *, checkpoint) -> None:
         if checkpoint:
             self.checkpoint(req, min(req.kv.kv_committed_len, len(req.tokens) - 1))
-        slots = self.row(req)[req.protected : req.kv.kv_allocated_len].tolist()
+        first = max(req.protected, req.evicted) if self.kind == "pure" else req.protected
+        slots = self.row(req)[first : req.kv.kv_allocated_len].tolist()
         self.token_to_kv_pool_allocator.free(slots)
         self.req_to_token_pool.free_slots.append(req.kv.req_pool_idx)
         req.kv = SimpleNamespace(req_pool_idx=None, kv_committed_len=0, kv_allocated_len=0)
-        req.protected = 0
+        req.protected = req.evicted = 0
 
     def checkpoint(self, req, up_to) -> None:
         """Insert a request's rows into the tree, which rewrites its line of the table."""
-        if up_to <= req.protected:
+        if up_to <= req.protected or self.kind == "pure":
             return
         row = self.row(req)
         kept, doubled = self.tree_cache.insert(
@@ -358,7 +381,7 @@ class ToySglang:
             req, room = self.waiting.pop(0), room - 1
             req.kv.req_pool_idx = self.req_to_token_pool.free_slots.pop()
             req.fill = len(req.tokens)
-            hit = self.tree_cache.match(req.lora_id, req.tokens[:-1])
+            hit = self.match(req)
             self.events["hits"] += bool(hit)
             self.row(req)[: len(hit)] = torch.tensor(hit, dtype=torch.int32)
             req.protected = req.kv.kv_committed_len = req.kv.kv_allocated_len = len(hit)
@@ -372,7 +395,15 @@ class ToySglang:
         sampled = [next_token(req.tokens[:end]) for req, end in zip(reqs, ends, strict=True)]
         return self.batch("EXTEND", reqs, before, ends, sampled)
 
+    def match(self, req):
+        """Return the slots of the rows of a hit."""
+        return self.tree_cache.match(req.lora_id, req.tokens[:-1])
+
+    def commit(self, batch) -> None:
+        """Write what has to wait until it is decided which drafts stay."""
+
     def decode(self):
+        self.leave_windows()
         reqs, drafts = list(self.running), self.drafts
         before = [len(self.device[req.rid]) - 1 for req in reqs]
         ends = [have + drafts + 1 for have in before]
@@ -399,6 +430,7 @@ class ToySglang:
         width, proposed, sampled, accepted, depths = self.drafts + 1, [], [], [], []
         links = torch.full((2, len(reqs), width), -1)
         targets, sources = torch.zeros(2, len(reqs) * width, dtype=torch.int64)
+        paths = []
         for number, (req, first) in enumerate(zip(reqs, before, strict=True)):
             tree = grown_tree(self.device[req.rid], self.drafts, self.random)
             proposed.append(tree.tokens[1:])
@@ -407,6 +439,7 @@ class ToySglang:
             kept = [next_token(tree.texts[node]) for node in tree.path]
             sampled += kept + [0] * (width - len(kept))
             accepted.append(len(kept))
+            paths.append(tree.path)
             slots = self.row(req)[first : first + width]
             at = number * width
             targets[at : at + len(kept)] = slots[: len(kept)]
@@ -415,7 +448,7 @@ class ToySglang:
         spec = batch.forward_batch.spec_info
         spec.retrieve_next_token, spec.retrieve_next_sibling = links
         batch.forward_batch.positions = torch.tensor(depths)
-        batch.moves = targets, sources
+        batch.moves, batch.paths = (targets, sources), paths
         return batch
 
     def batch(self, mode, reqs, before, ends, sampled, accepted=None, proposed=None):
@@ -451,6 +484,7 @@ class ToySglang:
         return SimpleNamespace(
             reqs=reqs, forward_batch=forward, before=before, ends=ends, sampled=sampled,
             accepted=accepted, later=later, moves=None,
+            paths=accepted and [list(range(kept)) for kept in accepted],
         )  # fmt: skip
 
     def run_batch(self, batch, pp_proxy_tensors=None):

@@ -157,6 +157,28 @@ def leave_out(ledger: Ledger, lines: Tensor, first: Tensor) -> bool:
     return True
 
 
+def prepare_states(ledger: Ledger, lines: Tensor, states: States) -> None:
+    """Tell the ledger which states the engine clears and copies in front of a forward.
+
+    Args:
+        ledger: the ledger.
+        lines: int64 ``[num_requests]``, the lines of the step's requests.
+        states: those of the step.
+    """
+    if states.cleared:
+        ledger.leave(lines, states.cleared, torch.zeros_like(lines))
+    if states.copies:
+        ledger.carry(states.copies)
+
+
+def leave_states(ledger: Ledger, lines: Tensor, states: States) -> None:
+    """Tell the ledger which states are written once drafts are decided; see ``prepare_states``."""
+    if states.leaves:
+        ledger.leave(lines, states.leaves)
+    if states.ends:
+        ledger.leave(lines, states.ends, states.end_at)
+
+
 #: Steps that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
 

@@ -42,8 +42,10 @@ from .step_forms import (
     fresh_blocks,
     launch_all,
     leave_out,
+    leave_states,
     number_of_group,
     one_of_each_pool,
+    prepare_states,
 )
 from .transfers import TransferWatch
 from .violation_log import AuditError, FoundViolations
@@ -353,6 +355,8 @@ class Watch:
         lines, whole = self._lines(rows.names, returning), True
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
+        if states is not None:
+            prepare_states(self.ledger, lines, states)
         if self.transfers is not None:
             # Where the host does not know the positions, the device leaves such requests out.
             if rows.first is not None and leave_out(self.ledger, lines, rows.first):
@@ -407,12 +411,8 @@ class Watch:
     def _leave(self) -> None:
         """Tell the ledger which states windows commit, now that the drafts are decided."""
         states, self._leaving = self._leaving, None
-        if states is None or not states.leaves or self.under_way is None:
-            return
-        lines = self.under_way.lines
-        self.ledger.leave(lines, states.leaves)
-        if states.ends:
-            self.ledger.leave(lines, states.ends, states.end_at)
+        if states is not None and self.under_way is not None:
+            leave_states(self.ledger, self.under_way.lines, states)
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.

@@ -16,7 +16,7 @@ sentence in the log, and the scheduler goes on without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from .protocols import (
     Scheduler,
 )
 from .requests import Requests
+from .states import StateReader
 from .steps import ForwardStep, StepReader
 
 Result = TypeVar("Result")
@@ -46,8 +47,14 @@ class Ended(Protocol):
         """End the audit."""
 
 
-#: Hears which slots rows were copied from and to, int ``[n]`` each on the device.
-Moved = Callable[[Tensor, Tensor], None]
+class Heard(Protocol):
+    """What is heard of rows and states beside the steps; see the calls of ``Ledger``."""
+
+    def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Hear which slots were copied, by group, as the device alone knows."""
+
+    def left(self, blocks: Tensor, lengths: Tensor) -> None:
+        """Hear which slots have got the states of the step's requests, and after which lengths."""
 
 
 class Adapter:
@@ -59,7 +66,9 @@ class Adapter:
         reader: reads the forwards.
         requests: the requests that hold rows.
         ended: called if the audit fails.
-        moved: hears of rows that were moved, after the outcome of their step; None if none are.
+        heard: hears of copies, and of states, that no step tells of.
+        trees: rows of accepted drafts are moved, after the outcome of their step.
+        states: reads the states of a hybrid; None if none are watched.
     """
 
     def __init__(
@@ -69,7 +78,10 @@ class Adapter:
         reader: StepReader,
         requests: Requests,
         ended: Ended,
-        moved: Moved | None = None,
+        heard: Heard,
+        *,
+        trees: bool = False,
+        states: StateReader | None = None,
     ) -> None:
         self._runner: Final[ModelRunner] = scheduler.tp_worker.model_runner
         self._part: Final = part
@@ -81,13 +93,16 @@ class Adapter:
         self._step: ForwardStep | None = None
         self._samples_later = False
         self.active = True
+        self._heard: Final = heard
+        #: What is told after the outcome of the step: rows were moved, states were written.
+        self._behind: list[Callable[[], None]] = []
+        self._in_forward = False
         self._follow(scheduler.model_worker)
-        #: Rows that were copied since the step's forward.
-        self._moves: list[tuple[Tensor, Tensor]] = []
-        self._moved: Final = moved
-        if moved is not None:
+        if trees:
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
             pool.move_kv_cache = partial(self._moves_rows, pool.move_kv_cache)
+        if states is not None:
+            states.follow(self._committed, self._copied)
 
     def _follow(self, worker: ModelWorker) -> None:
         """Hear what a model worker returns; the attribute hides the method of this worker alone."""
@@ -99,8 +114,18 @@ class Adapter:
         self._tell(partial(self._note_move, *slots, **named))
 
     def _note_move(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Note which rows were copied; a slot of padding stands for no row."""
-        self._moves.append((src_loc, tgt_loc.masked_fill(tgt_loc == 0, -1)))
+        """Note which rows were copied."""
+        moves = self._reader.moves(src_loc, tgt_loc)
+        self._behind.append(partial(self._heard.carried, moves))
+
+    def _committed(self, read: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+        """Note which states were written."""
+        self._tell(lambda: self._behind.extend(partial(self._heard.left, *each) for each in read()))
+
+    def _copied(self, read: Callable[[], Mapping[str, tuple[Tensor, Tensor]]]) -> None:
+        """Tell which states were copied; the forward that runs has told of its own copies."""
+        if not self._in_forward:
+            self._tell(lambda: self._heard.carried(read()))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tell something; an error ends the audit, unless the user asks for it."""
@@ -169,10 +194,9 @@ class Adapter:
         outcome = None if step is None else self._reader.outcome(step, result)
         if outcome is not None:
             self._part.sampled(*outcome)
-        moves, self._moves = self._moves, []
-        if self._moved is not None:
-            for source, target in moves:
-                self._moved(source, target)
+        behind, self._behind = self._behind, []
+        for tell in behind:
+            tell()
 
     # -- hook B: the forward -----------------------------------------------------------------
 
@@ -191,18 +215,23 @@ class Adapter:
         self._tell(partial(self._tell_forward, self._batch, batch))
         if self._step is None:
             return run()
+        self._in_forward = True
         try:
             output = run()
         except BaseException as error:
             self._tell(partial(self._part.failed, error))
             raise
+        finally:
+            self._in_forward = False
         self._tell(self._part.forward_ended)
         return output
 
     def _tell_forward(self, scheduled: ScheduleBatch, batch: ForwardBatch) -> None:
         if not batch.rids:  # an idle batch
             return
-        step = self._step = ForwardStep(batch, list(scheduled.reqs))
+        self._behind.clear()  # of a step without an outcome
+        keeps = getattr(scheduled, "mamba_track_mask_cpu", None)
+        step = self._step = ForwardStep(batch, list(scheduled.reqs), keeps is None or any(keeps))
         self._part.requests_changed(partial(self._requests.changes, step))
         self._part.forward_begins(step, {})
 

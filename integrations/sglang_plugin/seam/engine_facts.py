@@ -8,12 +8,8 @@ from typing import Final
 import attrs
 import torch
 
-from ....audit import RowGroup
-from ....errors import LayerError
-from ....layers import LayerRef
 from ...serving.step import Room
 from .protocols import Scheduler
-from .steps import ROWS
 
 
 @attrs.frozen
@@ -24,22 +20,39 @@ class EngineFacts:
         device: the type of its device.
         samples: it generates tokens.
         rows: the class of the pool with the rows of K and V.
+        inside: the classes of the pools that this one is made of, if it is.
+        window: rows behind its own that a query of a layer with a sliding window sees; None
+            without one.
+        chunked: queries see the chunk that they are in, and no window.
+        windows: layers have windows of several sizes, in further pools.
         slots: the class of the allocator of slots.
         table: the class of the table of requests.
         algorithm: of speculation; ``"NONE"`` without.
         topk: drafts that follow each draft; 1 is a chain.
         encodes: an encoder has rows in front of those of the tokens, as in Whisper.
+        states: the class of the attention of recurrent layers; empty without any.
+        commits: states are written by a commit that tells which.
+        strategy: by which a hybrid keeps states for the tree.
+        copies: a hybrid has states in a format of the tree's.
         settings: the server's arguments, by name, that a rule names and that the user has set.
     """
 
     device: str = "cuda"
     samples: bool = True
     rows: str = "MHATokenToKVPool"
+    inside: tuple[str, ...] = ()
+    window: int | None = None
+    chunked: bool = False
+    windows: bool = False
     slots: str = "TokenToKVPoolAllocator"
     table: str = "ReqToTokenPool"
     algorithm: str = "NONE"
     topk: int = 1
     encodes: bool = False
+    states: str = ""
+    commits: bool = True
+    strategy: str = ""
+    copies: bool = False
     settings: frozenset[str] = frozenset()
 
     @property
@@ -56,18 +69,44 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         names: the server's arguments that rules name.
     """
     args, allocator = _arguments(scheduler), scheduler.token_to_kv_pool_allocator
-    config = getattr(scheduler, "model_config", None)
+    config, pool = getattr(scheduler, "model_config", None), allocator.get_kvcache()
+    runner = scheduler.tp_worker.model_runner
+    within = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
+    window = getattr(runner, "sliding_window_size", None)
+    tree, backend = getattr(scheduler, "tree_cache", None), getattr(runner, "attn_backend", None)
+    linear = getattr(backend, "linear_attn_backend", None)
+    several = getattr(tree, "supports_auxiliary_swa", None)
     return EngineFacts(
-        device=torch.device(scheduler.tp_worker.model_runner.device).type,
+        device=torch.device(runner.device).type,
         samples=bool(scheduler.is_generation),
-        rows=type(allocator.get_kvcache()).__name__,
+        rows=type(pool).__name__,
+        inside=tuple(type(each).__name__ for each in within if each is not None),
+        window=None if window is None else int(window),
+        chunked=getattr(config, "attention_chunk_size", None) is not None,
+        windows=several is not None and bool(several()),
         slots=type(allocator).__name__,
         table=type(scheduler.req_to_token_pool).__name__,
         algorithm=str(scheduler.spec_algorithm.name),
         topk=_number(args, "speculative_eagle_topk"),
         encodes=bool(getattr(config, "is_encoder_decoder", False)),
+        states="" if linear is None else type(linear).__name__,
+        commits=linear is None or _commits(backend),
+        strategy=str(args.get("mamba_radix_cache_strategy") or ""),
+        copies=getattr(scheduler.req_to_token_pool, "mamba_ckpt_pool", None) is not None,
         settings=frozenset(name for name in names if _is_set(args, name)),
     )
+
+
+def _commits(backend: object) -> bool:
+    """Tell whether states are written by the call that ``StateReader.follow`` hears."""
+    linear = getattr(backend, "linear_attn_backend", None)
+    fused = getattr(linear, "accept_lens_pool", None) is not None
+    return hasattr(backend, "update_mamba_state_after_mtp_verify") and not fused
+
+
+def is_hybrid(scheduler: Scheduler) -> bool:
+    """Tell whether requests have recurrent states beside their rows."""
+    return type(scheduler.req_to_token_pool).__name__ == "HybridReqToTokenPool"
 
 
 def _arguments(scheduler: Scheduler) -> Mapping[str, object]:
@@ -128,41 +167,6 @@ def room(scheduler: Scheduler) -> Room:
     lines, positions = scheduler.req_to_token_pool.req_to_token.shape
     caches = not _arguments(scheduler).get("disable_radix_cache")
     return Room(lines, positions + most_drafts(scheduler) + 1, caches_prefixes=caches)
-
-
-def row_group(scheduler: Scheduler) -> RowGroup:
-    """Return the group of the rows of all layers: one slot per block, as the table names slots."""
-    allocator = scheduler.token_to_kv_pool_allocator
-    number = int(allocator.size) + max(int(allocator.page_size), 1)
-    return RowGroup(ROWS, 1, number, drafter=False)
-
-
-#: Formats of rows whose bytes can be compared: 8-bit ones have scales of their own.
-_FORMATS: Final = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def layer_refs(scheduler: Scheduler) -> list[LayerRef]:
-    """Describe the rows of the target's layers, a block of one row per slot.
-
-    Raises:
-        LayerError: they lie in another way than by slot, or have another format.
-    """
-    pool, refs = scheduler.token_to_kv_pool_allocator.get_kvcache(), []
-    latent = type(pool).__name__ == "MLATokenToKVPool"
-    planes = [(rows,) for rows in pool.kv_buffer] if latent else zip(
-        pool.k_buffer, pool.v_buffer, strict=True
-    )  # fmt: skip
-    for number, parts in enumerate(planes, pool.start_layer):
-        if any(rows.dim() != 3 or rows.dtype not in _FORMATS for rows in parts):
-            got = ", ".join(f"{rows.dtype} {list(rows.shape)}" for rows in parts)
-            raise LayerError("Scrub", "the rows of a layer do not lie by slot", got=got)
-        name = f"layers.{number}"
-        if latent:
-            refs.append(LayerRef.latent(name, parts[0], group=ROWS))
-        else:
-            key, value = (rows.unsqueeze(1) for rows in parts)
-            refs.append(LayerRef(name, key, value, group=ROWS))
-    return refs
 
 
 def rank() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,15 @@ class ForwardBatch(Protocol):
         extend_prefix_lens_cpu: rows of each request that are in the cache; likewise.
         extend_seq_lens_cpu: rows of each request; likewise.
         lora_ids: the adapter of each request.
+        mamba_clear_indices: of a hybrid, int ``[n]``, states that are cleared in front of the
+            forward; None without any.
+        mamba_cow_src_indices: likewise, states that are copied then, in front of a hit's rows.
+        mamba_cow_dst_indices: likewise, to which slots.
+        mamba_track_mask: bool ``[num_requests]``, those of which a state is kept for the tree; None
+            if none is, and where a commit tells.
+        mamba_track_indices: int64 ``[num_requests]``, its slot.
+        mamba_track_seqlens: int64 ``[num_requests]``, of prompts, a number of tokens: the state is
+            the one behind the last whole chunk up to there.
     """
 
     forward_mode: ForwardMode
@@ -59,6 +68,12 @@ class ForwardBatch(Protocol):
     extend_seq_lens_cpu: Sequence[int] | None
     spec_info: SpecInput | None
     is_prefill_only: bool
+    mamba_clear_indices: Tensor | None
+    mamba_cow_src_indices: Tensor | None
+    mamba_cow_dst_indices: Tensor | None
+    mamba_track_mask: Tensor | None
+    mamba_track_indices: Tensor | None
+    mamba_track_seqlens: Tensor | None
 
 
 class KvInfo(Protocol):
@@ -116,14 +131,59 @@ class InternalState(Protocol):
     internal_state: dict[str, object]
 
 
+class MambaPool(Protocol):
+    """``sglang.srt.mem_cache.memory_pool.MambaPool``.
+
+    Attributes:
+        copy_from: copies states; takes the slots to read, then those to write.
+        replayssm_write_pos: of a replay ring; None without one.
+    """
+
+    copy_from: Callable[..., None]
+    replayssm_write_pos: Tensor | None
+
+
+class MambaSlotAllocator(Protocol):
+    """``sglang.srt.mem_cache.allocator.mamba.MambaSlotAllocator``.
+
+    Attributes:
+        size: slots that are handed out, from 1 on.
+    """
+
+    size: int
+
+
 class ReqToTokenPool(Protocol):
     """``sglang.srt.mem_cache.memory_pool.ReqToTokenPool``.
 
     Attributes:
         req_to_token: int32 ``[requests + 1, positions]``, the slot of each row; line 0 is padding.
+        req_index_to_mamba_index_mapping: int32 ``[requests + 1]``, the slot of each request's
+            state; only of ``HybridReqToTokenPool``.
+        mamba_pool: the states; likewise.
+        mamba_allocator: hands out their slots; likewise.
+        mamba_ckpt_pool: has states of the tree in another format; likewise, None without it.
     """
 
     req_to_token: Tensor
+    req_index_to_mamba_index_mapping: Tensor
+    mamba_pool: MambaPool
+    mamba_allocator: MambaSlotAllocator
+    mamba_ckpt_pool: object | None
+
+
+class AttnBackend(Protocol):
+    """``sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend``.
+
+    Attributes:
+        linear_attn_backend: of the layers with states.
+        update_mamba_state_after_mtp_verify: writes states once drafts are decided; takes the number
+            of each request's last accepted row, the slots of states for the tree, and the numbers
+            of the rows behind which these are, -1 for none.
+    """
+
+    linear_attn_backend: object
+    update_mamba_state_after_mtp_verify: Callable[..., None]
 
 
 class Allocator(Protocol):
@@ -131,10 +191,14 @@ class Allocator(Protocol):
 
     Attributes:
         size: slots that are handed out; slot 0, and in pages page 0, is padding beside them.
+        size_full: of ``SWATokenToKVPoolAllocator`` alone, likewise for rows without a window.
+        size_swa: likewise for rows with one.
         page_size: slots per page.
     """
 
     size: int
+    size_full: int
+    size_swa: int
     page_size: int
 
     def get_kvcache(self) -> RowPool:
@@ -149,6 +213,14 @@ class RowPool(Protocol):
         v_buffer: likewise.
         kv_buffer: by layer, ``[slots, 1, size]``; only of ``MLATokenToKVPool``.
         start_layer: the number of the first layer.
+        full_kv_pool: the rows of layers without a window; only of ``SWAKVPool``, and of
+            ``HybridLinearKVPool``.
+        swa_kv_pool: the rows of layers with a window; only of ``SWAKVPool``.
+        layers_mapping: by layer, its number in its pool, and True with a window; likewise.
+        full_to_swa_index_mapping: int64 ``[slots]``, the slot in ``swa_kv_pool`` of each slot of
+            ``full_kv_pool``, 0 for none; likewise.
+        full_attention_layer_id_mapping: by layer, its number in ``full_kv_pool``; only of
+            ``HybridLinearKVPool``.
         move_kv_cache: copies rows; takes the slots to write, then the slots to read, both on the
             device.
     """
@@ -157,14 +229,25 @@ class RowPool(Protocol):
     v_buffer: Sequence[Tensor]
     kv_buffer: Sequence[Tensor]
     start_layer: int
+    full_kv_pool: RowPool
+    swa_kv_pool: RowPool
+    layers_mapping: Mapping[int, tuple[int, bool]]
+    full_to_swa_index_mapping: Tensor
+    full_attention_layer_id_mapping: Mapping[int, int]
     move_kv_cache: Callable[[Tensor, Tensor], None]
 
 
 class ModelRunner(Protocol):
-    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
+    """``sglang.srt.model_executor.model_runner.ModelRunner``.
+
+    Attributes:
+        sliding_window_size: rows behind its own that a query of a layer with a window sees.
+    """
 
     is_draft_worker: bool
     device: str
+    attn_backend: AttnBackend
+    sliding_window_size: int | None
     model: nn.Module
 
 
@@ -195,6 +278,7 @@ class Scheduler(Protocol):
     """
 
     server_args: object
+    model_config: object
     enable_overlap: bool
     forward_stream: torch.cuda.Stream
     is_generation: bool

@@ -7,7 +7,7 @@ step whose tensors stay where they are is launched with the arguments of the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ....errors import KVTxnError
 from ....host_values import to_device
 from ...serving.step import BatchRows, Rows
+from .pools import SlotSpace
 from .protocols import (
     ForwardBatch,
     GenerationBatchResult,
@@ -26,11 +27,8 @@ from .protocols import (
     SpecInput,
 )
 
-#: The name of the group of the rows of all layers.
-ROWS: Final = "group.0"
-
 #: Kinds of steps that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
+MAX_REMEMBERED: Final = 2048
 
 #: Modes of a forward that computes a prompt's tokens, that decodes, and that verifies drafts.
 _EXTEND: Final = ("EXTEND", "MIXED")
@@ -45,10 +43,12 @@ class ForwardStep:
     Attributes:
         batch: SGLang's.
         requests: the requests, in the order of the batch.
+        keeps_states: it may be a step that decodes and keeps states for the tree.
     """
 
     batch: ForwardBatch = attrs.field(repr=False)
     requests: list[Req] = attrs.field(repr=False)
+    keeps_states: bool = True
 
     @property
     def extends(self) -> bool:
@@ -113,19 +113,20 @@ class ForwardStep:
 
 @attrs.frozen(eq=False)
 class _Buffers:
-    """Copies of the tensors of a step: int64 ``[capacity]`` each."""
+    """Copies of the tensors of a step: int64 ``[capacity]`` each, slots for each space."""
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
     parents: Tensor
+    slots: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, capacity: int, device: torch.device) -> _Buffers:
-        """Make buffers for so many rows."""
+    def of(cls, capacity: int, spaces: int, device: torch.device) -> _Buffers:
+        """Make buffers for so many rows, in so many spaces of slots."""
         with torch.inference_mode(False):  # steps write into them in inference mode or not
-            every = torch.zeros(4, capacity, dtype=torch.int64, device=device)
-        return cls(*every.unbind())
+            every = torch.zeros(3 + spaces, capacity, dtype=torch.int64, device=device)
+        tokens, positions, parents, *slots = every.unbind()
+        return cls(tokens, positions, parents, tuple(slots))
 
 
 class StepReader:
@@ -133,16 +134,26 @@ class StepReader:
 
     Args:
         pool: has the table of slots.
+        spaces: the spaces of slots that the table names.
         requests: the most requests of a step.
         device: of all tensors.
         trees: drafts form trees.
     """
 
     def __init__(
-        self, pool: ReqToTokenPool, requests: int, device: torch.device, *, trees: bool = False
+        self,
+        pool: ReqToTokenPool,
+        spaces: Sequence[SlotSpace],
+        requests: int,
+        device: torch.device,
+        *,
+        trees: bool = False,
     ) -> None:
         self._trees: Final = trees
         self._pool: Final = pool
+        self._spaces: Final = spaces
+        maps = {each.group.name: each.slot_map for each in spaces}
+        self._maps: Final = {name: each for name, each in maps.items() if each is not None}
         self._requests: Final = requests
         self._device: Final = device
         self._known: Final[dict[tuple[str, int, int, int], Rows]] = {}
@@ -177,14 +188,16 @@ class StepReader:
         key = mode, number, each, size
         rows = self._known.get(key)
         if rows is None:
-            if len(self._known) >= _MAX_REMEMBERED:
+            if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()
             rows = self._known[key] = self._new(names, each, buffers, size)
-        own = buffers.tokens, buffers.positions, buffers.slots
+        own = buffers.tokens, buffers.positions, *buffers.slots
+        numbers = batch.out_cache_loc[:total]
+        slots = (space.slots(numbers) for space in self._spaces)
         torch._foreach_copy_(
             [*(copy[:total] for copy in own), self._lines[:number]],
             [
-                *(one[:total] for one in (batch.input_ids, batch.positions, batch.out_cache_loc)),
+                *(batch.input_ids[:total], batch.positions[:total], *slots),
                 batch.req_pool_indices[:number],
             ],
         )
@@ -247,7 +260,9 @@ class StepReader:
         buffers = self._buffers
         if buffers is None or len(buffers.tokens) < size:
             self._known.clear()
-            buffers = self._buffers = _Buffers.of(max(size, self._requests), self._device)
+            buffers = self._buffers = _Buffers.of(
+                max(size, self._requests), len(self._spaces), self._device
+            )
         return buffers, size
 
     def _new(self, names: list[str], each: int, buffers: _Buffers, size: int) -> Rows:
@@ -259,7 +274,7 @@ class StepReader:
             buffers: the buffers.
             size: how much of them is looked at.
         """
-        number = len(names)
+        number, groups = len(names), [space.group.name for space in self._spaces]
         if each not in self._starts:
             with torch.inference_mode(False):
                 steps = torch.arange(self._requests + 1, device=self._device)
@@ -271,8 +286,9 @@ class StepReader:
             first=self._first[:number],
             tokens=buffers.tokens[:size],
             drafts=self._drafts[each][:number] if each > 1 else None,
-            slots={ROWS: buffers.slots[:size]},
-            tables={ROWS: self._pool.req_to_token},
+            slots={name: own[:size] for name, own in zip(groups, buffers.slots, strict=True)},
+            tables=dict.fromkeys(groups, self._pool.req_to_token),
+            block_maps=self._maps,
             table_lines=self._lines[:number],
             positions=buffers.positions[:size],
             parents=buffers.parents[:size] if self._trees and each > 1 else None,
@@ -306,12 +322,25 @@ class StepReader:
             starts = self._starts[0][1 : number + 1]
             torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int64, out=starts)
 
+    def moves(self, source: Tensor, target: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return which slots rows are copied from and to, by group; see ``Ledger.carry``.
+
+        Args:
+            source: int64 ``[n]``, as the table has them; read now.
+            target: likewise; padding, slot 0, stands for no row.
+        """
+        padding = target == 0
+        return {
+            space.group.name: (space.slots(source), space.slots(target).masked_fill(padding, -1))
+            for space in self._spaces
+        }
+
     # -- its outcome -------------------------------------------------------------------------
 
     def outcome(
         self, step: ForwardStep, result: GenerationBatchResult
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what a step has sampled: ids and their numbers; None if it samples nothing.
+        """Return what a step has sampled: ids and their numbers; None if nobody knows.
 
         Args:
             step: the step.
@@ -322,8 +351,11 @@ class StepReader:
             anything behind them; int ``[num_requests]``, how many these are.
         """
         ids, number = result.next_token_ids, len(step.requests)
-        if not isinstance(ids, Tensor) or step.batch.is_prefill_only or not number:
+        if not number:
             return None
+        if not isinstance(ids, Tensor) or step.batch.is_prefill_only:
+            none = self._first[:number] * 0
+            return None if step.drafts else (none[:, None], none)
         ids = ids.view(number, -1)
         if step.drafts:
             if result.accept_lens is None:
