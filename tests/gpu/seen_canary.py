@@ -32,6 +32,8 @@ def canary(report: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce what ``sglang_canary.py`` wrote: by engine, its kinds of runs, and its faults."""
     found: dict[str, Any] = {}
     for row in report["engines"]:
+        if _is_cut(row) and not row.get("canary", {"installed": True})["installed"]:
+            continue  # when it started
         place = {key: report[key] for key in ("machine", "command")}
         engine = found.setdefault(row["engine"], {**place, "runs": {}, "faults": {}})
         engine["runs"][row["kind"]] = _run(row)
@@ -40,7 +42,14 @@ def canary(report: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _is_cut(row: Mapping[str, Any]) -> bool:
+    """Tell whether an engine still ran when the time of all was over."""
+    return not row["ok"] and row.get("exit") is None
+
+
 def _faults(row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    if _is_cut(row):  # nobody may have read the last ones
+        return ()
     faults = row["canary"]["faults"] if "canary" in row else row.get("faults") or ()
     return (fault for fault in faults if fault["fault"] != "error")
 
@@ -50,6 +59,8 @@ def _run(row: Mapping[str, Any]) -> dict[str, Any]:
     said = row.get("canary", {})
     kept = ("alarms", "before", "rows", "skipped", "dropped", "installed", "refused")
     failed = None if row["ok"] else str((row.get("wrong") or ["no error in its log"])[-1])[-200:]
+    if _is_cut(row):
+        failed = "cut off when the time of all engines was over"
     return {"ok": row["ok"], "failed": failed, **{key: said[key] for key in kept if key in said}}
 
 
@@ -108,7 +119,7 @@ def start(run: Mapping[str, Any]) -> str:
         return f"no: {run['refused'].partition(';')[0]}"
     if not run.get("installed"):
         return f"no: {run['failed']}"
-    return "yes" if run["ok"] else f"yes, and failed: {run['failed']}"
+    return "yes" if run["ok"] else f"yes; {run['failed']}"
 
 
 def _counts(run: Mapping[str, Any]) -> list[str]:
@@ -190,8 +201,9 @@ def _parted(engines: Mapping[str, Any], finders: Sequence[str], other: str) -> s
 
 
 def _why(run: Mapping[str, Any]) -> str:
-    """Name the class of a cache that the canary has no way for."""
-    return str(run["refused"]).partition("pool class ")[2].partition(";")[0] or run["refused"]
+    """Name the class of a cache that the canary has no way for, or what failed."""
+    said = str(run["refused"])
+    return said.partition("pool class ")[2].partition(";")[0] or said.partition(":")[0]
 
 
 #: The generated parts of ``KV_CANARY.md``.

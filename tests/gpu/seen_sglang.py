@@ -79,25 +79,27 @@ def _fault(fault: Mapping[str, Any]) -> dict[str, Any]:
     planted = fault["planted"]
     if not fault["exact"]:
         return {"fault": fault["fault"], "found": None}
-    violation = fault["found"][0]
     asked, slot = planted.get("request"), planted.get("slot")
+    # Of two states that were swapped, the one that the planter has noted.
+    violation = next((each for each in fault["found"] if each.get("slot") == slot), None)
+    violation = violation or fault["found"][0]
     requests = None if asked is None else [asked, planted.get("other")]
     writer = violation.get("written_request")
     return {
         "fault": fault["fault"],
         "found": violation["kind"],
         "violations": fault["exact"],
-        "request": _names(requests, violation["request"]),
-        "position": _names(planted.get("position"), violation["position"]),
-        "slot": _names(slot, violation["slot"]),
+        "request": _names(requests, violation.get("request")),
+        "position": _names(planted.get("position"), violation.get("position")),
+        "slot": _names(slot, violation.get("slot")),
         "writer": "-" if writer is None else _names(planted.get("writer"), writer),
     }
 
 
 def _names(planted: Any, found: Any) -> str:
     """Say whether a violation names one of the planted things."""
-    if planted is None:
-        return "no" if found is None else "named"
+    if planted is None:  # a request that begins with a state has no position yet
+        return "-" if found is None else "named"
     return "yes" if found in (planted if isinstance(planted, list) else [planted]) else "no"
 
 

@@ -23,7 +23,10 @@ COUNTED: Final = re.compile(r"\[canary\] step=(\d+) protected_tokens=(\d+)")
 OVERFLOW: Final = re.compile(r"verify skipped this step due to overflow \(total=(\d+)")
 DROPPED: Final = re.compile(r"ring_overflow=True")
 #: Why an engine did not start.
-REFUSED: Final = re.compile(r"(?:NotImplementedError|AssertionError|ValueError): (kv-canary: .*)")
+REFUSED: Final = re.compile(
+    r"(?:NotImplementedError|AssertionError|ValueError): (kv-canary: .*)"
+    r"|Exception: (Capture cuda graph failed: .*)"
+)
 INSTALLED: Final = re.compile(r"install_canary: ")
 #: Faults that are read much later than they are planted.
 LATE: Final = ("stale_node", "flush_without_tree")
@@ -52,7 +55,7 @@ def read(lines: Iterable[str]) -> dict[str, Any]:
         elif match := OVERFLOW.search(line):
             found["skipped"] = max(found["skipped"], int(match[1]))
         elif match := REFUSED.search(line):
-            found["refused"] = found["refused"] or match[1].strip()
+            found["refused"] = found["refused"] or (match[1] or match[2]).strip()
         found["dropped"] |= bool(DROPPED.search(line))
         found["installed"] |= bool(INSTALLED.search(line))
     marks = [n for n, event in enumerate(events) if "fault" in event]

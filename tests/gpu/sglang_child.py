@@ -17,9 +17,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sglang_models import ENGINES, VOCABULARY, arguments
+
+#: Violations of an engine that its result has.
+MOST: Final = 5000
 
 
 class Load:
@@ -57,7 +60,7 @@ class Load:
         found = state.get("kvtxn")
         self.result["report"] = found and {
             "counters": found["counters"],
-            "violations": found["violations"][:400],
+            "violations": found["violations"][:MOST],
             "number": len(found["violations"]),
         }
         self.result["accept"] = state.get("avg_spec_accept_length")

@@ -137,11 +137,14 @@ def test_the_canary_runs_without_kvtxn(tmp_path):
 
 # -- the record ---------------------------------------------------------------------------
 
+#: Of an engine that still ran when the time was over.
+CUT = {"ok": False, "exit": None}
 STARTED = {"installed": True, "refused": None, "skipped": 0, "dropped": False, "rows": 900}
 
 
 def run(engine, kind, faults=(), **said):
     row = {"engine": engine, "kind": kind, "ok": said.get("refused") is None, "wrong": ["an error"]}
+    row["exit"] = 0 if row["ok"] else 1
     if kind == "ledger":
         return {**row, "faults": list(faults)}
     alarms = {"alarms": len(faults), "before": 0}
@@ -170,6 +173,8 @@ def found():
         run("tree", "ledger", [by_ledger("lost_move", "rejected")]),
         run("tree", "canary", [by_canary("lost_move", "verify_position")], before=30),
         run("mla", "canary", installed=False, **refused),
+        run("late", "canary", [by_canary("old_row")], before=5) | CUT,
+        run("later", "canary", installed=False) | CUT,
     ]
     return seen_canary.canary({"machine": "M", "command": "python x", "engines": rows})
 
@@ -199,6 +204,10 @@ def test_the_table_has_every_engine_and_fault(found):
     no = "| mla | canary | no: kv-canary: no attacher registered for pool class MLA |"
     assert f"{no} - | - | - | - |" in page
     assert "| tree | canary | yes | 1 | 30 | 900 | 0 |" in page
+    cut = "yes; cut off when the time of all engines was over"
+    assert f"| late | canary | {cut} | 1 | 5 | 900 | 0 |" in page
+    assert "later" not in found
+    assert found["late"]["faults"] == {}
     assert page.endswith("- M: `python x`")
 
 
@@ -210,7 +219,7 @@ def test_the_summary_gives_each_its_due(found):
     for line in (
         "Found by the ledger and not by the canary: wrong token (faults).",
         "Found by the ledger and not with all checks of the canary: none.",
-        "Engines in which the canary raises false alarms: tree (30).",
+        "Engines in which the canary raises false alarms: tree (30), late (5).",
         "Engines that do not start with the canary: mla (MLA).",
     ):
         assert line in text.split("\n\n")
