@@ -20,6 +20,11 @@ import torch
 #: take nothing: each counts as this at least.
 GRAPH_BYTES: Final = 112 << 10
 
+#: More bytes than a graph of some launches takes. If the device has so many more in use after a
+#: capture, they are not the graph's: another process has taken them, or the driver has, which it
+#: does once, at the first capture of a process.
+_NO_GRAPH: Final = 8 << 20
+
 #: Bytes that an engine's captured graphs may take, about 600 graphs. The layouts of steady traffic
 #: have some dozens, and those of every batch of up to 256 requests alike have 256; and it is less
 #: than a thousandth of a large GPU's memory, which the KV cache goes without.
@@ -104,7 +109,9 @@ class GraphCache:
         launch = make()
         if launch is None:
             return None
-        nbytes = max(GRAPH_BYTES, _bytes_outside_torch() - before)
+        nbytes = _bytes_outside_torch() - before
+        if not GRAPH_BYTES < nbytes < _NO_GRAPH:
+            nbytes = GRAPH_BYTES
         if nbytes > self.most_bytes:
             return None
         kept, key = self._kept, object()

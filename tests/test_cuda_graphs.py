@@ -71,6 +71,21 @@ def test_a_graph_counts_as_the_memory_that_it_took(monkeypatch):
     assert (len(gone), len(graphs)) == (2, 1)
 
 
+@pytest.mark.parametrize("nbytes", [8 << 20, 1 << 30, -(1 << 30)])
+def test_memory_of_others_counts_for_no_graph(monkeypatch, nbytes):
+    """Another process allocates or frees meanwhile, or the driver does, at the first capture."""
+    graphs, taken = GraphCache(), [1 << 31]
+    monkeypatch.setattr(cuda_graphs, "_bytes_outside_torch", lambda: taken[0])
+
+    def make():
+        taken[0] += nbytes
+        return print
+
+    for number in range(3):
+        assert graphs.add(make, pytest.fail) is not None
+        assert graphs.nbytes == (number + 1) * GRAPH_BYTES
+
+
 def test_nothing_is_kept_of_a_capture_that_fails():
     graphs = GraphCache()
     assert graphs.add(lambda: None, print) is None
