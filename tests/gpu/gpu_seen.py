@@ -4,6 +4,7 @@ python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.p
 python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
 python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
 python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
+python tests/gpu/gpu_seen.py identities FOLDER COMMIT       what ``gpu_identities.py`` wrote
 python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
 python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
 python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
@@ -31,6 +32,7 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
     sys.path.insert(0, str(HERE / _folder))
 
 import seen_canary  # noqa: E402
+import seen_identities  # noqa: E402
 import seen_known  # noqa: E402
 import seen_servers  # noqa: E402
 import seen_sglang  # noqa: E402
@@ -235,6 +237,7 @@ def draw(record: Mapping[str, Any]) -> str:
         ("fast", fast_head(), _fast),
         ("audit", texts.AUDIT, _audit),
         ("connectors", texts.CONNECTORS, _connectors),
+        ("identities", seen_identities.HEAD, _by(seen_identities.drawn)),
         ("stages", seen_stages.HEAD, _by(seen_stages.drawn)),
         ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
         ("sglang", seen_sglang.ENGINES, _by(seen_sglang.drawn_engines)),
@@ -358,6 +361,7 @@ def _by(drawn: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any
 #: By kind of record, what reduces a folder of reports, or the content of a file of them.
 REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     **{"states": states, "fast": fast, "audit": audit, "connectors": connectors},
+    "identities": seen_identities.identities,
     **{"stages": seen_stages.stages, "servers": seen_servers.servers},
     "sglang": seen_sglang.engines,
     "sglang_canary": seen_canary.canary,

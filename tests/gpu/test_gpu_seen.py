@@ -197,3 +197,18 @@ def test_stages_are_those_of_stock(engine):
         assert each["counts_agree"]
     assert all(each["gone"] > 0 for each in early)
     assert all(found["faults"].values())
+
+
+@pytest.mark.parametrize("engine", SEEN["identities"])
+def test_identities_follow_rows_behind_connectors(engine):
+    """No alarm without a fault; blocks of other tokens are found, and unknown bytes are counted."""
+    found = SEEN["identities"][engine]
+    assert found["alarms"] == 0
+    assert found["same"]
+    assert found["brought"] > 400
+    assert found["unverified"] <= found["brought"] / 50  # parts of blocks
+    for fault in ("swapped_blocks", "foreign_block"):
+        assert found["faults"][fault] == "imported"
+    for fault in ("swapped_layers", "shifted_block", "nothing_came"):
+        assert found["faults"][fault] == "imported" or "counted" in found["faults"][fault]
+    assert found["old"] in ("stale", None)
