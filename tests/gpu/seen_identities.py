@@ -11,12 +11,13 @@ from kvtxn.benchmarks.common.markdown import table
 
 HEAD: Final = """## Identities behind connectors
 
-`python tests/gpu/gpu_identities.py --out FOLDER`: the audit `bytes` with a store of identities. Rows
-leave through a connector and come back to the same engine; NIXL's come to another one. *Brought* are
-rows that came, *unverified* those of unknown bytes, *alarms* violations while nothing is wrong. Then
-blocks are swapped as they come, or get another request's bytes; layers are swapped, rows shifted, or
-nothing comes. Bytes that no block ever had are known under no tokens, so they are counted. *Old* rows
-are of earlier weights; the last column has them after a reset of the caches that said True.
+`python tests/gpu/gpu_identities.py --out FOLDER`: the audit `bytes` with a store of identities.
+Rows leave through a connector and come back to the same engine; NIXL's come to another one.
+*Brought* are rows that came, *unverified* those of unknown bytes, *alarms* violations while
+nothing is wrong. Then blocks are swapped as they come, or get another request's bytes; layers are
+swapped, rows shifted, or nothing comes. Bytes that no block ever had are known under no tokens,
+so they are counted. *Old* rows are of earlier weights; the last column has them after a reset of
+the caches that said True.
 """
 
 
