@@ -2,116 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.audit import watched_connectors
-from kvtxn.integrations.vllm_plugin.internals import audited, connectors, lora_adapters
-from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
+from kvtxn.integrations.vllm_plugin.internals import audited, connectors
+from transfer_rig import (
+    GROUP,
+    ROWS,
+    TOKENS,
+    Loaded,
+    come,
+    follow,
+    kinds,
+    load,
+    rig,
+    slots,
+    state_of,
+    stored,
+    write,
+)
 
-from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
+from kvtxn.audit import Key, Ledger, StateGroup, Step
 
-GROUP = RowGroup("group.0", 4, 12, pool="blocks")
-TOKENS = list(range(20, 32))
-#: Of a step whose positions the device alone knows.
-ROWS = Rows([], torch.zeros(1, dtype=torch.int32), None, torch.zeros(0), None, {}, {})
-
-
-def state_of(blocks, tokens, **more):
-    """What the runner keeps of a request."""
-    state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
-                            output_token_ids=[], prompt_embeds=None, mm_features=[])  # fmt: skip
-    vars(state).update(more)
-    return state
-
-
-def follow(ledger, runner, cache, stop, sizes=None):
-    """Follow the transfers of a runner whose blocks have these bytes."""
-    read = partial(connectors.transfers, runner)
-
-    def hashes(group, blocks):
-        words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
-        return torch.tensor(words, dtype=torch.int64).view(-1, 2)
-
-    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
-
-
-@pytest.fixture
-def rig():
-    """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
-    ledger = Ledger([GROUP], max_requests=4, max_length=32)
-    spec = SimpleNamespace(block_size=4)
-    config = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2,
-        hisparse_host_num_blocks=None,
-        prefix_cacheable_group_ids=(0, 1),
-    )
-    model = SimpleNamespace(is_encoder_decoder=False)
-    states = {"a": state_of([1, 2, 3], TOKENS[:9])}
-    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1})
-    engine = SimpleNamespace(kv_transfer_config=transfer)
-    runner = SimpleNamespace(
-        kv_cache_config=config, requests=states, model_config=model, vllm_config=engine
-    )
-    cache = {block: b"%d" % block for block in range(12)}
-    stopped = []
-    watch = follow(ledger, runner, cache, stopped.append)
-    ledger.admit("a", TOKENS[:9])
-    ledger.hand_out("group.0", [1, 2, 3])
-    write(ledger, "a", [1, 2, 3])
-    return SimpleNamespace(ledger=ledger, watch=watch, cache=cache, runner=runner, stopped=stopped)
-
-
-def write(ledger, name, table):
-    """Write a request's first 8 rows."""
-    step = Step(
-        lines=torch.tensor([ledger.line(name)]), starts=torch.tensor([0, 8]),
-        first=torch.tensor([0]), tokens=torch.tensor(TOKENS[:8]),
-        slots={"group.0": slots(table[:2])}, tables={"group.0": torch.tensor([table])},
-    )  # fmt: skip
-    ledger.write(step)
-
-
-def slots(blocks):
-    return torch.cat([torch.arange(4) + 4 * block for block in blocks])
-
-
-def stored(rig, *blocks, tokens=None):
-    """Metadata in ``ExampleConnector``'s manner: it stores the prompt's rows in these blocks."""
-    ids = torch.tensor(TOKENS[: 4 * len(blocks)] if tokens is None else tokens)
-    return SimpleNamespace(
-        requests=[SimpleNamespace(token_ids=ids, slot_mapping=slots(blocks), is_store=True)]
-    )
-
-
-def load(rig, *blocks, tokens=None):
-    """Metadata that load a prompt's rows into these blocks."""
-    found = stored(rig, *blocks, tokens=tokens)
-    found.requests[0].is_store = False
-    return found
-
-
-def come(rig, name, blocks, tokens, metadata):
-    """Let a request come whose rows are loaded into its blocks before the forward."""
-    arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
-    rig.runner.requests[name] = state_of(blocks, tokens)
-    rig.ledger.admit(name, tokens)
-    rig.watch.change([arrival], [])
-    rig.watch.begin(metadata)
-    return arrival
-
-
-def kinds(rig):
-    assert rig.stopped == []
-    return [violation.kind for violation in rig.ledger.violations()]
+__all__ = ["rig"]
 
 
 def test_rows_leave_and_return(rig):
@@ -174,182 +90,6 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     rig.watch.begin(stored(rig, 7, 8))
     rig.watch.end()
     assert kinds(rig) == ([] if right else ["exported", "exported"])
-
-
-class Loaded:
-    """What vLLM has loaded, by adapter's number; its manager, and the manager's manager."""
-
-    def __init__(self):
-        self._adapter_manager, self.adapters = self, {}
-        self.get_adapter = self.adapters.get
-
-
-class Weights:
-    """An adapter that is loaded."""
-
-
-@pytest.fixture
-def loaded(rig):
-    rig.runner.lora_manager = Loaded()
-    return rig.runner.lora_manager.adapters
-
-
-@pytest.fixture
-def extras(rig, loaded):
-    """Return what tells a request's rows from others', once vLLM has loaded its adapter."""
-
-    def told(name, number, path, **more):
-        lora = SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **more)
-        state = state_of([7, 8], TOKENS[:10], lora_request=lora)
-        found = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
-        if number not in loaded or more:
-            loaded[number] = Weights()
-        return found
-
-    return told
-
-
-def test_an_adapter_that_cannot_be_read_is_known_by_its_name_and_path(extras):
-    """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
-    assert extras("poet", 1, "/poet") == extras("poet", 2, "/poet")
-    others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
-    assert extras("poet", 1, "/poet") not in others
-    assert len({tuple(each) for each in others}) == 3
-
-
-def test_a_salt_is_no_adapter_of_that_name(rig, extras):
-    """vllm-project/vllm#44701: a client chooses its salt, and older releases mixed the two up."""
-    state = state_of([7, 8], TOKENS[:10], cache_salt="poet")
-    salted = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
-    assert salted == []  # its rows are those of the model alone
-    assert extras("poet", 1, "/poet") != salted
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """An adapter's."""
-    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"old weights")
-    return tmp_path
-
-
-def test_an_adapter_is_known_by_its_weights(extras, folder):
-    """One that was loaded again from other files has other rows; vLLM's prefix cache mixes both."""
-    weights = folder / "adapter_model.safetensors"
-    old = extras("poet", 1, folder)
-    weights.write_bytes(b"new weights")
-    assert extras("poet", 1, folder) == old  # what was loaded stays loaded
-    new = extras("poet", 2, folder)
-    assert new != old
-    assert extras("poet", 1, folder, load_inplace=True) == extras("poet", 1, folder) == new
-    weights.write_bytes(b"old weights")
-    assert extras("poet", 3, folder) == old
-
-
-def test_an_adapter_of_one_content_is_one_wherever_it_lies(extras, folder, tmp_path_factory):
-    """Such as on another machine, whose rows a connector brings."""
-    other = tmp_path_factory.mktemp("other") / "adapter"
-    shutil.copytree(folder, other)
-    assert extras("poet", 1, folder) == extras("writer", 2, other)
-
-
-@pytest.mark.parametrize("again", ["by the request", "before it"])
-def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, folder, again):
-    old = extras("poet", 1, folder)
-    assert extras("poet", 1, folder) == old
-    (folder / "adapter_model.safetensors").write_bytes(b"new weights")
-    del loaded[1]
-    if again == "before it":
-        loaded[1] = Weights()
-    new = extras("poet", 1, folder)
-    assert new != old
-    (folder / "adapter_model.safetensors").write_bytes(b"newer")
-    assert extras("poet", 1, folder) == extras("poet", 1, folder) == new
-
-
-def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monkeypatch):
-    """vLLM loads it after all of them have come."""
-    read, content = [], lora_adapters._content
-    monkeypatch.setattr(
-        lora_adapters, "_content", lambda path: (read.append(path), content(path))[1]
-    )
-
-    def come():
-        found = extras("poet", 1, folder)
-        del loaded[1]
-        return found
-
-    assert come() == come() == extras("poet", 1, folder) == extras("poet", 1, folder)
-    assert read == [str(folder)]
-    del loaded[1]
-    extras("poet", 1, folder)
-    assert len(read) == 2  # a later step: it was pushed out
-    (folder / "adapter_model.safetensors").write_bytes(b"much newer weights")
-    del loaded[1]
-    extras("poet", 1, folder)
-    assert len(read) == 3
-
-
-def test_files_that_stay_are_read_once(extras, loaded, folder, monkeypatch):
-    """However often their adapter is pushed out, and under whichever number it comes."""
-    read, content = [], lora_adapters._content
-    monkeypatch.setattr(
-        lora_adapters, "_content", lambda path: (read.append(path), content(path))[1]
-    )
-    now = time.time_ns() + 10**10  # the files were written some seconds ago
-    monkeypatch.setattr(lora_adapters, "time", SimpleNamespace(time_ns=lambda: now))
-    old = extras("poet", 1, folder)
-    del loaded[1]
-    assert extras("poet", 1, folder) == extras("poet", 2, folder) == old
-    assert len(read) == 1
-    weights = folder / "adapter_model.safetensors"
-    fact = weights.stat()
-    weights.write_bytes(b"new weights")
-    os.utime(weights, ns=(fact.st_atime_ns, fact.st_mtime_ns))  # as a copy that keeps times does
-    del loaded[1]
-    assert extras("poet", 1, folder) != old
-    assert len(read) == 2
-
-
-def test_a_vector_costs_its_hash_and_nothing_else():
-    vectors = torch.arange(6000.0).view(2000, 3)
-    vectors[3] += 1
-    vectors = torch.cat([vectors.bfloat16()] * 2, 1)[:, :3]
-    feature = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=2000, length=50_000, is_embed=None),
-        identifier="a picture",
-    )
-    is_token = [False, True] + [False] * 1998
-    given = {"prompt_embeds": vectors, "prompt_is_token_ids": is_token}
-    calls, found = [], {}
-    sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
-    try:
-        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given), Media())
-    finally:
-        sys.setprofile(None)
-    assert len(calls) < 5 * len(vectors)
-    assert [*found] == [0, *range(2, 52_000)]
-    raw = vectors[2].contiguous().view(torch.uint8).numpy().tobytes()
-    assert found[2] == lora_adapters.hash_of(raw) != found[3]
-    assert found[2000] == found[51_999] == lora_adapters.hash_of(b"a picture")
-    given["prompt_embeds"] = vectors[:0]
-    assert audited._embedded(SimpleNamespace(mm_features=None, **given), Media()) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "same"),
-    [
-        ("README.md", "is not loaded", True),
-        ("optimizer.pt", "is not loaded", True),
-        ("adapter_model.bin", "there are safetensors", True),
-        ("adapter_config.json", '{"lora_alpha": 16, "r": 8, "lora_dropout": 0.1}', True),
-        ("adapter_config.json", '{"lora_alpha": 32, "r": 8}', False),
-    ],
-)
-def test_files_that_vllm_does_not_load_change_nothing(extras, folder, name, content, same):
-    old = extras("poet", 1, folder)
-    (folder / name).write_text(content)
-    assert (extras("poet", 2, folder) == old) is same
 
 
 def test_blocks_that_could_not_be_loaded(rig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from kvtxn.integrations.serving.ledger.transfers import Handed
-from test_audit_transfers import ROWS, TOKENS, come, kinds, load, rig
+from transfer_rig import ROWS, TOKENS, come, kinds, load, rig
 
 __all__ = ["rig"]
 

@@ -1,0 +1,116 @@
+"""A ledger whose rows a connector stores and loads, without an engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
+from kvtxn.integrations.serving.step import Arrival, Rows
+from kvtxn.integrations.vllm_plugin.internals import connectors
+
+from kvtxn.audit import Ledger, RowGroup, Step
+
+GROUP = RowGroup("group.0", 4, 12, pool="blocks")
+TOKENS = list(range(20, 32))
+#: Of a step whose positions the device alone knows.
+ROWS = Rows([], torch.zeros(1, dtype=torch.int32), None, torch.zeros(0), None, {}, {})
+
+
+def state_of(blocks, tokens, **more):
+    """What the runner keeps of a request."""
+    state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
+                            output_token_ids=[], prompt_embeds=None, mm_features=[])  # fmt: skip
+    vars(state).update(more)
+    return state
+
+
+def follow(ledger, runner, cache, stop, sizes=None):
+    """Follow the transfers of a runner whose blocks have these bytes."""
+    read = partial(connectors.transfers, runner)
+
+    def hashes(group, blocks):
+        words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
+        return torch.tensor(words, dtype=torch.int64).view(-1, 2)
+
+    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
+
+
+@pytest.fixture
+def rig():
+    """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
+    ledger = Ledger([GROUP], max_requests=4, max_length=32)
+    spec = SimpleNamespace(block_size=4)
+    config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2,
+        hisparse_host_num_blocks=None,
+        prefix_cacheable_group_ids=(0, 1),
+    )
+    model = SimpleNamespace(is_encoder_decoder=False)
+    states = {"a": state_of([1, 2, 3], TOKENS[:9])}
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1})
+    engine = SimpleNamespace(kv_transfer_config=transfer)
+    runner = SimpleNamespace(
+        kv_cache_config=config, requests=states, model_config=model, vllm_config=engine
+    )
+    cache = {block: b"%d" % block for block in range(12)}
+    stopped = []
+    watch = follow(ledger, runner, cache, stopped.append)
+    ledger.admit("a", TOKENS[:9])
+    ledger.hand_out("group.0", [1, 2, 3])
+    write(ledger, "a", [1, 2, 3])
+    return SimpleNamespace(ledger=ledger, watch=watch, cache=cache, runner=runner, stopped=stopped)
+
+
+def write(ledger, name, table):
+    """Write a request's first 8 rows."""
+    step = Step(
+        lines=torch.tensor([ledger.line(name)]), starts=torch.tensor([0, 8]),
+        first=torch.tensor([0]), tokens=torch.tensor(TOKENS[:8]),
+        slots={"group.0": slots(table[:2])}, tables={"group.0": torch.tensor([table])},
+    )  # fmt: skip
+    ledger.write(step)
+
+
+def slots(blocks):
+    return torch.cat([torch.arange(4) + 4 * block for block in blocks])
+
+
+def stored(rig, *blocks, tokens=None):
+    """Metadata in ``ExampleConnector``'s manner: it stores the prompt's rows in these blocks."""
+    ids = torch.tensor(TOKENS[: 4 * len(blocks)] if tokens is None else tokens)
+    return SimpleNamespace(
+        requests=[SimpleNamespace(token_ids=ids, slot_mapping=slots(blocks), is_store=True)]
+    )
+
+
+def load(rig, *blocks, tokens=None):
+    """Metadata that load a prompt's rows into these blocks."""
+    found = stored(rig, *blocks, tokens=tokens)
+    found.requests[0].is_store = False
+    return found
+
+
+def come(rig, name, blocks, tokens, metadata):
+    """Let a request come whose rows are loaded into its blocks before the forward."""
+    arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
+    rig.runner.requests[name] = state_of(blocks, tokens)
+    rig.ledger.admit(name, tokens)
+    rig.watch.change([arrival], [])
+    rig.watch.begin(metadata)
+    return arrival
+
+
+def kinds(rig):
+    assert rig.stopped == []
+    return [violation.kind for violation in rig.ledger.violations()]
+
+
+class Loaded:
+    """What vLLM has loaded, by adapter's number; its manager, and the manager's manager."""
+
+    def __init__(self):
+        self._adapter_manager, self.adapters = self, {}
+        self.get_adapter = self.adapters.get
