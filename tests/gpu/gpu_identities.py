@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLD
 import gpu_jobs  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
-from identity_jobs import ENGINES, summary, wrong  # noqa: E402
+from identity_jobs import ENGINES, misplaced, summary, wrong  # noqa: E402
 
 #: The package that a connector needs.
 PACKAGES: Final = {"LMCache": "lmcache", "Nixl": "nixl"}
@@ -99,6 +99,8 @@ def judge(pool: EnginePool, name: str, job: dict[str, Any], out: Path) -> bool:
         found = [*wrong(job, report)]
         (out / f"{name}.json").write_text(json.dumps(report, indent=1))
         print(f"{name}: {'WRONG' if found else 'ok'}: {summary(report)}", flush=True)
+        if (known := job.get("known")) and misplaced(report):
+            print(f"    the alarms are right: {known}", flush=True)
     except EngineFailed as failed:
         found = [str(failed)]
         print(f"{name}: FAILED", flush=True)

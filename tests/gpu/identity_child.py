@@ -22,7 +22,8 @@ import identity_pair
 import long_life
 from first_configs import take_first_configs
 from gpu_models import write
-from identity_jobs import OPTIONS, ROWS
+from identity_jobs import BLOCK, OPTIONS, ROWS
+from identity_oracle import Computed
 from kvtxn.integrations.vllm_plugin import new_weights, snapshots
 from planting import Rig, texts
 
@@ -30,6 +31,10 @@ from planting import Rig, texts
 _PATIENCE: Final = 150.0
 #: Tokens of each answer.
 _OUTPUTS: Final = 4
+
+#: Engines live until their process ends, with the report written: an engine's own end waits for
+#: a server, which may be gone.
+_ENGINES: Final[list[Any]] = []
 
 #: The end of the names of weights that change.
 _CHANGED: Final = "input_layernorm.weight"
@@ -115,7 +120,7 @@ def build(job: dict[str, Any], folder: Path, **more: Any) -> Any:
     take_first_configs()
     asked = {"audit": "bytes", "stale": "alarm", **job.get("asked", {})}
     asked["audit_store"] = f"sqlite:///{folder / 'identities.db'}"
-    return LLM(
+    llm = LLM(
         model=write(job["model"], folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -129,6 +134,8 @@ def build(job: dict[str, Any], folder: Path, **more: Any) -> Any:
         worker_extension_cls="gpu_audit_child.AuditWorker",
         **{**OPTIONS, **job.get("options", {}), **more},
     )
+    _ENGINES.append(llm)
+    return llm
 
 
 def _fill(job: dict[str, Any], folder: Path) -> None:
@@ -146,7 +153,10 @@ def _first(job: dict[str, Any], folder: Path) -> None:
         llm = build(job, folder)
         rig = Rig(llm)
         llm.collective_rpc("audit_switch", args=(True,))
-        rig.run([*_prompts(job), *_later()], _OUTPUTS)
+        computed = Computed(rig, ROWS)
+        with computed.watching():
+            rig.run([*_prompts(job), *_later()], _OUTPUTS)
+        computed.save(folder / "computed.pt")
         _stored(llm, rig)
         assert rig.watch.transfers._shared._thread.wait(60)
         assert rig.found() == [], rig.found()[:3]
@@ -192,6 +202,7 @@ def run(
     if job.get("long"):
         report["long"] = long_life.live(llm, **job["long"])
         return
+    computed = Computed(rig, ROWS, folder / "computed.pt" if job.get("second") else None)
     if ask is None:
 
         def ask(wanted: list[list[int]]) -> list[list[int]]:
@@ -199,18 +210,23 @@ def run(
             return rig.run(wanted, _OUTPUTS)
 
         if not job.get("second"):
-            rig.run([*prompts, *_later()], _OUTPUTS)
+            with computed.watching():
+                rig.run([*prompts, *_later()], _OUTPUTS)
             _stored(llm, rig)
     # Of a prompt that another engine hands over the last block is in part: nobody knows it.
     report["partial"] = len(prompts) * 32 if job.get("pair") else 0
-    said = _look(llm, rig, ask, prompts, report.setdefault("healthy", {}))
+    with computed.watching() as came:
+        said = _look(llm, rig, ask, prompts, report.setdefault("healthy", {}))
+    report["healthy"] |= attrs.asdict(came)
     keep()
     faults: dict[str, Any] = report.setdefault("found", {})
     for name in job["faults"]:
         faults[name] = _faulted(llm, rig, ask, prompts, name)
         keep()
     if job["faults"]:
-        _look(llm, rig, ask, prompts, report.setdefault("again", {}))
+        with computed.watching() as came:
+            _look(llm, rig, ask, prompts, report.setdefault("again", {}))
+        report["again"] |= attrs.asdict(came)
     if not job.get("pair"):
         with _other_weights(llm, rig):
             _look(llm, rig, ask, _later(), report.setdefault("stale", {}))
@@ -257,6 +273,7 @@ def _look(
         "brought": after.rows - before.rows,
         "rows": int(counts.get("kvtxn_audit_rows_checked_total", 0)),
         "unverified": after.unverified - before.unverified,
+        "told": len({(each["request"], each["position"] // BLOCK) for each in violations}),
         "violations": violations[:6],
     }
     return said
