@@ -75,7 +75,7 @@ def test_a_v2_runner_hears_of_it(monkeypatch):
 
     def step(**more):
         found = told(**more)
-        found.kv_cache_block_copies = ()
+        found.kv_cache_block_copies = found.free_encoder_mm_hashes = ()
         found.scheduled_cached_reqs.new_block_ids = []
         for new in found.scheduled_new_reqs:
             new.prompt_token_ids, new.prefill_token_ids = [7] * 40, [7] * 43
