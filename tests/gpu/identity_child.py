@@ -45,7 +45,7 @@ Ask = Callable[[list[list[int]]], list[list[int]]]
 
 @attrs.frozen
 class Brought:
-    """Counts of rows that have come, and of those that nobody vouches for."""
+    """Counts of rows that a connector has brought, and of rows whose bytes are unknown."""
 
     rows: int
     unverified: float

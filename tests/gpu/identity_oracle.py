@@ -26,7 +26,7 @@ class Came:
 
     Attributes:
         blocks: their number.
-        misplaced: those that differ from the bytes that were computed.
+        misplaced: blocks that came with other bytes than were computed for their tokens.
     """
 
     blocks: int = 0
@@ -53,7 +53,7 @@ class Computed:
 
     @contextmanager
     def watching(self) -> Iterator[Came]:
-        """Note blocks that are computed from their first row on; count those that come."""
+        """Note the bytes of blocks that a step computes; compare those of blocks that come."""
         came, waiting = Came(), dict[str, int]()
         transfers, engine = self._rig.watch.transfers, self._rig.engine
         real_change, real_step = transfers.change, engine.step

@@ -179,7 +179,7 @@ def summary(found: Mapping[str, Any]) -> str:
 
 
 def _tally(engine: Mapping[str, Any]) -> list[str]:
-    """Count the faults that each kind of run found, of those that were planted in it."""
+    """Count by kind of run the faults that it found, and the faults that were planted in it."""
     counts = []
     for kind in COLUMNS:
         cells = [cell(engine, fault, kind) for fault in engine["faults"]]

@@ -22,7 +22,7 @@ the caches that said True.
 
 
 def identities(folder: Path) -> dict[str, Any]:
-    """Reduce a folder of reports, one file for each engine; those that did not end are left out."""
+    """Reduce a folder of reports, one file by engine; engines that did not end are left out."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import sglang_alarms
-from sglang_engines import Job, add_options, play, prepare, summary
+from sglang_engines import Job, add_options, only, play, prepare, summary
 from sglang_machine import where
 from sglang_models import ENGINES
 
@@ -58,12 +58,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_options(parser)
-    parser.add_argument("--engines", nargs="*", default=[], metavar="ENGINE", help="only these")
     parser.set_defaults(first_limit=200, limit=150, parallel=11)
-    given = parser.parse_args(words)
-    if unknown := {*given.engines} - {*ENGINES}:
-        parser.error(f"no such engine: {', '.join(sorted(unknown))}")
-    return given
+    return only(parser, ENGINES, words)
 
 
 def main() -> None:

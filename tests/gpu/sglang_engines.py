@@ -333,6 +333,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(child="sglang_child.py")
 
 
+def only(
+    parser: argparse.ArgumentParser, engines: Iterable[str], words: Sequence[str] | None
+) -> argparse.Namespace:
+    """Read a command line that may choose among engines by ``--engines``."""
+    parser.add_argument("--engines", nargs="*", default=[], metavar="ENGINE", help="only these")
+    given = parser.parse_args(words)
+    if unknown := {*given.engines} - {*engines}:
+        parser.error(f"no such engine: {', '.join(sorted(unknown))}")
+    return given
+
+
 def prepare(given: argparse.Namespace) -> None:
     """Make folders, plug-ins and models. From now on SIGTERM ends the run with what it has."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import sglang_alarms
 from sglang_child import engine_of
-from sglang_engines import Job, add_options, play, prepare, summary
+from sglang_engines import Job, add_options, only, play, prepare, summary
 from sglang_machine import where
 from sglang_models import KNOWN, VOCABULARY
 
@@ -177,12 +177,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_options(parser)
-    parser.add_argument("--engines", nargs="*", default=[], metavar="ENGINE", help="only these")
     parser.set_defaults(child="sglang_known.py", first_limit=200, limit=230, total=480)
-    given = parser.parse_args(words)
-    if unknown := {*given.engines} - {*KNOWN}:
-        parser.error(f"no such engine: {', '.join(sorted(unknown))}")
-    return given
+    return only(parser, KNOWN, words)
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ class EncodedItems:
             self._epochs.move_to_end(item)
         while len(self._epochs) > _REMEMBERED:
             self._epochs.popitem(last=False)
-        if now and any(epoch != now for epoch in self._epochs.values()):
+        if now:
             ages = ((part, now - self._epochs.get(part.item, now)) for part in step.parts())
             self.late = [_Late(each.request, each.first, each.end, n) for each, n in ages if n]
 

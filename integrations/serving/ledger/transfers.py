@@ -221,7 +221,7 @@ class TransferWatch:
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
 
     def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
-        """Return each request's first row of a step, and the end of those that surely stay.
+        """Return by request where its rows in a step begin, and where those without drafts end.
 
         Where the device alone knows positions, the host knows them as far as tokens were given.
         """

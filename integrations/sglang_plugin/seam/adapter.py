@@ -48,7 +48,7 @@ class Ended(Protocol):
 
 
 class Heard(Protocol):
-    """What is heard of rows and states beside the steps; see the calls of ``Ledger``."""
+    """Hears of rows and states that change beside the steps; see the calls of ``Ledger``."""
 
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Hear which slots were copied, by group, as the device alone knows."""
