@@ -72,7 +72,8 @@ class RunnerSteps(Generic[HookedRunnerT]):
     def _note_scheduled(self, watch: Watch) -> None:
         """Tell a connector's transfers how many rows of each request are computed now."""
         if watch.transfers is not None:
-            watch.transfers.scheduled(self._runner.kvtxn_scheduled.num_scheduled_tokens)
+            scheduled = scheduling.scheduled(self._runner.kvtxn_scheduled)
+            watch.transfers.scheduled(scheduled)
 
 
 class CpuSteps(RunnerSteps[HookedRunnerV1]):

@@ -45,6 +45,8 @@ def missing(job: str | None = None) -> str | None:
     """Say what is missing here for a job, or for any engine of real vLLM; None if nothing is."""
     if job == "amx_mla" and not _has_amx_mla():
         return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 for bfloat16"
+    if job in ("fp8", "audit-fp8") and not _has("avx512f"):
+        return "vLLM's rows of eight bits need a CPU with AVX-512"
     if job == "ray" and find_spec("ray") is None:
         return "ray is not installed"
     if job == "connected-nixl" and find_spec("nixl") is None:
@@ -61,11 +63,17 @@ def missing(job: str | None = None) -> str | None:
 
 
 def _has_amx_mla() -> bool:
-    vllm, processor = find_spec("vllm"), Path("/proc/cpuinfo")
-    if vllm is None or vllm.origin is None or not processor.exists():
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
         return False
     backend = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "mla" / "amx_mla.py"
-    return backend.exists() and "avx512_bf16" in processor.read_text()
+    return backend.exists() and _has("avx512_bf16")
+
+
+def _has(instructions: str) -> bool:
+    """Return whether this machine's processor lists them among its flags."""
+    processor = Path("/proc/cpuinfo")
+    return processor.exists() and instructions in processor.read_text()
 
 
 def two_cores() -> list[int]:
