@@ -189,8 +189,9 @@ class TritonExecutor(Executor):
 
         def arrange(plan: MovePlan, layout: RowLayout, acceptance: AcceptanceArg) -> KernelCall:
             count = acceptance.kind != Accept.NOTHING
+            kept = None if count else places.saved_slots
             where = (places.counters, acceptance, places.slots)
-            return self._launcher.call(plan, layout, *where, count=count)
+            return self._launcher.call(plan, layout, *where, count=count, kept=kept)
 
         undo = places.policy == "undo"
         save = plan(Select.DRAFT, to_cache=False) if undo else None

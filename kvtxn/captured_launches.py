@@ -61,8 +61,9 @@ class LayoutLaunches(abc.ABC):
             ``commit``.
         with_states: by the same addresses, commits that were captured together with those of the
             states of a ``StateSupplier``. One that raises wrote and counted nothing.
-        saves_slots: ``save`` copies ``CapturedPlaces.filled`` to ``saved_slots`` as well. Else the
-            window makes this copy by itself, before each ``save``: one launch more in a step.
+        saves_slots: ``save`` copies the slots of the layout's rows, too, to
+            ``CapturedPlaces.saved_slots``. Else the window copies all of ``filled`` by itself,
+            before each ``save``: one launch more in a step.
     """
 
     saves_slots: bool = False

@@ -40,7 +40,8 @@ _OFTEN_WITH_STATES: Final = 8
 #: Addresses of a layout that are counted; when there are more, all are forgotten.
 _MOST_SEEN: Final = 256
 
-#: Arranges the launch of a plan over rows of a layout, with an acceptance.
+#: Arranges the launch of a plan over rows of a layout, with an acceptance. One without acceptance
+#: keeps the slots, where ``CapturedPlaces`` has a place for them.
 Arrange = Callable[[MovePlan, RowLayout, AcceptanceArg], KernelCall]
 
 
@@ -67,7 +68,6 @@ class StaticLaunches(CapturedLaunches):
     ) -> None:
         self._max_rows = executor.config.max_rows
         self.graphs = executor.graphs
-        self._places = places
         self._device = places.slots.device
         self._save, self._commit = save, commit
         self._arrange = arrange
@@ -82,16 +82,7 @@ class StaticLaunches(CapturedLaunches):
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
-        rows = partial(CachedLaunch(call).run, layout.position)
-        filled, saved = self._places.filled, self._places.saved_slots
-        if filled is None or saved is None:
-            return rows
-
-        def both() -> None:
-            saved.copy_(filled)
-            rows()
-
-        return both
+        return partial(CachedLaunch(call).run, layout.position)
 
     @property
     def saves(self) -> bool:

@@ -18,6 +18,8 @@ Memory contract of ``move_rows``:
   names. No launch writes the staged rows that it reads, so nothing can overlap.
 - One program of a counting launch, and no other, adds to ``counters``, also if the launch is
   refused. The end of the launch publishes them: a later reader on the stream sees every write.
+- One program of a launch that keeps slots, and no other, writes ``kept``, also if the launch is
+  refused: an abort reads there which slots were wrong.
 """
 
 from __future__ import annotations
@@ -150,6 +152,25 @@ def count_rows(
         tl.store(place + AT_REFUSED, tl.load(place + AT_REFUSED) + 1 - allowed)
 
 
+@triton.jit
+def keep_slots(
+    slots: tl.tensor,
+    slot_stride: tl.tensor,
+    kept: tl.tensor,
+    kept_stride: tl.tensor,
+    num_rows: tl.tensor,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Copy the slots of a window's rows to ``kept``; only one program of a launch runs this."""
+    lanes = tl.arange(0, CHUNK)
+    for group in tl.static_range(GROUPS):
+        for start in range(0, num_rows, CHUNK):
+            live = start + lanes < num_rows
+            own = tl.load(slots + group * slot_stride + start + lanes, mask=live)
+            tl.store(kept + group * kept_stride + start + lanes, own, mask=live)
+
+
 @triton.jit(
     do_not_specialize=[
         "first_address",
@@ -160,6 +181,7 @@ def count_rows(
         "num_rows",
         "num_planes",
         "slot_stride",
+        "kept_stride",
         "known",
         "columns",
         "placeholder",
@@ -182,9 +204,11 @@ def move_rows(
     accepted: tl.tensor,
     trees: tl.tensor,
     counters: tl.tensor,
+    kept: tl.tensor,
     num_rows: tl.int32,
     num_planes: tl.int32,
     slot_stride: tl.int32,
+    kept_stride: tl.int32,
     known: tl.int64,
     columns: tl.int32,
     placeholder: tl.int64,
@@ -196,6 +220,7 @@ def move_rows(
     ACCEPT: tl.constexpr,
     TO_CACHE: tl.constexpr,
     COUNT: tl.constexpr,
+    KEEP: tl.constexpr,
     UNIFORM: tl.constexpr,
     DIRECT: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -213,7 +238,8 @@ def move_rows(
 ) -> None:
     """Move the selected rows of all planes between the caches and the staged rows.
 
-    Grid: (programs per line, lines of ``planes``, and one more row of programs if ``COUNT``).
+    Grid: (programs per line, lines of ``planes``, and one more row of programs if ``COUNT`` or
+    ``KEEP``).
 
     Args:
         planes: int64 ``[num_planes, NUM_FIELDS]``, one line per plane or piece of a plane.
@@ -231,9 +257,11 @@ def move_rows(
         trees: int64 ``[num_rows, 1 + depth]``: how many drafts the row's request has, then the way
             from the root of its tree to the row, -1 after its end; read for ``PATH``.
         counters: int64 ``[lines, NUM_COUNTERS]``, added to if ``COUNT``.
+        kept: int64 ``[GROUPS, kept_stride]``, gets the slots of the window's rows if ``KEEP``.
         num_rows: rows of the window.
         num_planes: lines of ``planes``.
         slot_stride: elements between groups in ``slots``.
+        kept_stride: elements between groups in ``kept``.
         known: bit g is set if group g has its slots.
         columns: ids or nodes per request in ``accepted``, for ``IDS`` and ``PATH``.
         placeholder: the id that stands for nothing, for ``IDS``.
@@ -245,6 +273,7 @@ def move_rows(
         ACCEPT: the form of ``accepted``, a number of ``selection.Accept``.
         TO_CACHE: True writes the caches, False the staged rows.
         COUNT: add to the counters.
+        KEEP: keep the slots; a launch that counts keeps none.
         UNIFORM: all requests are alike.
         DIRECT: at most two lines, whose addresses are arguments.
         GROUPS: number of groups.
@@ -271,6 +300,9 @@ def move_rows(
                 slots, slot_stride, reuse, counters, num_rows, allowed, layout, acceptance,
                 GROUPS, ACCEPT, UNIFORM, OVERWRITES, CHUNK,
             )  # fmt: skip
+    elif KEEP and plane == num_planes:
+        if tl.program_id(0) == 0:
+            keep_slots(slots, slot_stride, kept, kept_stride, num_rows, GROUPS, CHUNK)
     else:
         line = planes + plane * NUM_FIELDS
         base = tl.load(line + AT_CACHE)

@@ -89,8 +89,20 @@ class MoveLauncher:
         slots: Tensor,
         *,
         count: bool,
+        kept: Tensor | None = None,
     ) -> KernelCall:
-        """Arrange the call that ``launch`` makes, with the same arguments."""
+        """Arrange the call that ``launch`` makes, with the same arguments.
+
+        Args:
+            plan: see ``launch``, as all but the last.
+            layout: the rows.
+            counters: added to if ``count``.
+            acceptance: the acceptance.
+            slots: of each group.
+            count: False if slots are kept.
+            kept: int64 ``[num_groups, num_rows or more]``, the last dimension contiguous: gets the
+                slots of the rows. None keeps none.
+        """
         planes = plan.planes
         tile = tile_for(planes, layout.num_rows, self.programs)
         num_planes = 0 if planes is None else planes.num_lines
@@ -110,9 +122,11 @@ class MoveLauncher:
             "accepted": acceptance.tensor,
             "trees": layout.position if tree is None else tree.table,
             "counters": counters,
+            "kept": slots if kept is None else kept,
             "num_rows": layout.num_rows,
             "num_planes": num_planes,
             "slot_stride": slots.stride(0),
+            "kept_stride": 0 if kept is None else kept.stride(0),
             "known": plan.known,
             "columns": acceptance.columns,
             "placeholder": acceptance.placeholder,
@@ -124,6 +138,7 @@ class MoveLauncher:
             "ACCEPT": acceptance.kind,
             "TO_CACHE": plan.to_cache,
             "COUNT": count,
+            "KEEP": kept is not None,
             "UNIFORM": drafts + settled > 0,
             "DIRECT": plan.direct is not None,
             "GROUPS": self._groups,
@@ -139,7 +154,7 @@ class MoveLauncher:
             "CHUNK": tile.chunk,
             "ONCE": tile.once,
         }
-        grid = (tile.programs, num_planes + count, 1)
+        grid = (tile.programs, num_planes + (count or kept is not None), 1)
         return KernelCall(kernels.move_rows, grid, arguments, tile.warps)
 
     def _alike(self, layout: RowLayout) -> tuple[int, int]:

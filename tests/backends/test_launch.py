@@ -152,12 +152,13 @@ from triton.compiler import ASTSource
 from kvtxn.backends.launching.repeated_launch import SCRATCH
 from kvtxn.backends.move_rows.kernel import move_rows
 
-FLAGS = dict.fromkeys(("TO_CACHE", "COUNT", "UNIFORM", "WIDE", "ONCE"), True)
+FLAGS = dict.fromkeys(("TO_CACHE", "COUNT", "KEEP", "UNIFORM", "WIDE", "ONCE"), True)
 SIZES = {"GROUPS": 1, "NARROW": 1, "UNITS": 64, "RUN": 64, "BLOCK": 16, "ROWS": 4, "COLS": 64}
 KINDS = {"SELECT": 2, "ACCEPT": 3, "DIRECT": False, "OVERWRITES": False, "TAIL": 0, "CHUNK": 128}
 constants = FLAGS | SIZES | KINDS
 LONG = {"first_address", "second_address", "known", "placeholder", "vocabulary"}
-SHORT = {"num_rows", "num_planes", "slot_stride", "columns", "depth", "per_request", "settled"}
+SHORT = {"num_rows", "num_planes", "slot_stride", "kept_stride", "columns", "depth"}
+SHORT |= {"per_request", "settled"}
 kinds = {
     name: "i64" if name in LONG else "i32" if name in SHORT else "*i64"
     for name in move_rows.arg_names if not name.isupper()
