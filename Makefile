@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
+.PHONY: demo evidence test interpreted lint house versions core gpu-core adopt faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -46,6 +46,11 @@ core: $(READY)
 gpu-core:
 	python -m pytest tests/gpu/test_gpu_grid.py -q \
 	  -k "[flash- or [eagle- or [gemma3- or [triton_mla- or [v1_flash- or [mtp-"
+
+# Everything that a page quotes of GPUs, on a machine that has them: `make evidence SECONDS=570` runs
+# parts for so long, and goes on where it stopped; `make evidence EVIDENCE_ARGS=--record` draws pages.
+evidence:
+	python tests/gpu/evidence.py evidence $(if $(SECONDS),--seconds $(SECONDS)) $(EVIDENCE_ARGS)
 
 # Record another release's hook points, and list it as checked if the core of the grid passes there:
 # `make adopt VLLM=0.31.0 VENV=.venv-0.31.0`; CONTRIBUTING.md has every step.

@@ -172,6 +172,8 @@ def audit(folder: Path) -> dict[str, Any]:
 
     found = {}
     for path in sorted(folder.glob("*.json")):
+        if path.stem not in ENGINES:  # what an engine had reported when it was cut off
+            continue
         report, job = json.loads(path.read_text()), ENGINES[path.stem]
         cells = {name: each for name, each in report["healthy"].items() if "error" not in each}
         counts = [count for cell in cells.values() for count in cell["counters"]]
@@ -371,19 +373,35 @@ REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-def main() -> None:
-    """Take a record over, engine by engine, and draw."""
+def take(kind: str, path: Path, commit: str, release: str = "") -> None:
+    """Take reports over, engine by engine: what a run left out keeps what an older one said.
+
+    Args:
+        kind: one of ``REDUCERS``.
+        path: a folder of reports, or a file.
+        commit: of the sources that ran.
+        release: of vLLM, if it is not the page's.
+    """
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if len(sys.argv) > 1:
-        kind, path, commit = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-        reduce = REDUCERS[kind]
-        new = reduce(path if path.is_dir() else json.loads(path.read_text()))
-        release = f", vLLM {sys.argv[4]}" if len(sys.argv) > 4 else ""
-        known = record.setdefault(kind, {})
-        known |= {f"{name}{release}": {"commit": commit, **each} for name, each in new.items()}
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    new = REDUCERS[kind](path if path.is_dir() else json.loads(path.read_text()))
+    after = f", vLLM {release}" if release else ""
+    known = record.setdefault(kind, {})
+    known |= {f"{name}{after}": {"commit": commit, **each} for name, each in new.items()}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def redraw() -> None:
+    """Draw the pages from the record."""
+    record = json.loads(RECORD.read_text())
     PAGE.write_text(draw(record))
     COMPARISON.write_text(compared(COMPARISON.read_text(), record))
+
+
+def main() -> None:
+    """Take a record over, if one is named, and draw."""
+    if len(sys.argv) > 1:
+        take(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    redraw()
 
 
 if __name__ == "__main__":

@@ -311,15 +311,25 @@ def taken_over(grid: dict[str, Any], new: dict[str, Any], commit: str) -> dict[s
     return {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}
 
 
-def main() -> None:
-    """Take a record over, and draw all pages."""
-    if len(sys.argv) > 1:
-        new, commit = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-        path = record_for(release_of(new))
-        grid = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
-        path.write_text(json.dumps(taken_over(grid, new, commit), indent=1) + "\n")
+def take(path: Path, commit: str) -> None:
+    """Take over the record that a run of this commit left at ``path``."""
+    new = json.loads(path.read_text())
+    place = record_for(release_of(new))
+    grid = json.loads(place.read_text()) if place.exists() else {"jobs": {}}
+    place.write_text(json.dumps(taken_over(grid, new, commit), indent=1) + "\n")
+
+
+def redraw() -> None:
+    """Draw the page of each record."""
     for path in records():
         page_for(path).write_text(draw(json.loads(path.read_text())))
+
+
+def main() -> None:
+    """Take a record over, if one is named, and draw all pages."""
+    if len(sys.argv) > 1:
+        take(Path(sys.argv[1]), sys.argv[2])
+    redraw()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Count the functions of kvtxn in a step with drafts: ``python tests/gpu/step_functions.py``.
+"""Count the functions of kvtxn in a step with drafts: ``python tests/gpu/step_functions.py OUT``.
 
 An engine on one GPU without captured graphs, whose drafts wait (``deferred``). Python's profiler
-notes each function of kvtxn that is called between two steps; printed is the step with drafts that
-calls fewest, as JSON: how many functions, in how many files, and their names in the order of calls.
+notes each function of kvtxn that is called between two steps. OUT, a file, gets the step with
+drafts that calls fewest, as JSON: how many functions, in how many files, and their names in the
+order of calls.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 PROMPT: Final = [5, 6, 7, 8, 9] * 12
@@ -45,6 +47,7 @@ def main() -> int:
     """Run the engine; returns 1 if no step committed a window."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import kvtxn.backends
+    from kvtxn.benchmarks.common.machine import describe
     from kvtxn.integrations.demo.engine import MODEL
     from vllm import LLM, SamplingParams
 
@@ -76,7 +79,8 @@ def main() -> int:
         return 1
     names = list(min(found, key=lambda called: len(called.names)).names)
     report = {"functions": len(names), "files": len({file for file, _ in names}), "names": names}
-    print(json.dumps(report, indent=1))
+    Path(sys.argv[1]).write_text(json.dumps({"machine": describe(), **report}, indent=1) + "\n")
+    print(f"{report['functions']} functions in {report['files']} files")
     return 0
 
 

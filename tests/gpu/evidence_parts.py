@@ -1,0 +1,385 @@
+"""The parts of the evidence: commands of minutes, and what of their results is kept.
+
+In a command ``{out}`` is the part's folder, ``{here}`` that of these scripts. Seconds are those of
+an H200 and its sixteen cores; engines that share a GPU are bound by the processor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+
+@attrs.frozen
+class Part:
+    """A part of the evidence.
+
+    Attributes:
+        name: also of its folder; parts of one kind begin alike.
+        command: what runs.
+        seconds: how long it takes, roughly and rather more.
+        kept: pairs of what takes a result over (see ``evidence_record``), and the result's path in
+            the part's folder.
+        gpus: how many it needs; 0: a machine without any.
+        engine: ``"vllm"``, ``"vllm-0.32.0"``, ``"sglang"``, or nothing.
+        environment: more variables.
+    """
+
+    name: str
+    command: Sequence[str]
+    seconds: int
+    kept: Sequence[tuple[str, str]] = ()
+    gpus: int = 1
+    engine: str = "vllm"
+    environment: Mapping[str, str] = attrs.field(factory=dict)
+
+    @property
+    def lanes(self) -> int:
+        """How many of a machine's lanes it takes, one for each GPU."""
+        return max(1, self.gpus)
+
+
+_PYTHON: Final = ("{python}",)
+_KVTXN: Final = (*_PYTHON, "-m", "kvtxn")
+#: Engines that are timed start in less than a minute with these, and decode in whole graphs.
+_GRAPHS: Final[dict[str, Any]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def _script(name: str, *words: str) -> Sequence[str]:
+    return (*_PYTHON, f"{{here}}/{name}.py", *words)
+
+
+def slices(names: Iterable[str], count: int) -> Iterator[list[str]]:
+    """Deal names out to ``count`` lists, one after the other, so that neighbours part."""
+    ordered = list(names)
+    yield from (ordered[first::count] for first in range(count))
+
+
+# -- engines beside stock: rows, states, audits ------------------------------------------------
+
+
+def _grid() -> Iterator[Part]:
+    from gpu_jobs import JOBS
+
+    single = [name for name, job in JOBS.items() if job.get("gpus", 1) == 1]
+    several = [name for name in JOBS if name not in single]
+    found = {f"grid-{number}": names for number, names in enumerate(slices(single, 4))}
+    for part, names in {**found, "grid-several": several, "core-0.32.0": _CORE}.items():
+        asked = " or ".join(f"[{name}-" for name in names)
+        words = ("-m", "pytest", "{here}/test_gpu_grid.py", "-q", "-s", "-k", asked)
+        yield Part(
+            part,
+            (*_PYTHON, *words, "--gpu-record", "{out}/grid.json"),
+            seconds=330,
+            kept=[("grid", "grid.json")],
+            gpus=2 if names is several else 1,
+            engine="vllm-0.32.0" if names is _CORE else "vllm",
+        )
+
+
+#: The core of the grid: both model runners, EAGLE, MTP, latents, windows.
+_CORE: Final = ("flash", "eagle", "gemma3", "triton_mla", "v1_flash", "mtp")
+
+
+def _states() -> Iterator[Part]:
+    from state_models import KINDS
+
+    for number, names in enumerate(slices(KINDS, 8)):
+        only = [f"{name}." for name in names]
+        yield Part(
+            f"states-{number}",
+            _script("try_states", "--out", "{out}", "--jobs", "12", "--only", *only),
+            seconds=330,
+            kept=[("states", "reports.json"), ("fast", "reports.json")],
+        )
+
+
+def _audits() -> Iterator[Part]:
+    from audit_jobs import ENGINES
+
+    several = [name for name, job in ENGINES.items() if job.get("gpus", 1) > 1]
+    alone = [name for name, job in ENGINES.items() if job.get("alone")]
+    others = [name for name in ENGINES if name not in (*several, *alone)]
+    found = {f"audit-{number}": names for number, names in enumerate(slices(others, 5))}
+    for part, names in {**found, "audit-alone": alone, "audit-several": several}.items():
+        yield Part(
+            part,
+            _script("gpu_audit", "--out", "{out}", *names),
+            seconds=330 if part in found else 150,
+            kept=[("audit", ".")],
+            gpus=2 if names is several else 1,
+        )
+
+
+_CONNECTORS: Final = (
+    Part(
+        "connectors",
+        (
+            *(*_PYTHON, "-m", "pytest", "{here}", "-q", "-s", "-k", "connectors"),
+            *("--gpu-connected", "{out}/reports.json"),
+        ),
+        seconds=300,
+        kept=[("connectors", "reports.json")],
+    ),
+    Part(
+        "identities",
+        _script("gpu_identities", "--out", "{out}"),
+        seconds=420,
+        kept=[("identities", ".")],
+    ),
+)
+_RANKS: Final = (
+    Part(
+        "stages",
+        _script("try_stages", "--out", "{out}", "--several"),
+        seconds=330,
+        kept=[("stages", ".")],
+        gpus=2,
+    ),
+    Part("ranks", _script("try_ranks", "--out", "{out}"), seconds=330, gpus=2),
+    Part(
+        "servers",
+        _script("gpu_serve", "{out}/servers.json"),
+        seconds=240,
+        kept=[("servers", "servers.json")],
+    ),
+)
+
+# -- kernels and captured launches ---------------------------------------------------------------
+
+
+def _sanitizer() -> Iterator[Part]:
+    import sanitize
+
+    for number, families in enumerate(slices(sanitize.FAMILIES, 3)):
+        words = ("--tools", "memcheck", "racecheck", "--families", *families)
+        yield Part(
+            f"sanitizer-{number}",
+            _script("sanitize", *words, "--output", "{out}/h200-sanitizer.json"),
+            seconds=300,
+            kept=[("bench", "h200-sanitizer.json")],
+            engine="",
+        )
+
+
+def _bench(what: str, name: str, seconds: int, *words: str, engine: str = "") -> Part:
+    """Return the part of a bench that writes its result by ``--save``."""
+    return Part(
+        f"bench-{name}",
+        (*_KVTXN, "bench", what, *words, "--save", f"{{out}}/h200-{name}"),
+        seconds,
+        kept=[("bench", f"h200-{name}.json")],
+        engine=engine,
+    )
+
+
+_KERNELS: Final = (
+    Part("graph-bounds", _script("graph_bounds"), seconds=80, engine=""),
+    _bench("kernels", "kernels", 120),
+    _bench(
+        *("kernels", "models", 150, "--models", "llama3-70b-tp8", "qwen3-32b-tp2", "llama3-1b"),
+        *("deepseek-v3-mla", "--requests", "1", "16", "64", "128", "--accepted", "0.3", "1"),
+    ),
+    _bench("attention", "attention", 120),
+    _bench("backends", "backends-0.33.0", 240, "--rounds", "21", engine="vllm"),
+    _bench(
+        *("backends", "backends-blocks", 150, "--backends", "FLASH_ATTN_MLA", "--blocks", "32"),
+        *("64", "128", "--requests", "1", "8", "64", "--context", "1024", "8192", "--rounds", "15"),
+        engine="vllm",
+    ),
+    _bench("recurrent", "recurrent", 300, "--drafts", "4", engine="vllm"),
+    _bench(
+        *("recurrent", "recurrent-k7", 120, "--models", "qwen3.5-9b", "--dtypes", "float32"),
+        *("--requests", "32", "128", "--drafts", "7"),
+        engine="vllm",
+    ),
+    *(
+        _bench(
+            *("host", f"host-{backend}", 60, "--policies", "deferred", "--backend", backend),
+            *("--requests", "1", "16"),
+        )
+        for backend in ("triton", "cudagraph")
+    ),
+)
+
+# -- engines by turns, and for long --------------------------------------------------------------
+
+
+def _turns(name: str, seconds: int, *words: str, sizes: Sequence[int] = ()) -> Part:
+    """Return the part of a ``kvtxn bench vllm`` with captured graphs for decoding alone."""
+    graphs = _GRAPHS | ({"cudagraph_capture_sizes": sizes} if sizes else {})
+    result = f"h200-vllm-{name.rstrip('-0123456789') if name[-2] == '-' else name}"
+    fixed = ("--folder", "{out}", "--output", result, "--timeout", "300")
+    own = json.dumps({"compilation_config": graphs}).replace("{", "{{").replace("}", "}}")
+    return Part(
+        f"turns-{name}",
+        (*_KVTXN, "bench", "vllm", *words, *fixed, "--engine-args", own),
+        seconds,
+        kept=[("bench", f"{result}.json")],
+    )
+
+
+_LLAMA: Final = ("--model", "llama3-8b", "--drafter", "eagle", "--tokens", "128", "--clock")
+_HYBRID: Final = ("--drafts", "4", "--rounds", "5", "--clock")
+_EAGLE_CELLS: Final = ("1024:64:0.6", "1024:32:0.3", "1024:8:0.6", "1024:1:0.3", "8192:8:0.6")
+
+_TURNS: Final = (
+    *(
+        _turns(
+            *(f"llama3-8b-eagle-joint-{number}", 420, *_LLAMA, "--policies", "stock", "deferred"),
+            *("undo", "--cells", *(f"short:{cell}" for cell in cells)),
+            *("--rounds", "11", "--first-token-rounds", "11"),
+        )
+        for number, cells in enumerate((_EAGLE_CELLS[:3], _EAGLE_CELLS[3:]))
+    ),
+    *(
+        _turns(
+            *(f"llama3-8b-audit-{number}", 420, *_LLAMA, "--policies", "stock", "ledger"),
+            *("bytes", "--cells", *(f"short:{cell}" for cell in cells)),
+            *("--rounds", "8", "--first-token-rounds", "8"),
+        )
+        for number, cells in enumerate(
+            (("1024:8:0.6", "1024:64:0.6"), ("8192:8:0.6", "1024:1:0.6"))
+        )
+    ),
+    _turns(
+        *("host-bound-ngram", 330, "--model", "host-bound", "--drafter", "ngram", "--policies"),
+        *("stock", "deferred", "undo", "--requests", "1", "8", "32", "64", "--context", "1024"),
+        *("--tokens", "256", "--rounds", "11", "--acceptance", "0.3", "--clock"),
+    ),
+    _turns(
+        *("qwen3.5-9b", 540, "--model", "qwen3.5-9b", "--policies", "stock", "exact", "fast"),
+        *(*_HYBRID, "--tokens", "96", "--cells", "short:64:1:0.5", "short:64:32:0.5"),
+        *("short:64:128:0.5", "short:64:8:0.5"),
+        sizes=[5, 40, 160, 640],
+    ),
+    _turns(
+        *("qwen3.5-9b-equal-memory", 330, "--model", "qwen3.5-9b", "--policies", "stock", "fast"),
+        *("exact", *_HYBRID, "--equal-cache", "32", "--cells", "short:64:128:0.5"),
+        *("--tokens", "96"),
+        sizes=[5, 40, 160, 640],
+    ),
+    _turns(
+        *("nemotron-h-8b", 420, "--model", "nemotron-h-8b", "--policies", "stock", "exact"),
+        *("fast", *_HYBRID, "--tokens", "64", "--cells", "short:64:32:0.5", "short:64:8:0.5"),
+        *("short:64:1:0.5", "short:64:64:0.5"),
+        sizes=[5, 40, 160, 320],
+    ),
+    _bench("capacity", "capacity", 200, "--policies", "stock", "exact", engine="vllm"),
+    *(
+        Part(
+            f"soak-{number}",
+            (
+                *(*_KVTXN, "bench", "soak", "--seconds", "310", "--seed", str(number)),
+                *("--save", "{out}/h200-soak-ngram"),
+            ),
+            seconds=420,
+            kept=[("bench", "h200-soak-ngram.json")],
+        )
+        for number in range(2)
+    ),
+    Part(
+        "soak-stock",
+        (
+            *(*_KVTXN, "bench", "soak", "--seconds", "310", "--policy", "stock"),
+            *("--save", "{out}/h200-soak-stock"),
+        ),
+        seconds=420,
+        kept=[("bench", "h200-soak-stock.json")],
+    ),
+    Part(
+        "step-functions",
+        _script("step_functions", "{out}/h200-step-functions.json"),
+        seconds=90,
+        kept=[("bench", "h200-step-functions.json")],
+    ),
+)
+
+# -- SGLang ----------------------------------------------------------------------------------------
+
+
+def _sglang() -> Iterator[Part]:
+    from sglang_models import ENGINES
+
+    planted = [name for name, (_, _, more) in ENGINES.items() if "FAULTS" in more]
+    sound = [name for name in ENGINES if name not in planted]
+    for number, names in enumerate([*slices(sound, 2), planted]):
+        yield Part(
+            f"sglang-engines-{number}",
+            _script("sglang_engines", "{out}", *names),
+            seconds=560,
+            kept=[("sglang", "engines.json")],
+            engine="sglang",
+        )
+    for name, seconds, words in (
+        ("canary", 560, ()),
+        ("known", 500, ()),
+        ("cost", 330, ("--rounds", "5")),
+        ("rings", 120, ("--seconds", "75")),
+    ):
+        yield Part(
+            f"sglang-{name}",
+            _script(f"sglang_{name}", "{out}", *words),
+            seconds,
+            kept=[(f"sglang_{name}", f"{name}.json")],
+            engine="sglang",
+        )
+    yield Part("sglang-audit", _script("sglang_audit", "{out}"), seconds=560, engine="sglang")
+
+
+# -- a machine without a GPU -----------------------------------------------------------------------
+
+
+def _cpu(name: str, seconds: int, *words: str) -> Part:
+    """Return a part that runs without a GPU."""
+    return Part(
+        name,
+        (*_KVTXN, "bench", *words),
+        seconds,
+        kept=[("bench", f"{name}.json")],
+        gpus=0,
+    )
+
+
+_CPU: Final = (
+    _cpu("host-cpu", 60, "host", "--windows", "60", "--save", "{out}/host-cpu"),
+    _cpu(
+        "capacity-scheduler",
+        120,
+        "capacity",
+        "--scheduler-alone",
+        "--save",
+        "{out}/capacity-scheduler",
+    ),
+    _cpu(
+        *("cpu-vllm-smol", 1200, "vllm", "--model", "smol", "--policies", "stock", "undo"),
+        *("deferred", "--scenario", "short", "--requests", "1", "--context", "256"),
+        *("--tokens", "192", "--rounds", "31", "--folder", "{out}", "--output", "cpu-vllm-smol"),
+    ),
+    _cpu(
+        *("cpu-vllm-ledger", 1200, "vllm", "--policies", "stock", "ledger", "--requests", "1"),
+        *("4", "8", "--clock", "--rounds", "41", "--folder", "{out}"),
+        *("--output", "cpu-vllm-ledger"),
+    ),
+    _cpu(
+        *("cpu-soak", 1800, "soak", "--seconds", "780", "--pieces", "2", "--seed", "60"),
+        *("--every", "20", "--save", "{out}/cpu-soak"),
+    ),
+)
+
+#: All parts, in the order in which they run.
+PARTS: Final[Sequence[Part]] = (
+    *_RANKS,
+    *_grid(),
+    *_states(),
+    *_audits(),
+    *_CONNECTORS,
+    *_sanitizer(),
+    *_sglang(),
+    *_KERNELS,
+    *_TURNS,
+    *_CPU,
+)
