@@ -612,12 +612,13 @@ class Ledger:
     def origins(
         self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
     ) -> Tensor:
-        """Return who stores runs of rows, for ``import_rows`` when they come back.
+        """Return who stores runs of rows, for ``import_rows`` when they come back, or states.
 
         Args:
             request: the request whose tokens the rows are stored under.
-            group: the group of the rows.
-            firsts: int ``[n]`` on the host, the position of the first row of each run.
+            group: the group of the rows or states.
+            firsts: int ``[n]`` on the host, the position of the first row of each run; of a state,
+                the position of the last token that it has taken in.
             stored_by: the request that stores them; None: the same one.
 
         Returns:
@@ -630,13 +631,15 @@ class Ledger:
         return self._transfers.origins(request, group, firsts, stored_by=stored_by)
 
     def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
-        """Return whose rows full blocks have, for ``IdentityTable.remember``.
+        """Return whose rows full blocks have, or states, for ``IdentityTable.remember``.
 
         Args:
             request: the request that has them in its block table.
             group: the group of the blocks.
-            table: int ``[blocks]`` on the host, the request's block table.
-            firsts: int ``[n]`` on the host, the position of the first row of each block.
+            table: int ``[blocks]`` on the host, the request's block table; of states, the block of
+                one of them.
+            firsts: int ``[n]`` on the host, the position of the first row of each block; of a
+                state, the position of the last token that it has taken in.
 
         Returns:
             int64 ``[n, 7]`` on the ledger's device: the step, the request's serial number, the word
@@ -654,7 +657,7 @@ class Ledger:
 
         Args:
             request: the request, whose tokens are known up to ``end``.
-            group: the group of the rows.
+            group: the group of the rows, or of the states after each position.
             first: the first position.
             end: the position after the last.
 
@@ -684,7 +687,13 @@ class Ledger:
         return self._state.epoch
 
     def import_state(
-        self, request: str, group: str, block: int, length: int, digest: Tensor | None = None
+        self,
+        request: str,
+        group: str,
+        block: int,
+        length: int,
+        digest: Tensor | None = None,
+        origin: Tensor | None = None,
     ) -> None:
         """Record a state that was loaded from outside for a request; a step compares it later.
 
@@ -696,11 +705,14 @@ class Ledger:
             block: the block that the state was loaded into.
             length: the number of tokens that the state has taken in.
             digest: int64 ``[1]``, the result of ``export_state``; None as in ``import_rows``.
+            origin: int64 ``[6]``, the result of ``origins`` for the position ``length - 1``; as in
+                ``import_rows``.
 
         Raises:
-            ConfigError: as in ``publish_state``; or there is not one digest.
+            ConfigError: as in ``publish_state``; or there is not one digest, or an origin is there
+                without one.
         """
-        self._transfers.import_state(self.inspect, request, group, block, length, digest)
+        self._transfers.import_state(self.inspect, request, group, block, length, digest, origin)
 
     def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows that a table must have, or of a state.

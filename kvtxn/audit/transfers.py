@@ -116,7 +116,7 @@ class RowTransfers:
         self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
     ) -> Tensor:
         """Do what ``Ledger.origins`` says."""
-        place = checks.place_of("origins", self._books, group, states=False)
+        place = checks.place_of("origins", self._books, group)
         books, line = self._books, self._state.requests.line(request, operation="origins")
         writer = self._state.requests.line(
             request if stored_by is None else stored_by, operation="origins"
@@ -132,7 +132,7 @@ class RowTransfers:
 
     def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
         """Do what ``Ledger.identities`` says."""
-        place = checks.place_of("identities", self._books, group, states=False)
+        place = checks.place_of("identities", self._books, group)
         origins = self.origins(request, group, firsts)
         line = self._state.requests.line(request, operation="identities")
         first, books = origins[:, 2], self._books
@@ -154,7 +154,7 @@ class RowTransfers:
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
         """Do what ``Ledger.expected`` says."""
-        place = checks.place_of("expected", self._books, group, states=False)
+        place = checks.place_of("expected", self._books, group)
         line = self._state.requests.line(request, operation="expected")
         self._span("expected", first, end)
         salt = self._books.salts[place.written]
@@ -169,11 +169,14 @@ class RowTransfers:
         block: int,
         length: int,
         digest: Tensor | None = None,
+        origin: Tensor | None = None,
     ) -> None:
         """Do what ``Ledger.import_state`` says."""
         place = self._place_of_state("import_state", group, block)
         checks.whole("import_state", "length", length, 1, self._books.sizes.max_length)
-        self._import(inspect, "import_state", request, place, [block], length - 1, length, digest)
+        self._import(
+            *(inspect, "import_state", request, place, [block], length - 1, length, digest, origin)
+        )
         self._books.owners[place.owners + block] = NOBODY
 
     def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:

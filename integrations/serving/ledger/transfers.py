@@ -5,8 +5,11 @@ bytes turn up again, they are the rows that they were. A block that leaves is co
 tokens that it is stored under. A block that comes with other bytes than were stored in its place is
 wrong, if only this engine can store there. Any other block is from elsewhere: other processes may
 know it, see ``shared_identities``; if none does, its rows are taken for those of the request that
-loads it, and so is each state that comes. Where a connector says that it could not load a block,
-nobody has written it, and the engine drops what the step computed of it.
+loads it. Where a connector says that it could not load a block, nobody has written it, and the
+engine drops what the step computed of it.
+
+States at the ends of blocks are remembered by their bytes, too, when they leave. Other processes
+are not asked about states.
 """
 
 from __future__ import annotations
@@ -196,7 +199,14 @@ class TransferWatch:
         kept: list[Handed] = []
         for each in stores:
             group = self._groups.get(each.group)
-            if group is None or each.request not in self._ledger:
+            if each.request not in self._ledger:
+                continue
+            if group is None:
+                if self._states.get(each.group) is not None:
+                    spans.append(
+                        (each.request, each.group, [0] * each.begin + each.blocks, each.begin)
+                    )
+                    kept.append(each)
                 continue
             name, size, other = each.request, group.block_size, each.other
             if other is not None:
@@ -261,10 +271,14 @@ class TransferWatch:
         """
         taken: dict[str, list[tuple[str, list[int], int, Tensor, Tensor]]] = {}
         for name, group, table, begin in spans:
+            if begin == len(table):
+                continue
+            if group not in self._groups:
+                identities = lasts = self._identities_of_states(name, group, table, begin)
+                taken.setdefault(group, []).append((name, table[begin:], 0, identities, lasts))
+                continue
             size = self._groups[group].block_size
             firsts = range(begin * size, len(table) * size, size)
-            if not firsts:
-                continue
             identities = lasts = self._ledger.identities(name, group, table, firsts)
             if self._shared is not None:
                 expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
@@ -282,7 +296,7 @@ class TransferWatch:
             known[doubtful, 2:] = UNWRITTEN
             is_known = self._table.remember(contents, known)
             remembered |= {place for place, here in zip(places, is_known, strict=True) if here}
-            if self._shared is not None:
+            if self._shared is not None and group in self._groups:
                 numbers = [len(each) for each in blocks]
                 own = torch.cat(lasts_of).cpu().split(numbers)
                 ends = known[:, -1].split(numbers)
@@ -290,6 +304,24 @@ class TransferWatch:
                 for name, content, last, expected, first in runs:
                     self._shared.remember(name, group, content, last, expected, first)
         return remembered
+
+    def _identities_of_states(
+        self, name: str, group: str, table: Sequence[int], begin: int
+    ) -> Tensor:
+        """Return whose states are in blocks from a column on; 0 of one that is not at its end.
+
+        Returns:
+            int64 ``[n, 7]`` on the ledger's device, as ``Ledger.identities`` returns them.
+        """
+        size = self._states[group]
+        assert size is not None  # such states alone are remembered
+        found = []
+        for column, block in enumerate(table[begin:], begin):
+            last = (column + 1) * size - 1
+            identity = self._ledger.identities(name, group, [block], [last])
+            own = self._ledger.expected(name, group, last, last + 1)
+            found.append(identity * (identity[:, -1:] == own[:, None]))
+        return torch.cat(found)
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -314,8 +346,9 @@ class TransferWatch:
             for group, rows in self._groups.items():
                 self._full[each.name, group] = each.computed // rows.block_size
             if each.name in self._received:  # now, before states are copied to the step's blocks
-                for place in self._state_places(each):
-                    self._believe(each, place)
+                places = self._state_places(each)
+                for place, content in self._hashes(places).items():
+                    self._take_state(each, place, content)
         self._given = {place: place in self._doubtful for place in handed_out}
         for place in self._given:
             self._loads.pop(place, None)
@@ -355,11 +388,12 @@ class TransferWatch:
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
         ends = (*lengths.values(), *(end for *_, end in coming))
         own = _OwnWords(self._ledger, max(ends, default=0))
-        now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
+        states = [at for at in states if at[0].name not in self._received]
+        loaded = (at for _, at in states if at in self._loads or at in self._before)
+        now = self._hashes([*wanted, *loaded])
         for each, place in states:
-            filled = self._is_filled(place, now)
-            if each.name not in self._received and (place in self._loads or filled):
-                self._believe(each, place)
+            if place in self._loads or self._is_filled(place, now):
+                self._take_state(each, place, now[place])
         for name, place, blocks, first, end in coming:
             if name in self._received or place in self._loads or self._is_filled(place, now):
                 words, origin = self._rows_of(
@@ -372,7 +406,8 @@ class TransferWatch:
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
-        self._came += [(each.name, block) for each, (_, block) in states]
+        places = ((each.name, at) for each in self._arrivals for at in self._state_places(each))
+        self._came += [(name, block) for name, (_, block) in places]
         came = {arrival.name for arrival in self._arrivals}
         self._received -= came
         self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
@@ -482,9 +517,9 @@ class TransferWatch:
                 for each in known
                 if (each.last == last_word if whole else each.first == first_word)
             ]
-            if not right and self._table.repeats and self._table.forgotten:
-                return None, None  # they may be the request's as well, and that was forgotten
-            found = max(right or known, key=lambda each: each.step)
+            found = self._best(known, right)
+            if found is None:
+                return None, None
             words = self._written(words_of, found, group, first, first + len(own))
             if words is None:
                 words = own + (found.first - own[0])
@@ -493,8 +528,7 @@ class TransferWatch:
             elif found.first == first_word:  # and nobody knows the others
                 return None, None
             return words[: end - first], found.origin(self._ledger.books.key)
-        _, key = self._loads.get(place, ("", None))
-        if key is not None and (group, key) in self._stored:
+        if self._is_stored(place):
             return torch.zeros(end - first, dtype=torch.int64), None
         # A request computes its last token anew, also where all of its rows have come.
         came = whole and end >= min(first + size, length - 1)
@@ -518,14 +552,40 @@ class TransferWatch:
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 
-    def _believe(self, arrival: Arrival, place: Place) -> None:
-        """Take a state that a connector brought for that of the request that gets it."""
-        self._ledger.import_state(arrival.name, *place, arrival.computed)
+    def _take_state(self, arrival: Arrival, place: Place, content: Content) -> None:
+        """Record a state that a connector brought for a request; unknown bytes are believed."""
+        group, length = place[0], arrival.computed
+        own = int(self._ledger.expected(arrival.name, group, length - 1, length)[0])
+        (known,) = self._table.lookup(torch.tensor([content]))
+        found = self._best(known, [each for each in known if each.last == own])
+        digest = origin = None
+        if found is not None:
+            digest = torch.tensor([found.last])
+            origin = found.origin(self._ledger.books.key)
+        elif not known and self._is_stored(place):
+            digest = torch.zeros(1, dtype=torch.int64)
+        mark = set.add if origin is None else set.discard
+        mark(self._doubtful, place)
+        self._ledger.import_state(arrival.name, *place, length, digest, origin)
         self._loading = True
+
+    def _best(self, known: Sequence[Identity], right: Sequence[Identity]) -> Identity | None:
+        """Return what some bytes count for: what is right, or else the latest that is known.
+
+        None: nothing is known; or all are wrong, and one that was right may have been forgotten.
+        """
+        if not right and self._table.repeats and self._table.forgotten:
+            return None
+        return max(right or known, key=lambda each: each.step, default=None)
+
+    def _is_stored(self, place: Place) -> bool:
+        """Tell whether a block came from a place of the store that this engine alone has filled."""
+        _, key = self._loads.get(place, ("", None))
+        return key is not None and (place[0], key) in self._stored
 
     def _state_places(self, arrival: Arrival) -> list[Place]:
         """Return the blocks that have the states after what is computed of a request."""
-        found = []
+        found: list[Place] = []
         for name, size in self._states.items() if arrival.computed else ():
             blocks = arrival.tables[int(name.partition(".")[2])]
             column = 0 if size is None else (arrival.computed - 1) // size

@@ -277,12 +277,18 @@ def test_rows_that_have_come_are_heard_of_in_either_runner(rig, runner):
 
 
 @pytest.fixture(params=["none", "align"])
-def hybrid(rig, request):
+def kept(request):
+    """How the prefix cache keeps states: not at all, or at the ends of blocks."""
+    return request.param
+
+
+@pytest.fixture
+def hybrid(rig, kept):
     """A watch of a hybrid, whose request "a" left its states in blocks 9 and 10."""
     ledger = Ledger(
         [GROUP, StateGroup("group.1", 12, pool="blocks")], max_requests=4, max_length=32
     )
-    sizes = {"group.1": 4} if request.param == "align" else {}
+    sizes = {"group.1": 4} if kept == "align" else {}
     rig.ledger, rig.watch = ledger, follow(ledger, rig.runner, rig.cache, print, sizes)
     ledger.admit("a", TOKENS[:10])
     rig.row = lambda name, first, source, **more: go_on(ledger, name, first, source, **more)
@@ -339,6 +345,106 @@ def test_a_state_that_nobody_brings_is_not(hybrid):
     (found,) = hybrid.ledger.violations()
     assert (found.kind, found.found, found.written_request) == ("state", "foreign", "a")
     assert unverified(hybrid) == 8
+
+
+@pytest.fixture
+def stored_states(hybrid):
+    """The states of "a" after 4 and 8 tokens, in blocks 7 and 8, were stored in places 7 and 8."""
+    source = 10
+    for first in range(2, 8):
+        block = {3: 7, 7: 8}.get(first, 11)
+        hybrid.row("a", first, source, block=block)
+        source = block
+    hybrid.watch.begin(state_job("a", 7, 8))
+    hybrid.watch.end()
+    hybrid.watch.change([], [("group.1", block) for block in (3, 4)])
+    assert unverified(hybrid) == 0
+    return hybrid
+
+
+def state_job(name, *blocks, column=0, loads=False):
+    """Metadata as those of ``job`` that move states alone, from a column on."""
+    found = job(None, name, *blocks, loads=loads)
+    [each] = (found.load_jobs if loads else found.store_jobs).values()
+    cache = each.dst_spec if loads else each.src_spec
+    cache.group_sizes, cache.block_indices = [0, len(blocks)], [0, column]
+    return found
+
+
+def bring_state(rig, content, waits=False, place=8):
+    """Let "b" come with 8 rows computed, whose state is loaded from a place into block 4."""
+    metadata = state_job("b", 4, column=1, loads=True)
+    metadata.load_jobs[1].src_spec.block_ids = [place]
+    arrival = Arrival("b", TOKENS[:9], [], {}, 8, [[0, 0], [3, 4]])
+    rig.ledger.admit("b", TOKENS[:9])
+    if waits:
+        rig.watch.begin(metadata)
+        rig.cache[4] = content
+        rig.watch.received(["b"])
+        metadata = None
+    rig.watch.change([arrival], [])
+    if metadata is not None:
+        rig.watch.begin(metadata)
+        rig.cache[4] = content
+    rig.watch.forward(ROWS)
+    return [(v.kind, v.found, v.request, v.slot) for v in rig.ledger.violations()]
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_state_that_comes_back_is_known_by_its_bytes(stored_states, waits):
+    assert bring_state(stored_states, stored_states.cache[8], waits=waits) == []
+    stored_states.row("b", 8, 4, block=5)
+    assert stored_states.ledger.violations() == []
+    assert unverified(stored_states) == 0
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_state_of_fewer_tokens_comes_back(stored_states, waits):
+    found = bring_state(stored_states, stored_states.cache[7], waits=waits)
+    assert found == [("imported", "foreign", "b", 4)]
+    assert unverified(stored_states) == 0
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+def test_a_state_of_other_tokens_names_who_stored_it(stored_states):
+    rig = stored_states
+    metadata = state_job("b", 4, column=1, loads=True)
+    metadata.load_jobs[1].src_spec.block_ids = [8]
+    rig.ledger.admit("b", TOKENS[1:10])
+    rig.watch.change([Arrival("b", TOKENS[1:10], [], {}, 8, [[0, 0], [3, 4]])], [])
+    rig.watch.begin(metadata)
+    rig.cache[4] = rig.cache[8]
+    rig.watch.forward(ROWS)
+    [found] = rig.ledger.violations()
+    assert (found.kind, found.found, found.written_request) == ("imported", "foreign", "a")
+    assert found.written_position == 7
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+def test_other_bytes_come_back_as_a_state(stored_states):
+    """Nobody stored these bytes where they come from, and nobody else can."""
+    assert bring_state(stored_states, b"torn") == [("imported", "unwritten", "b", 4)]
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+def test_a_state_of_unknown_bytes_from_elsewhere_is_believed(stored_states):
+    transfer = stored_states.runner.vllm_config.kv_transfer_config
+    transfer.kv_connector_extra_config = {"secondary_tiers": [{"type": "fs"}]}
+    assert bring_state(stored_states, b"torn") == []
+    assert unverified(stored_states) == 1
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
+def test_a_state_that_is_not_at_the_end_of_its_block_is_not_remembered(stored_states):
+    """The scheduler may store a block whose state has gone on."""
+    rig = stored_states
+    rig.row("a", 8, 8, block=9)
+    rig.watch.begin(state_job("a", 9, column=1))
+    rig.watch.end()
+    assert bring_state(rig, rig.cache[9], place=7) == []
+    assert unverified(rig) == 1
 
 
 def test_several_connectors_and_loose_blocks(rig):
