@@ -286,6 +286,16 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "aligned-nemotron": aligned("nemotron_h", BYTES, options=KEPT | UNCOMPILED),
     "aligned-v1-qwen35": aligned("qwen3_5", BYTES, environment=V1),
     "aligned-v1-nemotron": aligned("nemotron_h", environment=V1),
+    **{
+        f"aligned-{name}": aligned(
+            "qwen3_5",
+            connectors=[connector],
+            scenarios=["states_come_back"],
+            speculation=None,
+            verified=True,
+        )
+        for name, connector in (("offload", OFFLOAD), ("simple", SIMPLE))
+    },
     "planted-aligned": aligned(
         "qwen3_5", options=KEPT | STEADY | EAGER, ends=True, faults=names(planted_ends.FAULTS)
     ),

@@ -63,8 +63,12 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: while nothing was watched: {cell['idle']}"
         if job["asked"].get("audit") == "bytes" and not cell["facts"].get("compared"):
             yield f"{name}: no bytes were compared"
-        if job.get("connectors") and name in COME_BACK[:1] and not cell["facts"].get("brought"):
+        comes = name in (COME_BACK[0], "states_come_back")
+        if job.get("connectors") and comes and not cell["facts"].get("brought"):
             yield f"{name}: the connector brought no rows"
+        believed = sum(c.get("kvtxn_audit_rows_unverified_total", 0) for c in cell["counters"])
+        if job.get("verified") and believed:
+            yield f"{name}: {believed:g} rows and states that came are of unknown bytes"
         timed = cell["facts"]["ahead"] and name in TIMED
         if not cell["exact"] and not timed and name not in DRAWN:
             yield f"{name}: {cell['same']} texts are the same"

@@ -214,7 +214,7 @@ def say(llm: Any, name: str) -> Any:
     """Run one scenario; returns its tokens."""
     empty(llm)
     llm.collective_rpc("oracle_seed", args=(0,))
-    own = {"aborted": aborted, "ends": planted_ends.ends}
+    own = {"aborted": aborted, "ends": planted_ends.ends, "states_come_back": states_come_back}
     known = connector_scenarios.SCENARIOS | scenarios.SCENARIOS | own
     return known[name](Engine(llm))
 
@@ -233,6 +233,18 @@ def aborted(engine: Engine) -> Any:
     while inner.has_unfinished_requests():
         inner.step()
     return []
+
+
+def states_come_back(engine: Engine) -> Any:
+    """Prompts of some blocks, and longer ones, each with an empty prefix cache."""
+    size = int(engine.llm.llm_engine.vllm_config.cache_config.block_size)
+    prompts = [scenarios.text(900 + i, 2 * size + 5 * i + 3) for i in range(3)]
+    first = engine.run(prompts, 12)
+    connector_scenarios.forget(engine)
+    longer = [prompt + scenarios.text(950 + i, 7 * i + 5) for i, prompt in enumerate(prompts)]
+    second = engine.run(longer, 12)
+    connector_scenarios.forget(engine)
+    return [*first, *second, *engine.run(prompts, 12)]
 
 
 def healthy(llm: Any, job: dict[str, Any], found: dict[str, Any], keep: Any) -> None:

@@ -423,6 +423,18 @@ def test_a_state_of_other_tokens_names_who_stored_it(stored_states):
 
 
 @pytest.mark.parametrize("kept", ["align"], indirect=True)
+def test_a_state_of_earlier_weights_comes_back(stored_states):
+    """It is as old as when it was stored, and not believed to be new."""
+    rig = stored_states
+    rig.ledger.new_epoch()
+    assert bring_state(rig, rig.cache[8]) == []
+    rig.row("b", 8, 4, block=5)
+    assert rig.ledger.violations() == []
+    [read] = rig.ledger.read_ages()
+    assert (read.request, read.states) == ("b", {1: 1})
+
+
+@pytest.mark.parametrize("kept", ["align"], indirect=True)
 def test_other_bytes_come_back_as_a_state(stored_states):
     """Nobody stored these bytes where they come from, and nobody else can."""
     assert bring_state(stored_states, b"torn") == [("imported", "unwritten", "b", 4)]
