@@ -108,7 +108,9 @@ class Evidence:
         place.rename(self._state)
 
 
-def start(part: Part, evidence: Evidence, gpus: Sequence[str], cores: set[int], paths: str) -> Any:
+def start(
+    part: Part, evidence: Evidence, gpus: Sequence[str], cores: set[int], paths: str
+) -> Running:
     """Start a part on these GPUs and cores; ``paths`` go before the path of Python's modules."""
     out = evidence.folder / part.name
     out.mkdir(exist_ok=True)
