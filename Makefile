@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
+.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known upstream bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -60,6 +60,10 @@ faults:
 
 known: $(READY)
 	$(BIN)/pytest tests/audit_command/test_known_faults.py
+
+# The programs of the issues in upstream/, which show the faults without kvtxn.
+upstream: $(READY)
+	$(BIN)/python upstream/check.py
 
 bench: $(READY)
 	$(BIN)/kvtxn bench host
