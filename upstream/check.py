@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ISSUES = sorted(path for path in FOLDER.glob("*.md") if path.name.islower())
-RFC = FOLDER / "RFC-final-slots.md"
+RFC, CANDIDATES = FOLDER / "RFC-final-slots.md", FOLDER / "CANDIDATES.md"
 PROGRAM = re.compile(r"^## Program\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ACTUAL = re.compile(r"^(## Actual\n\n```text\n)(.*?)(^```)$", re.MULTILINE | re.DOTALL)
 #: A quoted line: the file below ``vllm``, the line's number, and what stands there.
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, help="look the quoted lines up in this folder")
     wanted = parser.parse_args()
     failed = 0
-    for issue in [*ISSUES, RFC] if wanted.sources else ISSUES:
+    for issue in [*ISSUES, RFC, CANDIDATES] if wanted.sources else ISSUES:
         if wanted.names and issue.stem not in wanted.names:
             continue
         if wanted.sources:

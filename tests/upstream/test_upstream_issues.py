@@ -58,7 +58,9 @@ def test_an_issue_is_complete(issue):
 
 def test_every_issue_is_listed():
     listed = re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\)", (FOLDER / "README.md").read_text(), re.M)
-    assert sorted(listed) == sorted(path.name for path in [*check.ISSUES, check.RFC])
+    assert sorted(listed) == sorted(
+        path.name for path in [*check.ISSUES, check.RFC, check.CANDIDATES]
+    )
 
 
 def test_the_rfc_counts_hook_points():
