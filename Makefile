@@ -11,7 +11,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo evidence test interpreted lint house versions core gpu-core adopt faults known bench clean
+.PHONY: demo evidence test interpreted lint house versions core gpu-core adopt faults known
+.PHONY: upstream bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -65,6 +66,10 @@ faults:
 
 known: $(READY)
 	$(BIN)/pytest tests/audit_command/test_known_faults.py
+
+# The programs of the issues in upstream/, which show the faults without kvtxn.
+upstream: $(READY)
+	$(BIN)/python upstream/check.py
 
 bench: $(READY)
 	$(BIN)/kvtxn bench host
