@@ -366,7 +366,7 @@ def test_help_and_version_import_next_to_nothing(front, option):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "kvtxn.cli" in imported
     assert not {"torch", "rich", "structlog", "kvtxn.doctor", "kvtxn.benchmarks.command"} & imported
-    said = f"kvtxn {__version__}" if option == "--version" else "doctor    versions, devices"
+    said = f"kvtxn {__version__}" if option == "--version" else "doctor      versions, devices"
     assert said in done.stdout
 
 
