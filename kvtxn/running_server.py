@@ -172,7 +172,7 @@ def examine(url: str) -> tuple[dict[str, Any], bool]:
             "counters": {c.metric: series.counted(c.metric) for c in CONCERNS if _has(series, c)},
         }
         steps |= dict(_steps(series, ask))
-    report["next"] = {"step": list(steps) or ["nothing: look again after some more requests"]}
+    report["next"] = {"step": list(steps) or ["nothing to do"]}
     return report, any(steps.values())
 
 

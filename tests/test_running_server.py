@@ -105,7 +105,7 @@ def test_a_healthy_server(capsys, page, path):
         "audit: active in 2 of 2 ranks; steps watched: 120; compared: 2,468 rows, 0 states" in said
     )
     assert "kvtxn_fallbacks_total: 0, " in said or "kvtxn_fallbacks_total: 0 " in said
-    assert said.endswith("step: nothing: look again after some more requests")
+    assert said.endswith("step: nothing to do")
     assert "s3cret" not in said
 
 
