@@ -15,6 +15,7 @@ from threading import Thread
 import prometheus_client
 import pytest
 from kvtxn.integrations.serving import metrics_page
+from metrics_registry import own_registry
 
 from kvtxn import running_server
 from kvtxn.audit.findings import AUDIT_FAMILIES
@@ -36,15 +37,7 @@ def page(monkeypatch):
     """Makes the text of a page from the counters of each rank, as an engine's process does."""
 
     def make(*ranks, engine="vllm:num_requests_running"):
-        registry = prometheus_client.CollectorRegistry()
-        for name in ("Counter", "Gauge"):
-            plain = getattr(prometheus_client, name)
-
-            def begin(self, *args, plain=plain, **kwargs):
-                plain.__init__(self, *args, **kwargs, registry=registry)
-
-            monkeypatch.setattr(prometheus_client, name, type(name, (plain,), {"__init__": begin}))
-        metrics_page._metric.cache_clear()
+        registry = own_registry(monkeypatch)
         shown = metrics_page.MetricsPage("tiny")
         for rank, found in enumerate(ranks):
             for name, family in EVERY.items():
