@@ -90,6 +90,7 @@ dist:
 	cd build/unpacked && tar --format=ustar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 \
 		--group=0 --numeric-owner --mode=u=rwX,go=rX -cf - * | gzip -9n > ../sdist
 	mv build/sdist dist/*.tar.gz
+	rm -rf build
 	$(PYTHON) -m twine check --strict dist/*
 
 # The package also asks for llama.cpp, to run the model with.
