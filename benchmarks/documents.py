@@ -18,6 +18,7 @@ from ..audit.findings import AUDIT_FAMILIES
 from ..integrations.audit_command.verdict import MEANING
 from ..integrations.vllm_plugin.policy import state_rules, supported
 from ..metrics import FAMILIES
+from . import dashboard
 from .common import paired_stats
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table, words
@@ -254,6 +255,13 @@ def metrics() -> str:
     return words(["metric", "labels", "meaning"], rows)
 
 
+def panels() -> str:
+    """Return the dashboard with the metrics of a vLLM engine."""
+    from ..integrations.vllm_plugin.metrics import ACTIVE
+
+    return dashboard.as_json(ACTIVE)
+
+
 def _listed(names: Sequence[str]) -> str:
     """Return names as a sentence lists them."""
     *others, last = names
@@ -277,6 +285,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "releases": releases,
     "violations": violations,
     "metrics": metrics,
+    "queries": dashboard.as_promql,
     "host": host,
     "kernels": kernels,
     "models": models,
@@ -354,6 +363,7 @@ def main() -> None:
     parser.add_argument("documents", type=Path, nargs="*", default=DOCUMENTS)
     for path in parser.parse_args().documents:
         path.write_text(fill(path.read_text()))
+    dashboard.FILE.write_text(panels())
 
 
 if __name__ == "__main__":

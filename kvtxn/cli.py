@@ -26,7 +26,7 @@ from . import __version__, extras
 from .errors import KVTxnError
 
 GROUP: Final = "kvtxn.commands"
-#: Columns that an error takes at most.
+#: Columns that an error or a page for people takes at most.
 WIDTH: Final = 100
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -68,7 +68,7 @@ class _Front(_Parser):
 
     def format_help(self) -> str:
         """Format the help, with a line for each command."""
-        lines = [f"  {name:<10}{_summary(entry)}" for name, entry in _entries().items()]
+        lines = [f"  {name:<12}{summary(entry)}" for name, entry in commands().items()]
         ending = textwrap.wrap(EXIT_CODES, WIDTH)
         return "\n".join([super().format_help(), "commands:", *lines, "", *ending, ""])
 
@@ -103,18 +103,15 @@ def _drop_output() -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    front = _Front(prog="kvtxn", description="Transactions for the KV cache of LLM inference.")
-    front.add_argument("--version", action="version", version=f"kvtxn {__version__}")
-    front.add_argument(
-        "--log-level", choices=LEVELS, default="warning", help="what kvtxn reports on stderr"
-    )
-    front.add_argument("command", metavar="COMMAND", choices=list(_entries()), help="see below")
+    description = "Transactions for the KV cache of LLM inference."
+    front = with_options(_Front(prog="kvtxn", description=description))
+    front.add_argument("command", metavar="COMMAND", choices=list(commands()), help="see below")
     front.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     args = front.parse_args(argv)
     words = vars(args).pop("words")
     prog = f"kvtxn {args.command}"
     try:
-        command: Command = _entries()[args.command].load()
+        command: Command = commands()[args.command].load()
     except Exception as error:  # another package's, which may fail in any way
         front.error(f"{args.command} cannot be used: {_reason(error, args.command)}")
     from . import log
@@ -130,13 +127,22 @@ def _main(argv: Sequence[str] | None) -> int:
         return 2
     except KVTxnError as error:
         text = str(error)
-        if error.operation in _entries():  # the command is named once
+        if error.operation in commands():  # the command is named once
             text = text.removeprefix(f"{error.operation}: ")
         lines = f"{prog}: {text}".splitlines()  # an engine's last words keep their lines
         print("\n".join(textwrap.fill(line, WIDTH) for line in lines), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that stand before a command to a parser, and return it."""
+    parser.add_argument("--version", action="version", version=f"kvtxn {__version__}")
+    parser.add_argument(
+        "--log-level", choices=LEVELS, default="warning", help="what kvtxn reports on stderr"
+    )
+    return parser
 
 
 def run_command(
@@ -165,12 +171,12 @@ def run_command(
     return command.run(parser.parse_args(words, args))
 
 
-def _entries() -> dict[str, EntryPoint]:
+def commands() -> dict[str, EntryPoint]:
     """Find the commands that installed packages declare, by name."""
     return {entry.name: entry for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 
-def _summary(entry: EntryPoint) -> str:
+def summary(entry: EntryPoint) -> str:
     """Return a command's line of help, and the missing packages that it needs."""
     try:
         says = _literals(entry)
@@ -215,7 +221,7 @@ def _remedy(error: ModuleNotFoundError, command: str) -> str | None:
     If several extras have it, the command's namesake is taken, since it brings all that the command
     needs.
     """
-    needs = [*getattr(error, "modules", ()), *_literals(_entries()[command]).get("NEEDS", ())]
+    needs = [*getattr(error, "modules", ()), *_literals(commands()[command]).get("NEEDS", ())]
     extra = extras.bringing(error, command, needs)
     if extra is None:
         return None

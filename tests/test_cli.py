@@ -366,8 +366,24 @@ def test_help_and_version_import_next_to_nothing(front, option):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "kvtxn.cli" in imported
     assert not {"torch", "rich", "structlog", "kvtxn.doctor", "kvtxn.benchmarks.command"} & imported
-    said = f"kvtxn {__version__}" if option == "--version" else "doctor    versions, devices"
+    said = f"kvtxn {__version__}" if option == "--version" else "doctor      versions, devices"
     assert said in done.stdout
+
+
+@pytest.mark.parametrize("command", ["audit", "bench", "demo", "doctor", "trace"])
+def test_help_of_a_command_imports_no_torch(command):
+    """Nor an engine: torch takes some seconds, and help needs none of it."""
+    pytest.importorskip("rich")
+    code = (
+        "import sys; from kvtxn.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'numpy', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"usage: kvtxn {command} ")
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_package_is_a_command():

@@ -21,6 +21,8 @@ DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-
 EXTRAS = {
     "kvtxn": (),
     "kvtxn/audit/redis_store.py": ("redis",),
+    "kvtxn/completion.py": ("completion",),
+    "kvtxn/running_server.py": ("doctor",),
     "kvtxn/testing": ("testing",),
     "backends": ("triton",),
     "backends/audit_numba": ("numba",),
@@ -78,11 +80,32 @@ def test_what_is_declared_is_imported(extra):
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 #: Extras that the tests are run with; "dev" asks for some of them itself.
 TESTED_WITH = (
-    *("dev", "bench", "numba", "redis", "testing", "transformers", "triton", "vllm"),
+    *(
+        "dev",
+        "bench",
+        "completion",
+        "doctor",
+        "numba",
+        "redis",
+        "testing",
+        "transformers",
+        "triton",
+        "vllm",
+    ),
     "sglang",  # scripts on a GPU
 )
 #: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
-TOOLS = {"mypy", "pip", "pytest-timeout", "ruff", "setuptools", "types-cachetools"}
+TOOLS = {
+    "build",
+    "check-jsonschema",
+    "mypy",
+    "pip",
+    "pytest-timeout",
+    "ruff",
+    "setuptools",
+    "twine",
+    "types-cachetools",
+}
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))

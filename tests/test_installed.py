@@ -28,7 +28,7 @@ REMEDY = re.compile(
 )
 
 
-COMMANDS = [["--help"], ["doctor", "--json"], ["bench", "--help"]]
+COMMANDS = [["--help"], ["doctor", "--json"], ["bench", "--help"], ["completion", "bash"]]
 COMMANDS += [[name, *more] for name in ("audit", "demo", "trace") for more in ([], ["--help"])]
 COMMANDS += [["bench", suite, *ARGUMENTS.get(suite, [])] for suite in SUITES]
 COMMANDS += [["bench", suite, "--help"] for suite in SUITES]
@@ -46,6 +46,8 @@ IMPORTS = {
     "triton": "kvtxn.backends.triton_executor",
     "transformers": "kvtxn.integrations.transformers_cache",
     "testing": "kvtxn.testing",
+    "completion": "shtab",
+    "doctor": "kvtxn.running_server",
     "bench": "kvtxn.benchmarks.common.markdown, tabulate",
 }
 

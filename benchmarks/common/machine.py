@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ...integrations.audit_command.shown_arguments import shown
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -26,7 +28,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         commit: commit of these sources, used if neither git nor a file COMMIT names it.
     """
     facts: dict[str, Any] = {
-        "command": shlex.join(["kvtxn", *_without_folder(sys.argv[1:])]),
+        "command": shlex.join(["kvtxn", *_shown(sys.argv[1:])]),
         "commit": commit or commit_of(),
         "python": platform.python_version(),
         "processor": _processor(),
@@ -119,12 +121,14 @@ def _first_gpu() -> Iterator[tuple[Any, Any] | None]:
         pynvml.nvmlShutdown()
 
 
-def _without_folder(arguments: list[str]) -> list[str]:
-    """Drop ``--folder`` and its value, which do not affect a result."""
-    if "--folder" not in arguments:
-        return arguments
-    place = arguments.index("--folder")
-    return arguments[:place] + arguments[place + 2 :]
+def _shown(arguments: list[str]) -> list[str]:
+    """Drop ``--folder``, which does not affect a result, and what in engine arguments is secret."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--folder")
+    parser.add_argument("--engine-args", type=json.loads)
+    known, words = parser.parse_known_args(arguments)
+    given = known.engine_args
+    return words if given is None else [*words, "--engine-args", json.dumps(shown(given))]
 
 
 def _run(*command: str) -> str:

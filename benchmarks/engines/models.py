@@ -15,8 +15,9 @@ import attrs
 
 from ...errors import ConfigError
 from ...integrations import demo
+from ...integrations.demo import smol
 from ..common.model_shapes import SHAPES, Shape
-from . import hybrids, smol
+from . import hybrids
 
 _DEMO: Final = Path(demo.__file__).parent
 
@@ -28,13 +29,12 @@ class Model:
     Attributes:
         name: the model's name on the command line.
         shape: its size.
-        prepare: writes the files of a trained model into a folder, which it returns; None for
-            random weights.
+        prepare: returns the folder of a trained model, once it is written; None for random weights.
     """
 
     name: str
     shape: Shape
-    prepare: Callable[[Path], Path] | None = None
+    prepare: Callable[[], Path] | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -53,11 +53,11 @@ class Model:
         """Return the arguments of ``vllm.LLM`` that name the model.
 
         Args:
-            folder: for a configuration, or the model's files, where they have to be written.
+            folder: for a configuration, if it has to be written.
             max_length: most tokens of a request.
         """
         if self.prepare is not None:
-            return {"model": str(self.prepare(folder / self.name))}
+            return {"model": str(self.prepare())}
         path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
         return {"model": str(path), "load_format": "dummy"}
 
@@ -79,7 +79,7 @@ class Model:
 #: Models that ``kvtxn bench vllm`` can serve, by name.
 MODELS: Final[Mapping[str, Model]] = {
     **{name: Model(name, shape) for name, shape in SHAPES.items()},
-    "smol": Model("smol", smol.SHAPE, prepare=smol.prepare),
+    "smol": Model("smol", Shape(30, 576, 1536, 9, 3, 49152), prepare=smol.prepared),
 }
 
 

@@ -10,20 +10,20 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ...cli import natural, require
+from ...cli import WIDTH, natural, require
 from ...errors import ConfigError
 from ..demo.engine import MODEL
 from .engine import run as run_engine
 from .jobs import Found, Job, Refused
-from .page import write
 from .progress import Progress
 from .prompts import read
-from .sglang_engine import NOT_PLAYED
 from .shown_arguments import shown
-from .verdict import WIDTH, Verdict, judge
 from .workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from .verdict import Verdict
 
 help: Final = "run an engine under the ledger, say what was found, and draw it"
 NEEDS: Final = ("rich", "vllm")
@@ -99,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
         the audit was interrupted before a violation was found.
     """
     require(args.engine)
+    from .page import write  # brings torch, for which the command's help must not wait
+    from .verdict import judge
+
     job = job_of(args)
     check_writable("--html", args.html)
     found = play(job, "kvtxn audit")
@@ -125,6 +128,8 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         ConfigError: the engine's arguments, the workload or its file are not valid.
     """
+    from .sglang_engine import NOT_PLAYED
+
     sglang = args.engine == "sglang"
     every = [name for name in WORKLOADS if not (sglang and name in NOT_PLAYED)]
     names = tuple(every) if args.workload == "all" else tuple(args.workload.split(","))

@@ -8,15 +8,13 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from ...cli import natural, require
+from ...cli import WIDTH, natural, require
 from ...errors import ConfigError
 from ..demo.command import first_prompts
 from . import svg
 from .command import PLAIN, as_text, check_writable, play, watched
 from .jobs import Job, Refused
-from .page import write
 from .prompts import Prompt
-from .verdict import WIDTH, judge
 
 help: Final = "run the demo's model with windows, and draw what they do to the cache"
 NEEDS: Final = ("rich", "vllm")
@@ -53,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         The exit code, as of ``kvtxn audit``.
     """
     require("vllm")
+    from .page import write  # brings torch, for which the command's help must not wait
+    from .verdict import judge
+
     check_writable("--html", args.html)
     check_writable("--svg", args.svg)
     job = job_of(args)

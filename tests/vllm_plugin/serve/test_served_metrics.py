@@ -78,6 +78,24 @@ def test_none_of_vllms_own_is_lost(served):
     assert names >= THEIRS
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.engines(name)) for name in SERVERS]
+)
+def test_the_doctor_of_a_running_server(reports, name):
+    """It says what the page says, and what to do next: here the audit was not asked for."""
+    found = reports(name)["alone"]
+    page, said = Page(found["last"]), " ".join(found["doctor"]["said"].split())
+    ended, ranks = f"{page.sum('kvtxn_windows_total'):.0f}", found["ranks"]
+    windows = f"active in {ranks} of {ranks} ranks; windows that ended: {ended} (committed {ended})"
+    assert found["doctor"]["code"] == 0, said
+    assert (
+        f"server engine: vLLM engine 0 model: {found['model']} engine 0 windows: {windows}; draft"
+        in said
+    )
+    assert "audit: not asked for" in said
+    assert "next step: for the audit, start vLLM with" in said
+
+
 def test_a_page_is_read_as_prometheus_reads_it():
     page = Page(
         '# HELP a_total What.\n# TYPE a_total counter\na_total{x="1",y="u v"} 2.0\na_total 3'
