@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
+.PHONY: demo test interpreted docs lint house versions core gpu-core adopt faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -22,6 +22,10 @@ test: $(READY)
 # Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
 interpreted: $(READY)
 	$(BIN)/pytest tests/backends --interpret-all
+
+# The documentation as a site, in site/index.html; a broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
