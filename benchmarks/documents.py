@@ -191,9 +191,9 @@ def headline() -> str:
     cell, held, exact, fast = _equal_memory()
     gpu = load("h200-vllm-qwen3.5-9b-equal-memory")["machine"]["gpu"].removeprefix("NVIDIA ")
     return (
-        f"- **{exact:.1f} to {fast:.1f} times vLLM's tokens per second** where recurrent states fill "
-        f"the cache: {cell['requests']} requests of Qwen3.5-9B on an {gpu}, in a KV cache in which "
-        f"stock holds {held}. kvtxn keeps one state per request in place of one per draft. "
+        f"- **{exact:.1f} to {fast:.1f} times vLLM's tokens per second** where recurrent states "
+        f"fill the cache: {cell['requests']} requests of Qwen3.5-9B on an {gpu}, in a KV cache in "
+        f"which stock holds {held}. kvtxn keeps one state per request in place of one per draft. "
         "[How](docs/vllm.md#hybrids)."
     )
 

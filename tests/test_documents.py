@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text()
 #: The pages of the site, by their paths in the repository.
 PAGES = [
     Path(name)
-    for name in re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    for name in re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
 ]
 #: The pages whose code runs.
 GUIDES = [path for path in PAGES if path.parent.name == "docs" or path.name == "README.md"]
