@@ -1,4 +1,4 @@
-"""Links of the built site: ``python tests/site_links.py site`` checks them, and lists external ones.
+"""Links of the built site: ``python tests/site_links.py site`` checks and lists them.
 
 A link within the site leads to a file and to a place in it. Of an external link only the form is
 checked: nothing is fetched.
@@ -27,7 +27,7 @@ NAMES = {"canonical", "next", "prev"}
 
 @attrs.define
 class Page(HTMLParser):
-    """The links of a page, the places that links can name, and its paragraphs."""
+    """The links of a page, the places that links can name, and its paragraphs and cells."""
 
     links: list[str] = attrs.field(factory=list)
     fetched: list[str] = attrs.field(factory=list)
@@ -41,9 +41,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
         self.places |= {value for name, value in attributes if name in ("id", "name") and value}
-        if tag == "p":
+        if tag in ("p", "td"):
             self.paragraphs.append("")
-        self._inside = tag == "p" or (self._inside and tag != "code")
+        self._inside = tag in ("p", "td") or (self._inside and tag != "code")
         for name, value in attributes:
             if (tag, name) == ("a", "href") and value:
                 self.links.append(value)
@@ -51,7 +51,7 @@ class Page(HTMLParser):
                 self.fetched.append(value)
 
     def handle_endtag(self, tag):
-        self._inside = self._inside and tag != "p"
+        self._inside = self._inside and tag not in ("p", "td")
 
     def handle_data(self, data):
         if self._inside:
