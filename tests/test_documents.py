@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -89,6 +90,7 @@ def test_python_blocks_run(code, tmp_path):
     done = subprocess.run(
         [sys.executable, *command, str(path)],
         cwd=tmp_path,
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},  # compiled, the ledger takes half a minute
         capture_output=True,
         text=True,
         check=False,
@@ -122,7 +124,7 @@ def commands():
                     yield pytest.param(words[1:], id=" ".join(words))
 
 
-@pytest.mark.parametrize("words", commands())
+@pytest.mark.parametrize("words", [*commands()])
 def test_commands_take_these_arguments(words):
     """A command parses each line of a shell block; it does not run."""
     command = entry_points(group="kvtxn.commands")[words[0]].load()

@@ -121,9 +121,9 @@ class GatedDelta(RankOne):
         """
         if parents is not None:
             paths = Paths.of(slots, lengths, parents)
-            parts = (paths.take(part) for part in (query, key, value, beta, decay))
+            taken = (paths.take(part) for part in (query, key, value, beta, decay))
             outputs, (k, v, e) = self.outputs(
-                state, paths.slots, paths.lengths, *parts, scale=scale, normalise=normalise
+                state, paths.slots, paths.lengths, *taken, scale=scale, normalise=normalise
             )
             first = paths.first
             return outputs[first], (k[first], v[first], e[first])

@@ -159,8 +159,8 @@ class Mamba2(RankOne):
         """
         if parents is not None:
             paths = Paths.of(slots, lengths, parents)
-            parts = (paths.take(part) for part in (x, dt, b, c))
-            outputs, staged = self.outputs(state, paths.slots, paths.lengths, *parts)
+            taken = (paths.take(part) for part in (x, dt, b, c))
+            outputs, staged = self.outputs(state, paths.slots, paths.lengths, *taken)
             first = paths.first
             return outputs[first], (staged[0][first], staged[1][first], staged[2][first])
         staged = (x.to(self.dtype), dt.float(), b.to(self.dtype))
