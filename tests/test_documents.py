@@ -98,6 +98,26 @@ def test_python_blocks_run(code, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_guides_executor_passes_the_kit(tmp_path):
+    """In a few of its tests: those with faults that this executor cannot have are skipped."""
+    text = blocks(Path("docs/executor.md"), "python")
+    (mine,) = (code for code in text if "class Mine" in code)
+    (kit,) = (code for code in text if "ExecutorConformance" in code)
+    assert '"torch"' in kit
+    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "test_mine.py").write_text(kit.replace('"torch"', "__import__('mine').Mine"))
+    some = "whole_states or abort_at_any_point or rings_and_states"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", some, "test_mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
 def test_the_first_window_is_at_most_fifteen_lines():
     example = next(code for code in blocks(Path("README.md"), "python") if "manager.window" in code)
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
