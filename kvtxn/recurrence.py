@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .draft_tree import Parents, as_parents, check_fit, per_request, ways_of
 from .errors import LayerError
 from .formats import RowFormat
 
@@ -248,3 +249,64 @@ def states_of(
     taken = state[where.clamp(min=0)].to(dtype)
     there = (where >= 0).view(-1, *[1] * (state.ndim - 1))
     return torch.where(there, taken, torch.zeros_like(taken))
+
+
+@attrs.frozen
+class Paths:
+    """The draft trees of a window's requests, as sequences: one from the root to each leaf.
+
+    Attributes:
+        slots: the state of each path, which is its request's.
+        lengths: rows of each path, the request's settled rows included.
+        rows: for each row of the paths, the row of the window.
+        first: for each row of the window, a row of the paths that computes it.
+    """
+
+    slots: list[int]
+    lengths: list[int]
+    rows: list[int]
+    first: list[int]
+
+    @classmethod
+    def of(cls, slots: Tensor | Sequence[int], lengths: Sequence[int], parents: Parents) -> Paths:
+        """Find the paths of trees; ``parents`` as for ``TransactionManager.window``.
+
+        Raises:
+            LayerError: there are not as many slots as requests.
+            TreeError: the trees are malformed, or one has more drafts than its request has rows.
+        """
+        known = slots.tolist() if isinstance(slots, Tensor) else [*slots]
+        if len(known) != len(lengths):
+            raise LayerError(
+                "outputs",
+                "slots is not valid",
+                expected=f"{len(lengths)} slots",
+                got=len(known),
+                hint="name the state of each request; -1 starts from zeros",
+            )
+        paths = cls([], [], [], [])
+        forest = per_request(as_parents(parents), len(lengths))
+        check_fit(forest, [min(*each) for each in zip(map(len, forest), lengths, strict=False)])
+        start = 0
+        for slot, length, tree in zip(known, lengths, forest, strict=True):
+            settled, where = length - len(tree), dict[int, int]()
+            ways = [way for node, way in enumerate(ways_of(tree)) if node not in tree]
+            for way in ways or [[]]:
+                path = [*range(settled), *(settled + node for node in way)]
+                for row in path:
+                    where.setdefault(row, len(paths.rows))
+                    paths.rows.append(start + row)
+                paths.slots.append(slot)
+                paths.lengths.append(len(path))
+            paths.first.extend(where[row] for row in range(length))
+            start += length
+        return paths
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the rows of the paths, of the rows of the window.
+
+        Raises:
+            LayerError: there are not as many rows as the lengths say.
+        """
+        by_request(rows, [len(self.first)])
+        return rows[self.rows]

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvtxn", "backends", "benchmarks", "integrations")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "mkdocs.yml")
 #: Nothing is fetched: the build tool is the one that is installed here.
 OFFLINE = ("--quiet", "--no-index", "--no-build-isolation")
 
@@ -50,7 +50,7 @@ def build_wheel(folder: Path) -> Path:
 def build_sdist(folder: Path) -> Path:
     """Build a source distribution into ``folder``; returns its path."""
     tree = folder / "tree"
-    copy_sources(tree, "tests")
+    copy_sources(tree, "tests", "docs")
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
     (sdist,) = folder.glob("kvtxn-*.tar.gz")

@@ -81,7 +81,8 @@ def test_the_source_distribution_is_whole(tmp_path):
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()
     }
-    expected |= {f"{folder}/README.md" for folder in ("kvtxn", "integrations", "benchmarks")}
+    expected |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    expected |= {"README.md", "benchmarks/README.md", "mkdocs.yml"}
     expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
     assert not any(name.endswith((".pyc", ".gz")) for name in names)

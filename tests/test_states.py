@@ -54,7 +54,7 @@ def test_every_state_can_be_reached():
 
 
 def test_markdown_has_a_cell_for_every_pair():
-    """The README's table is generated from the data."""
+    """The page's table is generated from the data."""
     lines = as_markdown().splitlines()
     assert len(lines) == len(WindowState) + 2
     assert all(line.count("|") == len(Event) + 2 for line in lines)

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import attrs
 
+from ...audit import RecordingLedger
 from .jobs import Found
-from .verdict import Verdict
+from .verdict import Verdict, judge
 
 _FOLDER: Final = files(__package__) / "assets"
 #: The scripts, in the order in which they need each other.
@@ -44,6 +45,40 @@ def write(path: Path, *, title: str, verdict: Verdict, found: Found, command: st
         if path.is_file():
             path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_ledger(
+    path: Path, ledger: RecordingLedger, *, title: str, policy: str | None = None
+) -> Verdict:
+    """Write the page of any engine that has told a ledger its steps.
+
+    Args:
+        path: the file.
+        ledger: the ledger; its violations are read.
+        title: the first words of the page.
+        policy: of the engine's windows; None without windows.
+
+    Returns:
+        The verdict that the page shows; its ``exit_code`` is 0 for a healthy engine.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; half a page is not left.
+    """
+    ledger.violations()
+    recording, counters = ledger.recording() | {"policy": policy}, [ledger.counters()]
+    requests = len(recording["requests"])
+    verdict = judge(counters, recording["violations"], requests)
+    found = Found(
+        engine={},
+        counters=[dict(each) for each in counters],
+        recordings=[recording],
+        requests=requests,
+        aborted=0,
+        failed=[],
+        seconds=0.0,
+    )
+    write(path, title=title, verdict=verdict, found=found, command=title)
+    return verdict
 
 
 def data(title: str, verdict: Verdict, found: Found, command: str) -> dict[str, Any]:

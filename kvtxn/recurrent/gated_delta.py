@@ -15,8 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..draft_tree import Parents
 from ..recurrence import (
     FLOATS,
+    Paths,
     RowPart,
     by_request,
     check_heads,
@@ -85,6 +87,7 @@ class GatedDelta(RankOne):
         *,
         scale: float | None = None,
         normalise: bool = True,
+        parents: Parents | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Compute the outputs of a window's rows, and the tensors that the rows stage.
 
@@ -104,6 +107,9 @@ class GatedDelta(RankOne):
             decay: the factor ``exp(g)``, in the shape of a staged decay.
             scale: factor of the queries; None is 1 / sqrt(key_size).
             normalise: divide each query and key by its Euclidean length first.
+            parents: the parent of each draft row, if drafts are trees: as ``tree`` of
+                ``TransactionManager.window``, with one draft row for each parent. A row then sees
+                the settled rows and its own path. Waits for the device.
 
         Returns:
             Outputs, float32 ``[num_rows, num_heads, value_size]``, and the tensors to stage: key,
@@ -111,7 +117,16 @@ class GatedDelta(RankOne):
 
         Raises:
             LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            TreeError: the trees are malformed, or do not fit the lengths.
         """
+        if parents is not None:
+            paths = Paths.of(slots, lengths, parents)
+            taken = (paths.take(part) for part in (query, key, value, beta, decay))
+            outputs, (k, v, e) = self.outputs(
+                state, paths.slots, paths.lengths, *taken, scale=scale, normalise=normalise
+            )
+            first = paths.first
+            return outputs[first], (k[first], v[first], e[first])
         factor = state.shape[-1] ** -0.5 if scale is None else scale
         queries, keys = query.float(), key.float()
         if normalise:

@@ -12,9 +12,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..draft_tree import Parents
 from ..errors import LayerError
 from ..recurrence import (
     FLOATS,
+    Paths,
     RowPart,
     by_request,
     check_heads,
@@ -125,6 +127,8 @@ class Mamba2(RankOne):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
+        *,
+        parents: Parents | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Compute the outputs of a window's rows, and the tensors that the rows stage.
 
@@ -141,6 +145,9 @@ class Mamba2(RankOne):
             dt: ``[num_rows, num_heads]``, after its bias and softplus.
             b: ``[num_rows, groups, state_size]``.
             c: ``[num_rows, groups, state_size]``.
+            parents: the parent of each draft row, if drafts are trees: as ``tree`` of
+                ``TransactionManager.window``, with one draft row for each parent. A row then sees
+                the settled rows and its own path. Waits for the device.
 
         Returns:
             Outputs, float32 ``[num_rows, num_heads, head_size]``, and the tensors to stage: x,
@@ -148,7 +155,14 @@ class Mamba2(RankOne):
 
         Raises:
             LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            TreeError: the trees are malformed, or do not fit the lengths.
         """
+        if parents is not None:
+            paths = Paths.of(slots, lengths, parents)
+            taken = (paths.take(part) for part in (x, dt, b, c))
+            outputs, staged = self.outputs(state, paths.slots, paths.lengths, *taken)
+            first = paths.first
+            return outputs[first], (staged[0][first], staged[1][first], staged[2][first])
         staged = (x.to(self.dtype), dt.float(), b.to(self.dtype))
         key, value, decay = self.prepare(staged)
         rows = (key.float(), value, decay, c.float())

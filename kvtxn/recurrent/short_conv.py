@@ -13,9 +13,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..draft_tree import Parents
 from ..errors import LayerError
 from ..recurrence import (
     FLOATS,
+    Paths,
     Recurrence,
     RowPart,
     by_request,
@@ -79,6 +81,8 @@ class ShortConv(Recurrence):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
+        *,
+        parents: Parents | None = None,
     ) -> tuple[Tensor, tuple[Tensor]]:
         """Convolve a window's rows, each over its request's past and the rows before it.
 
@@ -92,6 +96,9 @@ class ShortConv(Recurrence):
             inputs: ``[num_rows, channels]``.
             weight: ``[channels, width]``, the newest tap last.
             bias: ``[channels]``.
+            parents: the parent of each draft row, if drafts are trees: as ``tree`` of
+                ``TransactionManager.window``, with one draft row for each parent. A row then sees
+                the settled rows and its own path. Waits for the device.
 
         Returns:
             Outputs, float32 ``[num_rows, channels]``, without any activation, and the tensor to
@@ -99,7 +106,13 @@ class ShortConv(Recurrence):
 
         Raises:
             LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            TreeError: the trees are malformed, or do not fit the lengths.
         """
+        if parents is not None:
+            paths = Paths.of(slots, lengths, parents)
+            rows = paths.take(inputs)
+            whole, (staged,) = self.outputs(state, paths.slots, paths.lengths, rows, weight, bias)
+            return whole[paths.first], (staged[paths.first],)
         staged = inputs.to(state.dtype)
         outputs = []
         requests = zip(

@@ -183,6 +183,8 @@ class Overwriting(KitBase):
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
         """on_error="raise": no draft in any cache, and no state or live row half written."""
+        if at == ADVANCE:
+            need_kinds(kit, "replayed")  # nothing else is advanced
         rig, faults = faulty_mixed_rig(kit, policy, on_error="raise")
         batch = rig.batch(SHAPES["laps"], padding=0.0)
         faults.arm(at, when, nth)

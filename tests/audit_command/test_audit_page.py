@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import recorded
+import torch
 from kvtxn.integrations.audit_command import page
 
+from kvtxn.audit import RecordingLedger, RowGroup, Step
 from kvtxn.audit.recording import RUN_FIELDS
 from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
 
@@ -155,3 +157,29 @@ def test_half_a_page_is_not_left(monkeypatch, tmp_path):
         page.write(path, title="", verdict=None, found=None, command="")
     assert failed.value.errno == errno.ENOSPC
     assert not path.exists()
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_an_engine_of_ones_own_has_a_page(tmp_path, healthy):
+    """Its recording is in it, the policy of its windows, and the verdict of its ledger."""
+    ledger = RecordingLedger([RowGroup("rows", 4, 4)], max_requests=1, max_length=8)
+    ledger.admit("chat", [11, 12])
+    ledger.hand_out("rows", [0])
+    step = Step(
+        lines=torch.tensor([ledger.line("chat")]),
+        starts=torch.tensor([0, 2]),
+        first=torch.tensor([0]),
+        tokens=torch.tensor([11, 12]),
+        slots={"rows": torch.tensor([0, 1 if healthy else -1])},
+        tables={"rows": torch.tensor([[0]])},
+    )
+    ledger.write(step)
+    ledger.check(step)
+    path = tmp_path / "page.html"
+    verdict = page.write_ledger(path, ledger, title="mine", policy="undo")
+    assert verdict.exit_code == (0 if healthy else 1)
+    values = json.loads(BLOCK.findall(path.read_text())[0])
+    assert (values["title"], values["restores"]) == ("mine", True)
+    assert len(values["recording"]["steps"]) == len(values["recording"]["requests"]) == 1
+    assert values["verdict"]["headline"] == verdict.headline
+    assert bool(values["recording"]["violations"]) != healthy

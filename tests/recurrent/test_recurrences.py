@@ -14,6 +14,7 @@ from kvtxn import (
     LayerRef,
     SlotMappingError,
     TransactionManager,
+    TreeError,
     TxnConfig,
 )
 from kvtxn.recurrent import GatedDelta, Mamba2, ShortConv, StateSlots
@@ -358,3 +359,70 @@ def test_a_window_without_rows_falls_back(requests, end):
         window.abort()
     assert window.state.name == "FELL_BACK"
     assert torch.equal(layer.states[0], before)
+
+
+#: Two requests: one settled row and this tree, and two settled rows and a sequence.
+TREES, TREE_LENGTHS = [(-1, -1, 0, 1, 1), (-1, 0)], [6, 4]
+
+
+@pytest.mark.parametrize("recurrence", [DELTA, Mamba2(constant(), 2), CONV])
+def test_a_row_of_a_tree_sees_its_own_path(recurrence):
+    """Its outputs and staged parts are those of a sequence of the settled rows and the path."""
+    torch.manual_seed(3)
+    shape = (3, 24) if recurrence is CONV else (4, 5, 6)
+    state, parts = torch.randn(5, *shape), parts_of(recurrence, 10)
+    more = (torch.randn(24, 4),) if recurrence is CONV else ()
+    slots = torch.tensor([3, -1])
+    outputs, staged = recurrence.outputs(state, slots, TREE_LENGTHS, *parts, *more, parents=TREES)
+    paths = [(3, [0, 1, 3]), (3, [0, 2, 4]), (3, [0, 2, 5]), (-1, [6, 7, 8, 9])]
+    for slot, rows in paths:
+        alone = [part[rows] for part in parts]
+        wanted, kept = recurrence.outputs(state, [slot], [len(rows)], *alone, *more)
+        assert torch.equal(outputs[rows], wanted)
+        for ours, theirs in zip(staged, kept, strict=True):
+            assert torch.equal(ours[rows], theirs)
+
+
+def test_a_path_of_a_tree_is_committed():
+    """The state is that of a window with the accepted drafts alone."""
+    torch.manual_seed(4)
+    ends = []
+    for rows, tree in (([0, 2, 5], None), ([0, 1, 2, 3, 4, 5], TREES[0])):
+        state = torch.ones(3, 4, 5, 6)
+        layer = LayerRef.recurrent("s", state, replay=DELTA)
+        torch.manual_seed(5)
+        parts = [part[rows] for part in parts_of(DELTA, 6)]
+        _, staged = DELTA.outputs(state, [1], [len(rows)], *parts, parents=tree)
+        drafts = len(rows) - 1
+        with TransactionManager([layer]).window(drafts, [1], tree=tree) as window:
+            window.stage(layer, staged)
+            window.commit(2 if tree is None else [[1, 4]])
+        ends.append(state)
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0][1], torch.ones(4, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("slots", "lengths", "parents", "error"),
+    [
+        ([0], [3], [-1, -1, 0, 0], TreeError),
+        ([0], [3], [1, 0], TreeError),
+        ([0], [3], [(-1,), (-1,)], TreeError),
+        ([0, 1], [3], [-1], LayerError),
+        ([0], [4], [-1], LayerError),
+    ],
+)
+def test_trees_that_do_not_fit(slots, lengths, parents, error):
+    with pytest.raises(error):
+        DELTA.outputs(torch.zeros(2, 4, 5, 6), slots, lengths, *parts_of(DELTA, 3), parents=parents)
+
+
+def parts_of(recurrence, rows):
+    """Draw the parts of some rows."""
+    if recurrence is CONV:
+        return (torch.randn(rows, 24),)
+    heads = torch.randn(rows, 4, 5), torch.rand(rows, 4)
+    keys = torch.randn(rows, 2, 6), torch.randn(rows, 2, 6)
+    if recurrence is DELTA:
+        return (*keys, *heads, torch.rand(rows, 4))
+    return (*heads, *keys)

@@ -1,4 +1,4 @@
-"""The memory that the integrations' guide says an audit takes is what it takes, to the byte."""
+"""The memory that the page of the ledger says an audit takes is what it takes, to the byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtxn import LayerRef
 from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup
 from kvtxn.audit.books import Sizes
 
-GUIDE = (Path(__file__).parents[3] / "integrations" / "README.md").read_text()
+GUIDE = (Path(__file__).parents[3] / "docs" / "ledger.md").read_text()
 DEFAULTS = Ledger.__init__.__kwdefaults__
 
 

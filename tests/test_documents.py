@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import attrs
@@ -14,7 +19,13 @@ from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-GUIDES = (Path("kvtxn/README.md"), Path("integrations/README.md"))
+#: The pages of the site, by their paths in the repository.
+PAGES = [
+    Path(name)
+    for name in re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+]
+#: The pages whose code runs.
+GUIDES = [path for path in PAGES if path.parent.name == "docs" or path.name == "README.md"]
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -23,7 +34,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 PYTHON = [
     pytest.param(code, id=f"{path}-{number}")
-    for path in (Path("README.md"), *GUIDES)
+    for path in GUIDES
     for number, code in enumerate(blocks(path, "python"))
     if "from vllm" not in code
 ]
@@ -56,7 +67,7 @@ def places(path: Path) -> set[str]:
 
 def test_links_lead_somewhere():
     """Those to files of this repo, and to headings in them."""
-    for document in {*tables.DOCUMENTS, *GUIDES, Path("CONTRIBUTING.md")}:
+    for document in PAGES:
         for target, place in LINK.findall((ROOT / document).read_text()):
             path = (ROOT / document).parent / target
             assert path.exists(), f"{document}: {target}"
@@ -79,11 +90,32 @@ def test_python_blocks_run(code, tmp_path):
     done = subprocess.run(
         [sys.executable, *command, str(path)],
         cwd=tmp_path,
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},  # compiled, the ledger takes half a minute
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_guides_executor_passes_the_kit(tmp_path):
+    """In a few of its tests: those with faults that this executor cannot have are skipped."""
+    text = blocks(Path("docs/executor.md"), "python")
+    (mine,) = (code for code in text if "class Mine" in code)
+    (kit,) = (code for code in text if "ExecutorConformance" in code)
+    assert '"torch"' in kit
+    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "test_mine.py").write_text(kit.replace('"torch"', "__import__('mine').Mine"))
+    some = "whole_states or abort_at_any_point or rings_and_states"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", some, "test_mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
 
 
 def test_the_first_window_is_at_most_fifteen_lines():
@@ -94,23 +126,49 @@ def test_the_first_window_is_at_most_fifteen_lines():
 def test_make_targets_exist():
     """Every `make X` of the shell blocks and of the text."""
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    text = "\n".join((ROOT / path).read_text() for path in PAGES)
+    for target in set(re.findall(r"(?:`|^)make (\w[\w-]*)", text, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     shell = "".join(blocks(Path("README.md"), "bash"))
     assert "make demo" in shell
     assert "make test" in shell
 
 
+def commands():
+    """Find the commands `kvtxn ...` of all shell blocks: lines that go on are one."""
+    for path in GUIDES:
+        for block in (code for kind in ("bash", "sh") for code in blocks(path, kind)):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0] == "kvtxn":
+                    yield pytest.param(words[1:], id=" ".join(words))
+
+
+@pytest.mark.parametrize("words", [*commands()])
+def test_commands_take_these_arguments(words):
+    """A command parses each line of a shell block; it does not run."""
+    command = entry_points(group="kvtxn.commands")[words[0]].load()
+    if hasattr(command, "SUITES"):
+        module, _ = command.SUITES[words[1]]
+        command, words = import_module(f"kvtxn.benchmarks.{module}"), words[1:]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.parse_args(words[1:])
+
+
 def test_folders_exist():
     """The table of folders names what is there."""
-    for folder in re.findall(r"^\| `([\w/]+)/` \|", README, re.MULTILINE):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
+    assert len(folders) > 5
+    for folder in folders:
         assert (ROOT / folder).is_dir()
 
 
 def test_every_setting_of_the_plug_in_is_named():
-    """The integrations' guide lists the keys of ``additional_config={"kvtxn": {...}}``."""
+    """The page of settings lists the keys of ``additional_config={"kvtxn": {...}}``."""
     derived = {"txn", "windows"}
     keys = {field.name for field in attrs.fields(PluginSettings)} - derived
-    text = (ROOT / "integrations/README.md").read_text()
+    text = (ROOT / "docs/vllm-settings.md").read_text()
     listed = next(part for part in re.split(r"\n\n|\n- ", text) if "of `TxnConfig`, " in part)
     assert keys <= set(re.findall(r"`(\w+)`", listed))
