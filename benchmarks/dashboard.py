@@ -42,7 +42,7 @@ QUERIES: Final = (
     ),
     Query(
         "bytes of rejected rows that never reached memory, per second, over all ranks (0 under "
-        "`undo`, and on a GPU, see below)",
+        "`undo`, and on a GPU)",
         "sum by (model_name) (rate(kvtxn_bytes_avoided_total[5m]))",
     ),
     Query(

@@ -16,6 +16,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+#: Files that pages link to, beside other pages.
+LINKED = ("integrations/dashboard.json",)
 #: Goes with the process.
 INSTALLED = TemporaryDirectory()
 
@@ -40,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not file.src_uri.endswith(".py"):
             assert file.abs_src_path is not None
             files.append(_page(config, Path(file.abs_src_path), f"docs/{file.src_uri}"))
-    for name in _named(config.nav):
+    for name in (*_named(config.nav), *LINKED):
         if not name.startswith("docs/"):
             files.append(_page(config, ROOT / name, name))
     return files

@@ -28,6 +28,7 @@ from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
 from ....audit.rows import blocks_read
 from ..step import Arrival, Rows
+from .own_words import OwnWords
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
@@ -273,19 +274,17 @@ class TransferWatch:
         for name, group, table, begin in spans:
             if begin == len(table):
                 continue
-            if group not in self._groups:
+            first = 0
+            if group in self._groups:
+                size = self._groups[group].block_size
+                first, end = begin * size, len(table) * size
+                firsts = range(first, end, size)
+                identities = lasts = self._ledger.identities(name, group, table, firsts)
+                if self._shared is not None:
+                    lasts = self._ledger.expected(name, group, first, end)[size - 1 :: size]
+            else:
                 identities = lasts = self._identities_of_states(name, group, table, begin)
-                taken.setdefault(group, []).append((name, table[begin:], 0, identities, lasts))
-                continue
-            size = self._groups[group].block_size
-            firsts = range(begin * size, len(table) * size, size)
-            identities = lasts = self._ledger.identities(name, group, table, firsts)
-            if self._shared is not None:
-                expected = self._ledger.expected(name, group, firsts.start, len(table) * size)
-                lasts = expected.view(-1, size)[:, -1]
-            taken.setdefault(group, []).append(
-                (name, table[begin:], firsts.start, identities, lasts)
-            )
+            taken.setdefault(group, []).append((name, table[begin:], first, identities, lasts))
         remembered: set[Place] = set()
         for group, found in taken.items():
             names, blocks, begins, identities_of, lasts_of = zip(*found, strict=True)
@@ -308,14 +307,11 @@ class TransferWatch:
     def _identities_of_states(
         self, name: str, group: str, table: Sequence[int], begin: int
     ) -> Tensor:
-        """Return whose states are in blocks from a column on; 0 of one that is not at its end.
+        """Return whose states are in blocks from a column on, as ``Ledger.identities`` does.
 
-        Returns:
-            int64 ``[n, 7]`` on the ledger's device, as ``Ledger.identities`` returns them.
+        They are 0 of a state that is not at the end of its block.
         """
-        size = self._states[group]
-        assert size is not None  # such states alone are remembered
-        found = []
+        size, found = self._states[group] or 0, []
         for column, block in enumerate(table[begin:], begin):
             last = (column + 1) * size - 1
             identity = self._ledger.identities(name, group, [block], [last])
@@ -387,7 +383,7 @@ class TransferWatch:
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
         ends = (*lengths.values(), *(end for *_, end in coming))
-        own = _OwnWords(self._ledger, max(ends, default=0))
+        own = OwnWords(self._ledger, max(ends, default=0))
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
         now = self._hashes([*wanted, *loaded])
@@ -482,7 +478,7 @@ class TransferWatch:
 
     def _rows_of(
         self,
-        words_of: _OwnWords,
+        words_of: OwnWords,
         length: int,
         name: str,
         place: Place,
@@ -539,7 +535,7 @@ class TransferWatch:
         return None, None
 
     def _written(
-        self, words_of: _OwnWords, known: Identity, group: str, first: int, end: int
+        self, words_of: OwnWords, known: Identity, group: str, first: int, end: int
     ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
@@ -603,25 +599,3 @@ class TransferWatch:
                 if index < len(blocks) and blocks[index]:  # block 0 belongs to nobody
                     first = index * size
                     yield (name, blocks[index]), blocks, first, min(first + size, arrival.computed)
-
-
-class _OwnWords:
-    """The words that requests' rows should have; the device is waited for once per request.
-
-    Args:
-        ledger: the ledger.
-        end: the position after the last that is asked for.
-    """
-
-    def __init__(self, ledger: Ledger, end: int) -> None:
-        self._ledger: Final = ledger
-        self._end: Final = end
-        self._known: Final[dict[tuple[str, str], Tensor]] = {}
-
-    def __call__(self, name: str, group: str, first: int, end: int) -> Tensor:
-        """Return a copy of a request's words, int64 ``[end - first]`` on the host."""
-        words = self._known.get((name, group))
-        if words is None:
-            words = self._ledger.expected(name, group, 0, self._end).cpu()
-            self._known[name, group] = words
-        return words[first:end].clone()
