@@ -342,8 +342,7 @@ class TransferWatch:
             for group, rows in self._groups.items():
                 self._full[each.name, group] = each.computed // rows.block_size
             if each.name in self._received:  # now, before states are copied to the step's blocks
-                places = self._state_places(each)
-                for place, content in self._hashes(places).items():
+                for place, content in self._hashes(self._state_places(each)).items():
                     self._take_state(each, place, content)
         self._given = {place: place in self._doubtful for place in handed_out}
         for place in self._given:
@@ -402,11 +401,11 @@ class TransferWatch:
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
-        places = ((each.name, at) for each in self._arrivals for at in self._state_places(each))
-        self._came += [(name, block) for name, (_, block) in places]
-        came = {arrival.name for arrival in self._arrivals}
-        self._received -= came
-        self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
+        came = self._arrivals
+        self._came += [(each.name, at[1]) for each in came for at in self._state_places(each)]
+        names = {arrival.name for arrival in came}
+        self._received -= names
+        self._loads = {at: load for at, load in self._loads.items() if load[0] not in names}
         self._arrivals, self._before, self._given = (), {}, {}
 
     def _is_filled(self, place: Place, now: Mapping[Place, Content]) -> bool:
