@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +21,18 @@ from ..serving.step import Arrival, PlannedStep, Rows, States
 from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
+from .seam.containment import Containment
 from .seam.pools import STATES, WINDOWS, SlotSpace, layer_refs, slot_spaces
-from .seam.protocols import ModelRunner, Scheduler
+from .seam.protocols import GenerationBatchResult, ModelRunner, ScheduleBatch, Scheduler
+from .seam.ranks import TensorRanks
 from .seam.requests import Requests
 from .seam.states import StateReader, state_group
 from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
 log = get_logger()
+
+Result = TypeVar("Result")
 
 
 class Steps:
@@ -73,7 +78,7 @@ class Steps:
         return counts, ids
 
     def mark(self, output: object, wrong: Wrong) -> None:
-        """Do nothing: wrong rows are not contained."""
+        """Do nothing: wrong rows are contained when SGLang takes in the step's result."""
 
 
 class Watching:
@@ -85,9 +90,11 @@ class Watching:
         rank: its tensor-parallel rank, for the log.
         trees: drafts form trees.
         left_out: names of the groups that are not watched.
+        contains: what is read wrongly is contained; every rank has to say the same.
 
     Attributes:
         watch: the watch over its rows.
+        containment: contains wrong reads; None if nothing does.
         adapter: overhears its steps.
     """
 
@@ -99,6 +106,7 @@ class Watching:
         *,
         trees: bool = False,
         left_out: Collection[str] = (),
+        contains: bool = False,
     ) -> None:
         runner = scheduler.tp_worker.model_runner
         device, room = torch.device(runner.device), engine_facts.room(scheduler)
@@ -107,11 +115,14 @@ class Watching:
         spaces = slot_spaces(scheduler, windows=WINDOWS not in left_out)
         hybrid = engine_facts.is_hybrid(scheduler) and STATES not in left_out
         self._scheduler: Final = scheduler
+        cannot = settings.on_violation == "contain" and not contains
+        ranks = TensorRanks.of(scheduler)
         self.watch: Final = Watch(
             {space.group.name: space.group for space in spaces},
             room,
             rank,
-            settings.on_violation,
+            "log" if cannot else settings.on_violation,
+            ranks=ranks,
             states={STATES: state_group(scheduler)} if hybrid else None,
             record=settings.record,
             device=device,
@@ -130,6 +141,14 @@ class Watching:
         reader = StepReader(scheduler.req_to_token_pool, spaces, room.requests, device, trees=trees)
         states = StateReader(scheduler, device) if hybrid else None
         self.part: Final = LedgerPart(Steps(self.watch, reader, states))
+        self.containment: Final = (
+            Containment(scheduler, self.watch.ledger, spaces, states=hybrid) if contains else None
+        )
+        if self.containment is not None:
+            self.watch.finds_more = self.containment.finds_more
+            self.watch.found.first_blocks = self.containment.first_blocks
+            if ranks.number > 1:
+                self.watch.join_stages()
         with self._on_forward_stream(), torch.inference_mode():
             self._compile(reader, states, engine_facts.most_drafts(scheduler))
             self.watch.begin()
@@ -144,7 +163,21 @@ class Watching:
             self,
             trees=trees,
             states=states,
+            containment=self.containment,
         )
+
+    def run_batch(
+        self, run: Callable[[], GenerationBatchResult], batch: ScheduleBatch
+    ) -> GenerationBatchResult:
+        """Run a step of the scheduler; see ``Adapter.run_batch``."""
+        whole = partial(self.adapter.run_batch, run, batch) if self.adapter.active else run
+        return whole() if self.containment is None else self.containment.launch(whole, batch)
+
+    def take_in(self, run: Callable[[], Result], result: object) -> Result:
+        """Let the scheduler take in a step's result; see ``Containment.take_in``."""
+        if self.containment is None:
+            return run()
+        return self.containment.take_in(run, result, self.watch.end_step)
 
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Tell the ledger which rows or states were copied."""
@@ -206,6 +239,8 @@ class Watching:
         """Forget every row, as the caches were emptied: often behind an update of the weights."""
         self.weights_changed()
         self.adapter.flushed(self._forget)
+        if self.containment is not None:
+            self.containment.forget()
 
     def _forget(self) -> None:
         with self._on_forward_stream():

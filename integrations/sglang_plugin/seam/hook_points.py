@@ -32,6 +32,18 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
 }
 
+#: To contain wrong reads: a plan knows nothing of them, and no token that one of them has sampled
+#: is taken in. The last two are called.
+CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
+    f"{_SCHEDULER}.process_batch_result": ("self", "batch", "result"),
+    f"{_SCHEDULER}.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
+    "sglang.srt.managers.schedule_batch.retract_all": (
+        *("reqs", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache"),
+        *("hisparse_coordinator", "offload_kv"),
+    ),
+    "sglang.srt.disaggregation.utils.prepare_abort": ("req", "error_message", "status_code"),
+}
+
 Hook = Callable[..., object]
 
 
