@@ -31,8 +31,8 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "recurrent": "kvtxn holds no recurrent states in SGLang",
     "unchecked": "the hooks are compared with the installed release at each start",
     "poison": "it was not seen which of SGLang's attention kernels skip masked rows",
-    "audit_store": "the rows of HiCache, which a store would verify, are not followed yet",
-    "audit_key_file": "the rows of HiCache, which a store would verify, are not followed yet",
+    "audit_store": "a storage of HiCache's keeps no identities of rows",
+    "audit_key_file": "a storage of HiCache's keeps no identities of rows",
 }
 #: Values of settings that work in vLLM alone, and why.
 _VALUES_ELSEWHERE: Final[Mapping[tuple[str, str], str]] = {

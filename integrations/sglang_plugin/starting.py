@@ -23,7 +23,7 @@ from .seam.protocols import (
 )
 from .seam.ranks import TensorRanks
 from .settings import Settings, read_settings
-from .supported import SETTINGS, STATE_SETTINGS, cannot_watch, left_out
+from .supported import ARGUMENTS, cannot_contain, cannot_watch, left_out
 from .watching import Watching
 
 log = get_logger()
@@ -125,8 +125,10 @@ class Hooks:
         try:
             page = engine_facts.metrics_of(scheduler)
             self._metrics = None if page is None else Metrics(*page, rank)
-            facts = engine_facts.facts(scheduler, frozenset([*SETTINGS, *STATE_SETTINGS]))
+            facts = engine_facts.facts(scheduler, ARGUMENTS)
             why = cannot_watch(facts)
+            if self._contains and (reason := cannot_contain(facts)) is not None:
+                self._uncontained.append(reason)
             if why is None and self._uncontained and self._settings.required:
                 why = f"wrong rows cannot be contained: {'; '.join(self._uncontained)}"
             if why is None:
@@ -145,8 +147,8 @@ class Hooks:
         if self._contains and not all(TensorRanks.of(scheduler).of_all(watching is not None)):
             why, watching = why or "the ledger of another rank cannot be made", None
         if watching is not None:
-            for reason in without.values():
-                log.warning("kvtxn.audit_partial", rank=rank, why=reason, effect=_REST)
+            for left in without.values():
+                log.warning("kvtxn.audit_partial", rank=rank, why=left, effect=_REST)
             if self._uncontained:
                 say_logged_alone("; ".join(self._uncontained))
             size, release = watching.watch.ledger.books.num_bytes, hook_points.release()

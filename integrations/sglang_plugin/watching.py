@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final, Literal, TypeVar
@@ -22,11 +22,12 @@ from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
 from .seam.containment import Containment
-from .seam.pools import STATES, WINDOWS, SlotSpace, layer_refs, slot_spaces
+from .seam.host_slots import HostSlots
+from .seam.pools import STATES, WINDOWS, SlotSpace, controller_of, layer_refs, slot_spaces
 from .seam.protocols import GenerationBatchResult, ModelRunner, ScheduleBatch, Scheduler
 from .seam.ranks import TensorRanks
 from .seam.requests import Requests
-from .seam.states import StateReader, state_group
+from .seam.states import StateReader, state_group, state_slots
 from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
@@ -154,6 +155,7 @@ class Watching:
             self.watch.begin()
             if device.type == "cuda":  # steps may be on a stream that the event loop makes later
                 torch.cuda.current_stream(device).synchronize()
+        self._host: Final = self._follow_host(spaces, hybrid=hybrid)
         self.adapter: Final = Adapter(
             scheduler,
             self.part,
@@ -179,10 +181,42 @@ class Watching:
             return run()
         return self.containment.take_in(run, result, self.watch.end_step)
 
+    def _follow_host(self, spaces: Sequence[SlotSpace], *, hybrid: bool) -> HostSlots | None:
+        """Follow what HiCache copies to the host and back; return None without HiCache."""
+        controller = controller_of(self._scheduler)
+        if controller is None:
+            return None
+        groups: dict[str, tuple[object, int]] = {
+            space.group.name: (space.pool, space.number) for space in spaces
+        }
+        if hybrid:
+            states = self._scheduler.req_to_token_pool.mamba_pool
+            groups[STATES] = states, state_slots(self._scheduler)
+        return HostSlots(controller, groups, self.carried)
+
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Tell the ledger which rows or states were copied."""
+        device, here = self.watch.ledger.device, copies
+        moved = {name: (one.to(device), other.to(device)) for name, (one, other) in here.items()}
+        self._await_schedule(each for pair in moved.values() for each in pair)
         with self._on_forward_stream():
-            self.watch.hear(lambda watch: watch.ledger.carry(copies))
+            self.watch.hear(lambda watch: watch.ledger.carry(moved))
+
+    def _await_schedule(self, tensors: Iterable[Tensor]) -> None:
+        """Let the stream of the forwards wait for tensors of the present stream."""
+        if self.watch.ledger.device.type != "cuda" or not self._scheduler.enable_overlap:
+            return
+        stream = self._scheduler.forward_stream
+        if stream != torch.cuda.current_stream():
+            stream.wait_stream(torch.cuda.current_stream())
+            for each in tensors:
+                each.record_stream(stream)
+
+    def arrived(self, step: ForwardStep) -> None:
+        """Tell the ledger what a storage has brought for the requests of a step."""
+        host, table = self._host, self._scheduler.req_to_token_pool.req_to_token
+        if host is not None:
+            self.watch.hear(lambda watch: host.arrived(watch.ledger, step, table))
 
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
         """Tell the ledger which states were written once the step's drafts were decided."""
@@ -214,8 +248,9 @@ class Watching:
             LayerError: it is impossible, and the user requires the audit.
         """
         try:
-            if trees:
-                raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
+            if trees or controller_of(self._scheduler) is not None:
+                what = "trees" if trees else "HiCache"
+                raise LayerError("Scrub", f"rows of {what} are copied, and their checksums are not")
             every = settings.audit_every
             self.watch.scrub = Scrub(self.watch.ledger, layer_refs(spaces), every=every)
         except LayerError as error:
@@ -241,6 +276,8 @@ class Watching:
         self.adapter.flushed(self._forget)
         if self.containment is not None:
             self.containment.forget()
+        if self._host is not None:
+            self._host.forget()
 
     def _forget(self) -> None:
         with self._on_forward_stream():

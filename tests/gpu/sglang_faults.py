@@ -26,11 +26,14 @@ WINDOWS = ("window_left", "window_slot", "window_twice", "window_lost")
 #: Of recurrent states: as a request begins, in a step, and in a commit.
 BEGINS = ("state_clear", "state_copy", "state_other")
 COMMITS = ("commit_lost", "commit_less")
+#: After these no slot is given back twice, so that an engine that contains them serves on.
+CONTAINED = (*ROWS[:2], *ROWS[6:8], "swapped_lines")
 #: By the name of an engine's kind, its faults.
 SETS = {
     "all": (*ROWS, *ENDS),
     "chain": (*ROWS[:7], *CHAIN, *ENDS),
     "tree": (*ROWS[:7], *TREE, *ENDS),
+    "contain": CONTAINED * 2,
     "states": ("state_swap", *BEGINS, *ROWS[:3], "state_swap", *BEGINS),
     "commits": (*COMMITS, "state_clear", "state_copy", *ROWS[:3], *COMMITS),
     "windows": (*WINDOWS, *ROWS[:7], *ENDS, *WINDOWS),

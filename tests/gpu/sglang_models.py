@@ -175,6 +175,8 @@ def _faults(which: str) -> dict[str, str]:
     return {"FAULTS": which, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
 
 
+#: Texts are those of the engine without faults, which is what a plain run of it is.
+CONTAIN: Final = {**_faults("contain"), "ON_VIOLATION": "contain"}
 #: By name: the model, arguments, and variables of an engine.
 ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "radix": ("llama", {}, {}),
@@ -189,6 +191,10 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "mla": ("mla", CHUNKED, {}),
     "faults": ("llama", {}, _faults("all")),
     "faults-eagle": ("llama", EAGLE, _faults("chain")),
+    "contain-llama": ("llama", {}, CONTAIN),
+    "contain-sync": ("llama", {**SYNC, **CHUNKED}, CONTAIN),
+    "contain-page16": ("llama", {"page_size": 16, **CHUNKED}, CONTAIN),
+    "contain-eagle": ("llama", EAGLE, CONTAIN),
     "bytes": ("llama", CHUNKED, BYTES),
     "bytes-eagle": ("llama", EAGLE, BYTES),
     "bytes-mla": ("mla", CHUNKED, BYTES),

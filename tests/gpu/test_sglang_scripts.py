@@ -24,6 +24,15 @@ def test_engines_with_faults_name_a_set_of_them():
     assert named == set(sglang_faults.SETS)
 
 
+def test_a_plain_run_of_an_engine_that_contains_faults_has_none(tmp_path):
+    """So the texts of both are the same."""
+    faulty = sglang_engines.variables("contain-eagle", "ledger", tmp_path)
+    plain = sglang_engines.variables("contain-eagle", "plain", tmp_path)
+    assert json.loads(faulty["KVTXN_SGLANG"])["on_violation"] == "contain"
+    assert (faulty["FAULTS"], plain.get("FAULTS")) == ("contain", None)
+    assert "contain-eagle" in sglang_engines.parsed(["OUT"]).plain
+
+
 def test_the_recorded_commands_can_be_given_again():
     """Each command of the record is one that the script reads."""
     for each in json.loads(RECORD.read_text())["sglang"].values():

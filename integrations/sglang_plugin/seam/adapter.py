@@ -57,6 +57,9 @@ class Heard(Protocol):
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
         """Hear which slots have got the states of the step's requests, and after which lengths."""
 
+    def arrived(self, step: ForwardStep) -> None:
+        """Hear that the requests of a step with prompts are known, and its forward comes next."""
+
 
 class Adapter:
     """Tells a part what one scheduler and its target's runner do.
@@ -244,6 +247,8 @@ class Adapter:
         keeps = getattr(scheduled, "mamba_track_mask_cpu", None)
         step = self._step = ForwardStep(batch, list(scheduled.reqs), keeps is None or any(keeps))
         self._part.requests_changed(partial(self._requests.changes, step))
+        if step.extends:
+            self._heard.arrived(step)
         self._part.forward_begins(step, {})
         if self._containment is not None:
             self._containment.read(step)

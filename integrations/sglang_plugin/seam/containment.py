@@ -329,7 +329,7 @@ class Containment:
         if suspects is None or retraction.has(self._scheduler, self._places, suspects):
             retraction.empty_tree(self._scheduler)
             if suspects and retraction.has(self._scheduler, self._places, suspects):
-                say_logged_alone("rows of the radix tree are locked by others than requests")
+                self._suspects = suspects  # copies to the host have locked them: the next plan
         running = self._live(list(self._under_way))
         retraction.end_sessions(self._scheduler, self._places, suspects, running)
 

@@ -156,8 +156,82 @@ class NextBatchPlan(Protocol):
     batch_to_run: ScheduleBatch | None
 
 
+class L2Transfer(Protocol):
+    """``sglang.srt.mem_cache.l2_transfer.L2Transfer``: a copy between the device and the host.
+
+    Attributes:
+        host_pool: the pool in the host's memory.
+        host_indices: int64 ``[n]``, its slots.
+        device_indices: int64 ``[n]``, the slots on the device.
+        is_draft: the rows are a drafter's.
+    """
+
+    host_pool: object
+    host_indices: Tensor
+    device_indices: Tensor
+    is_draft: bool
+
+
+class HostPool(Protocol):
+    """``sglang.srt.mem_cache.pool_host.base.HostKVCache``.
+
+    Attributes:
+        size: slots.
+        alloc: gives slots away, int64 ``[n]`` on the host; None if there are too few.
+    """
+
+    size: int
+    alloc: Callable[..., Tensor | None]
+
+
+class HostPoolEntry(Protocol):
+    """``sglang.srt.mem_cache.pool_host.group.PoolEntry``."""
+
+    host_pool: HostPool
+    device_pool: object
+
+
+class HostPoolGroup(Protocol):
+    """``sglang.srt.mem_cache.pool_host.group.HostPoolGroup``."""
+
+    entries: Sequence[HostPoolEntry]
+
+
+class TransferEngine(Protocol):
+    """``sglang.srt.mem_cache.l2_transfer.L2TransferEngine``.
+
+    Attributes:
+        submit_device_to_host: launches copies; takes ``L2Transfer`` ones.
+        submit_host_to_device: likewise, the other way.
+    """
+
+    submit_device_to_host: Callable[..., object]
+    submit_host_to_device: Callable[..., object]
+
+
+class HiCacheController(Protocol):
+    """``sglang.srt.managers.cache_controller.HiCacheController``.
+
+    Attributes:
+        enable_storage: a storage behind the host's memory brings rows, too.
+    """
+
+    mem_pool_host: HostPoolGroup
+    l2_transfer_engine: TransferEngine
+    enable_storage: bool
+
+
 class TreeCache(Protocol):
-    """``sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache``."""
+    """``sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache``.
+
+    Attributes:
+        tree_components: the kinds of what it has; only of ``UnifiedRadixCache``.
+    """
+
+    tree_components: Sequence[object]
+
+    def evict_host(self, num_tokens: int, component_type: object) -> int:
+        """Let slots of the host's memory go; only of ``UnifiedRadixCache``."""
 
     def supports_prefix_sharing(self) -> bool:
         """Tell whether requests find rows of others."""

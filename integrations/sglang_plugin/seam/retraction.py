@@ -9,10 +9,13 @@ from typing import Final
 from torch import Tensor
 
 from ....log import get_logger
+from .pools import controller_of
 from .protocols import Req, ScheduleBatch, Scheduler
 
 log = get_logger()
 
+#: More slots than a host has.
+_EVERY: Final = 1 << 40
 #: What the client of a request that ends is told.
 WHY_ENDED: Final = (
     "The request read wrong rows of the KV cache, and {why}. "
@@ -153,7 +156,7 @@ def has(
 
 
 def empty_tree(scheduler: Scheduler) -> None:
-    """Let all rows leave the tree that nobody has locked."""
+    """Let all rows leave the tree that nobody has locked, and their copies on the host."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     tree = scheduler.tree_cache
@@ -163,6 +166,9 @@ def empty_tree(scheduler: Scheduler) -> None:
     states = tree.mamba_evictable_size() if tree.supports_mamba() else 0
     rows = max(tree.evictable_size(), tree.full_evictable_size())
     tree.evict(EvictParams(num_tokens=rows, swa_num_tokens=windows, mamba_num=states))
+    if controller_of(scheduler) is not None:
+        for component in tree.tree_components:
+            tree.evict_host(_EVERY, component)
 
 
 def end_sessions(
