@@ -57,7 +57,7 @@ WRONG: Final = re.compile(r"\b\w*(Error|Exception)\b|error:|undefined symbol|No 
 OURS: Final = re.compile(r"kvtxn.*event=|Failed to.*plugin")
 PARTS: Final = (
     *("load_s", "batch_s", "fuzz_s", "steady_s", "accept", "errors", "failed", "flushed"),
-    "dropped",
+    *("dropped", "from_host"),
 )
 #: Alarms that the KV canary can name in its life; by default the first 1024.
 RING_ROWS: Final = 1 << 17
@@ -83,6 +83,7 @@ COUNTERS: Final = {
     "active": "kvtxn_audit_active",
     "bytes": "kvtxn_audit_bytes_compared_total",
     "unjudged": "kvtxn_audit_unjudged_total",
+    "unverified": "kvtxn_audit_rows_unverified_total",
 }
 
 
@@ -230,7 +231,7 @@ def judged(fault: Mapping[str, Any], violations: Sequence[Mapping[str, Any]]) ->
     """Say which violations fit a fault: of its request and position, or of its slots."""
     name, asked, slot = fault["fault"], fault.get("request"), fault.get("slot")
     slots = slot if isinstance(slot, list) else [slot]
-    anywhere = name in ("flush_without_tree", "length_one_less")
+    anywhere = name in ("flush_without_tree", "length_one_less", "host_write")
 
     def fits(violation: Mapping[str, Any]) -> bool:
         if violation["step"] < fault["step"]:

@@ -175,6 +175,21 @@ def _faults(which: str) -> dict[str, str]:
     return {"FAULTS": which, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
 
 
+#: A cache in the host's memory that holds more than the GPU's, which is small.
+HICACHE: Final = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "cuda_graph_max_bs_decode": 8,
+}
+FILES: Final = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+#: So few rows on the device that prompts come back from the host.
+HOST: Final = {**HICACHE, "max_total_tokens": 4096, "max_running_requests": 12}
+BACK: Final = {**HOST, "hicache_write_policy": "write_back"}
 #: Texts are those of the engine without faults, which is what a plain run of it is.
 CONTAIN: Final = {**_faults("contain"), "ON_VIOLATION": "contain"}
 #: By name: the model, arguments, and variables of an engine.
@@ -195,6 +210,17 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "contain-sync": ("llama", {**SYNC, **CHUNKED}, CONTAIN),
     "contain-page16": ("llama", {"page_size": 16, **CHUNKED}, CONTAIN),
     "contain-eagle": ("llama", EAGLE, CONTAIN),
+    "host": ("llama", HOST, {}),
+    "host-back": ("llama", {**BACK, **CHUNKED}, {}),
+    "host-page16": ("llama", {**HOST, "page_size": 16}, {}),
+    "host-mla": ("mla", HOST, {}),
+    "host-eagle": ("llama", {**EAGLE, **HOST}, {}),
+    "host-windows": ("windows", {**HOST, "swa_full_tokens_ratio": 0.5}, {}),
+    "host-next": ("next", {**HOST, **STATES}, {}),
+    "host-files": ("llama", {**HOST, **FILES, "page_size": 16, "hicache_ratio": 2.0}, {}),
+    "faults-host": ("llama", HOST, _faults("host")),
+    "faults-host-back": ("llama", BACK, _faults("host")),
+    "contain-host": ("llama", HOST, CONTAIN),
     "bytes": ("llama", CHUNKED, BYTES),
     "bytes-eagle": ("llama", EAGLE, BYTES),
     "bytes-mla": ("mla", CHUNKED, BYTES),
@@ -227,18 +253,6 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "faults-tree": ("llama", TREE, _faults("tree")),
 }
 
-#: A cache in the host's memory that holds more than the GPU's, which is small.
-HICACHE: Final = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 8.0,
-    "max_total_tokens": 8192,
-    "max_running_requests": 8,
-    "cuda_graph_max_bs_decode": 8,
-}
-FILES: Final = {
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-}
 STATES: Final = {"max_mamba_cache_size": 48}
 GRAPH: Final = {**STATES, "max_total_tokens": 8192, "cuda_graph_backend_prefill": "breakable"}
 RANDOM: Final = {"WEIGHTS": "random"}

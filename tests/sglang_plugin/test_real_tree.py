@@ -1,0 +1,185 @@
+"""Containing with SGLang's own radix tree, allocator and requests, where its sources are.
+
+Run them with the folder of an unpacked wheel on ``PYTHONPATH``; CI has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import sglang_sources
+import torch
+from kvtxn.integrations.sglang_plugin.seam import retraction
+
+pytestmark = pytest.mark.skipif(not sglang_sources.available(), reason="no sources of SGLang")
+CACHE = "sglang.srt.mem_cache"
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A scheduler's tree of two texts: 1 to 8, which a request has locked, and 1 to 4, 20."""
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+    unified, params, token, pools, parts, base, radix = sglang_sources.modules(
+        *(f"{CACHE}.unified_radix_cache", f"{CACHE}.cache_init_params"),
+        *(f"{CACHE}.allocator.token", f"{CACHE}.memory_pool"),
+        *(f"{CACHE}.unified_cache.components", f"{CACHE}.base_prefix_cache"),
+        f"{CACHE}.radix_cache",
+    )
+    allocator = token.TokenToKVPoolAllocator(64, torch.float32, "cpu", SimpleNamespace(), False)
+    table = pools.ReqToTokenPool(4, 32, "cpu", False)
+    given = params.CacheInitParams(
+        disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1,
+        tree_components=(parts.ComponentType.FULL,),
+    )  # fmt: skip
+    tree = unified.UnifiedRadixCache(given)
+
+    def insert(tokens, slots, known=0):
+        key = radix.RadixKey(array("q", tokens), None)
+        values = torch.tensor(slots, dtype=torch.int64)
+        return tree.insert(
+            base.InsertParams(key=key, value=values, prev_prefix_len=known)
+        ).last_device_node
+
+    def match(tokens):
+        key = radix.RadixKey(array("q", tokens), None)
+        return tree.match_prefix(base.MatchPrefixParams(key=key)).device_prefix_len
+
+    slots = allocator.alloc(9).tolist()
+    one = insert(range(1, 9), slots[:8])
+    insert([1, 2, 3, 4, 20], [*slots[:4], slots[8]], 4)
+    return SimpleNamespace(
+        tree_cache=tree, req_to_token_pool=table, token_to_kv_pool_allocator=allocator,
+        lock=tree.lock(one), slots=slots, match=match,
+    )  # fmt: skip
+
+
+def places(numbers):
+    return set(numbers.tolist())
+
+
+def test_rows_that_a_request_has_locked_stay(engine):
+    """All others leave the tree, and their slots are free."""
+    free = engine.token_to_kv_pool_allocator.available_size()
+    assert retraction.has(engine, places, {engine.slots[8]})
+    retraction.empty_tree(engine)
+    assert not retraction.has(engine, places, {engine.slots[8]})
+    assert retraction.has(engine, places, {engine.slots[7]})
+    assert engine.match(range(1, 9)) == 8
+    assert engine.match([1, 2, 3, 4, 20]) == 4
+    assert engine.token_to_kv_pool_allocator.available_size() == free + 1
+    engine.tree_cache.sanity_check()
+
+
+def test_a_row_leaves_once_its_request_has_given_its_lock_back(engine):
+    """As a retraction does."""
+    engine.tree_cache.unlock(engine.lock)
+    retraction.empty_tree(engine)
+    assert not retraction.has(engine, places, set(engine.slots))
+    assert engine.match(range(1, 9)) == 0
+    assert engine.token_to_kv_pool_allocator.available_size() == 64
+    engine.tree_cache.sanity_check()
+
+
+def test_a_session_between_turns_is_asked_for(engine):
+    retraction.end_sessions(engine, places, {1}, [])
+
+
+class Anything:
+    """Settings of SGLang's that are all off."""
+
+    def __getattr__(self, name):
+        return None
+
+
+class Batch:
+    """A batch of one request."""
+
+    batch_is_full = True
+
+    def __init__(self, *reqs):
+        self.reqs = list(reqs)
+
+    def filter_batch(self, *, keep_indices):
+        self.reqs = [self.reqs[number] for number in keep_indices]
+
+
+@pytest.fixture
+def running(engine, monkeypatch):
+    """A request of SGLang's that runs on the locked text, with two rows of its own."""
+    batches, sampling, common, scheduler, _ = sglang_sources.modules(
+        *("sglang.srt.managers.schedule_batch", "sglang.srt.sampling.sampling_params"),
+        *(f"{CACHE}.common", "sglang.srt.managers.scheduler"),
+        "sglang.srt.disaggregation.utils",
+    )
+    for module in (batches, common, scheduler):
+        for name in ("get_disagg", "get_serving", "get_spec"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, Anything)
+    monkeypatch.setattr(scheduler, "compute_weight_version_spans", lambda *a, **k: None)
+    own = sampling.SamplingParams(max_new_tokens=8)
+    req = batches.Req("a", "", array("q", range(1, 10)), own)
+    req.output_ids = array("q", [30])
+    engine.req_to_token_pool.alloc([req])
+    line = engine.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    slots = engine.token_to_kv_pool_allocator.alloc(2).tolist()
+    line[:10] = torch.tensor([*engine.slots[:8], *slots])
+    req.kv.cache_protected_len = 8
+    req.kv.kv_committed_len = req.kv.kv_allocated_len = 10
+    req.lock = engine.lock
+    engine.running_batch = engine.last_batch = Batch(req)
+    engine.chunked_req, engine.waiting_queue, engine.ended = req, [], []
+    engine.send_abort_output = lambda output, req: engine.ended.append(output)
+    engine._release_aborted_request = lambda req: None
+    return req
+
+
+def test_a_request_is_retracted_by_sglangs_own_functions(engine, running):
+    """It waits with its tokens, and holds nothing; then the tree lets its rows go."""
+    retraction.retract(engine, {running: None}, [Batch(running)])
+    assert engine.waiting_queue == [running]
+    assert (engine.running_batch.reqs, engine.chunked_req) == ([], None)
+    assert running.is_retracted
+    assert not retraction.holds_rows(running)
+    assert [*running.output_ids] == [30]
+    retraction.empty_tree(engine)
+    assert engine.token_to_kv_pool_allocator.available_size() == 64
+    engine.tree_cache.sanity_check()
+
+
+def test_a_request_is_ended_by_sglangs_own_functions(engine, running):
+    """Its client hears why, and nothing of it is in the tree."""
+    retraction.retract(engine, {running: "it was tried twice"}, [])
+    (output,) = engine.ended
+    assert output.rid == "a"
+    assert output.finished_reason["type"] == "abort"
+    assert (
+        "wrong rows of the KV cache, and it was tried twice." in output.finished_reason["message"]
+    )
+    assert running.finished()
+    assert engine.waiting_queue == []
+    assert engine.match([*range(1, 10), 30]) == 8
+    retraction.empty_tree(engine)
+    assert engine.token_to_kv_pool_allocator.available_size() == 64
+
+
+def test_without_overlap_sglang_is_told_to_look_for_retracted_requests():
+    (module,) = sglang_sources.modules(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+    )
+    kind = module.SchedulerBatchResultProcessor
+    processor = kind(**{**dict.fromkeys(kind.__slots__), "enable_overlap": False})
+    retraction.pass_over_retracted(SimpleNamespace(batch_result_processor=processor))
+    assert processor.enable_overlap is True
+
+
+def test_a_copy_to_the_host_names_what_is_read_of_it():
+    """And the engine of transfers has the two calls that are wrapped."""
+    (module,) = sglang_sources.modules(f"{CACHE}.l2_transfer")
+    assert {"host_pool", "host_indices", "device_indices", "is_draft"} <= {
+        *module.L2Transfer._fields
+    }
+    for name in ("submit_device_to_host", "submit_host_to_device"):
+        assert inspect.signature(getattr(module.L2TransferEngine, name)).parameters["transfers"]
