@@ -38,6 +38,8 @@ SETS = {
     "contain": CONTAINED * 2,
     "host": (*HOST, *ROWS[:3], *HOST),
     "states": ("state_swap", *BEGINS, *ROWS[:3], "state_swap", *BEGINS),
+    # The kernels of Mamba-2 read no slot of a request that begins.
+    "mamba2": ("state_swap", *BEGINS[1:], *ROWS[:3], "state_swap", *BEGINS[1:]),
     "commits": (*COMMITS, "state_clear", "state_copy", *ROWS[:3], *COMMITS),
     "windows": (*WINDOWS, *ROWS[:7], *ENDS, *WINDOWS),
 }

@@ -129,10 +129,39 @@ NEXT: Final = {
     "partial_rotary_factor": 0.25,
     "attention_bias": False,
 }
+#: A hybrid of Mamba-2 and attention.
+MAMBA2: Final = {
+    **_COMMON,
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mamba", "mlp"],
+    "num_hidden_layers": 6,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "ssm_state_size": 64,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+}
+#: A drafter of EAGLE-3 that sees the first three layers of the target.
+DRAFTER3: Final = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "draft_vocab_size": VOCABULARY,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
 DRAFTER: Final = {**LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 MODELS: Final[Mapping[str, dict[str, Any]]] = {
     **{"llama": LLAMA, "mla": MLA, "next": NEXT, "eagle": DRAFTER},
-    **{"windows": WINDOWS, "gpt-oss": GPT_OSS},
+    **{"windows": WINDOWS, "gpt-oss": GPT_OSS, "mamba2": MAMBA2, "eagle3": DRAFTER3},
 }
 
 ARGUMENTS: Final = {
@@ -156,6 +185,7 @@ EAGLE: Final = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+EAGLE3: Final = {**EAGLE, "draft": "eagle3", "speculative_algorithm": "EAGLE3"}
 TREE: Final = {**EAGLE, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 NGRAM: Final = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
 CHUNKED: Final = {"chunked_prefill_size": 64}
@@ -201,6 +231,14 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "page16": ("llama", {"page_size": 16, **CHUNKED}, {}),
     "eager": ("llama", EAGER, {}),
     "eagle": ("llama", EAGLE, {}),
+    "eagle3": ("llama", EAGLE3, {}),
+    "eagle3-sync": ("llama", {**EAGLE3, **SYNC, **CHUNKED}, {}),
+    "eagle3-tree": (
+        "llama",
+        {**EAGLE3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6},
+        {},
+    ),
+    "faults-eagle3": ("llama", EAGLE3, _faults("chain")),
     "eagle-sync": ("llama", {**EAGLE, **SYNC, **CHUNKED}, {}),
     "eagle-retract": ("llama", {**EAGLE, "max_total_tokens": 3200, **CHUNKED}, RETRACT),
     "mla": ("mla", CHUNKED, {}),
@@ -244,6 +282,13 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "next-mtp": ("next", MTP, {}),
     "next-mtp-sync": ("next", {**MTP, **SYNC, **CHUNKED}, {}),
     "next-ngram": ("next", {**NGRAM, **STATES}, {}),
+    "mamba2": ("mamba2", STATES, {}),
+    "mamba2-chunked": ("mamba2", {**STATES, **CHUNKED}, {}),
+    "mamba2-sync": ("mamba2", {**STATES, **SYNC, **CHUNKED}, {}),
+    "mamba2-retract": ("mamba2", {**STATES, "max_total_tokens": 2600}, RETRACT),
+    "mamba2-plain": ("mamba2", {**STATES, "disable_radix_cache": True}, {}),
+    "mamba2-ngram": ("mamba2", {**NGRAM, **STATES}, {}),
+    "faults-mamba2": ("mamba2", STATES, _faults("mamba2")),
     "faults-next": ("next", STATES, _faults("states")),
     "faults-next-mtp": ("next", MTP, _faults("commits")),
     "eagle-tree": ("llama", TREE, {}),

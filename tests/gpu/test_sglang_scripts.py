@@ -15,6 +15,7 @@ import sglang_engines
 import sglang_faults
 import sglang_models
 import sglang_rings
+import sglang_weights
 import torch
 from gpu_seen import RECORD
 
@@ -22,6 +23,29 @@ from gpu_seen import RECORD
 def test_engines_with_faults_name_a_set_of_them():
     named = {more["FAULTS"] for _, _, more in sglang_models.ENGINES.values() if "FAULTS" in more}
     assert named == set(sglang_faults.SETS)
+
+
+@pytest.mark.parametrize("name", sglang_weights.DRAWN)
+def test_a_model_with_drawn_weights_has_each_once(name):
+    """Of finite numbers, and the same ones each time."""
+    small = {"vocab_size": 64, "intermediate_size": 32}
+    config = {**sglang_models.MODELS[name], **small}
+    one, other = (sglang_weights.weights(name, config) for _ in range(2))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(each, other[key]) for key, each in one.items())
+    assert all(bool(each.isfinite().all()) for each in one.values())
+
+
+def test_the_drafter_of_eagle3_mostly_drafts_the_targets_next_token():
+    """And now and then another one, so that drafts are rejected."""
+    target = sglang_weights.weights("llama", sglang_models.LLAMA)
+    drafter = sglang_weights.weights("eagle3", sglang_models.DRAFTER3)
+    embed, head = (target[f"{each}.weight"] for each in ("model.embed_tokens", "lm_head"))
+    assert torch.equal(drafter["lm_head.weight"], head)
+    seen = torch.randn(256, 3 * 512) * 1.2 @ drafter["fc.weight"].T
+    drafted = ((embed[:256] + seen) @ head.T).argmax(1)
+    right = (embed[:256] @ head.T).argmax(1)
+    assert 0.3 < (drafted == right).float().mean() < 0.98
 
 
 def test_a_plain_run_of_an_engine_that_contains_faults_has_none(tmp_path):
