@@ -13,6 +13,7 @@ import sglang_audit
 import sglang_cost
 import sglang_engines
 import sglang_faults
+import sglang_mamba
 import sglang_models
 import sglang_rings
 import sglang_weights
@@ -142,3 +143,22 @@ def test_an_audit_is_a_command_that_kvtxn_reads(tmp_path, monkeypatch):
     assert (read.engine, read.workload, read.json) == ("sglang", "all", True)
     assert read.engine_args == {"model_path": "eagle", "tp_size": 2}
     assert read.html == tmp_path / "audits" / "eagle.html"
+
+
+def test_one_state_of_mamba2_follows_the_recurrence():
+    """With the functions for a CPU; outputs and states of several steps, drafts rejected."""
+    sizes = sglang_mamba.Sizes(layers=2, heads=4, head_size=8, groups=2, state_size=16)
+    given = sglang_mamba.Inputs(sizes, 3, 3, 2, "cpu")
+    found = sglang_mamba.check(sglang_mamba.One(given), 5)
+    assert found["ok"], found
+    given.counts = [[count * 0 + 1 for count in step] for step in given.counts]
+    wrong = sglang_mamba.One(given)
+    wrong.commit = lambda turn, step: None
+    assert not sglang_mamba.check(wrong, 5)["ok"]
+
+
+def test_the_memory_of_one_state_follows_the_sizes():
+    """Four drafts' states and the request's own, beside the own one and four rows."""
+    found = sglang_mamba.memory(sglang_mamba.Sizes(layers=24), 4)
+    assert (found["states_mib"], found["stock_mib"]) == (96, 480)
+    assert 4.5 < found["times"] < 5
