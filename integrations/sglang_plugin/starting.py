@@ -201,7 +201,7 @@ class Hooks:
     ) -> object:
         """Take in the result of a step."""
         run = partial(original, scheduler, batch, result, *args, **kwargs)
-        return run() if self._watching is None else self._watching.take_in(run, result)
+        return run() if self._watching is None else self._watching.take_in(run, batch, result)
 
     def get_next_batch_to_run(
         self,

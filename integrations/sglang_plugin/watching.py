@@ -175,11 +175,11 @@ class Watching:
         whole = partial(self.adapter.run_batch, run, batch) if self.adapter.active else run
         return whole() if self.containment is None else self.containment.launch(whole, batch)
 
-    def take_in(self, run: Callable[[], Result], result: object) -> Result:
+    def take_in(self, run: Callable[[], Result], batch: ScheduleBatch, result: object) -> Result:
         """Let the scheduler take in a step's result; see ``Containment.take_in``."""
         if self.containment is None:
             return run()
-        return self.containment.take_in(run, result, self.watch.end_step)
+        return self.containment.take_in(run, batch, result, self.watch.end_step)
 
     def _follow_host(self, spaces: Sequence[SlotSpace], *, hybrid: bool) -> HostSlots | None:
         """Follow what HiCache copies to the host and back; return None without HiCache."""
@@ -192,7 +192,8 @@ class Watching:
         if hybrid:
             states = self._scheduler.req_to_token_pool.mamba_pool
             groups[STATES] = states, state_slots(self._scheduler)
-        return HostSlots(controller, groups, self.carried)
+        tell = self.watch.hear
+        return HostSlots(controller, groups, self.carried, lambda what: tell(lambda _: what()))
 
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Tell the ledger which rows or states were copied."""

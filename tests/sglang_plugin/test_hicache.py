@@ -95,6 +95,18 @@ def test_rows_of_a_storage_are_taken_for_right_and_counted(hooks):
     assert [v["position"] for v in hooks.report()["violations"]] == [2]
 
 
+def test_an_error_while_a_copy_is_noted_ends_the_audit_alone(hooks, caplog):
+    toy, (one, _), _ = two_texts(hooks)
+    toy.tree_cache.transfer = lambda *slots: [
+        SimpleNamespace(host_pool=toy.tree_cache.host_pool, is_draft=False)
+    ]
+    req = toy.offer(one, 3)
+    toy.serve(0)
+    assert req in toy.done
+    assert hooks.report()["counters"]["kvtxn_audit_active"] == 0
+    assert "kvtxn.audit_inactive" in caplog.text
+
+
 def test_the_host_has_slots_behind_the_devices(hooks):
     toy = HiCacheToy(hooks.around(), seed=1)
     toy.serve(1)
@@ -121,8 +133,14 @@ def test_the_facts_of_hicache():
     why = supported.cannot_watch(EngineFacts(settings=found.settings))
     assert "HiCache copies to the host are not followed" in str(why)
     controller = toy.tree_cache.cache_controller
-    controller.mem_pool_host.entries[0].host_pool.dcp_size = 2
+    entry = controller.mem_pool_host.entries[0]
+    entry.host_pool.dcp_size = 2
     assert not engine_facts.facts(toy, supported.ARGUMENTS).host
+    entry.host_pool.dcp_size, pool = 1, entry.device_pool
+    entry.device_pool = object()
+    assert not engine_facts.facts(toy, supported.ARGUMENTS).host
+    entry.device_pool = pool
+    assert engine_facts.facts(toy, supported.ARGUMENTS).host
     controller.l2_transfer_engine = None
     assert not engine_facts.facts(toy, supported.ARGUMENTS).host
 

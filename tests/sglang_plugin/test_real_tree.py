@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import sglang_sources
@@ -163,6 +164,88 @@ def test_a_request_is_ended_by_sglangs_own_functions(engine, running):
     assert engine.match([*range(1, 10), 30]) == 8
     retraction.empty_tree(engine)
     assert engine.token_to_kv_pool_allocator.available_size() == 64
+
+
+def test_an_abort_of_a_chunk_is_not_lost(engine, running):
+    """SGLang keeps it elsewhere, and drops it once the request holds no rows."""
+    engine._pending_chunked_abort_req = running
+    retraction.retract(engine, {running: None}, [])
+    (output,) = engine.ended
+    assert output.finished_reason["message"] == "Aborted"
+    assert engine.waiting_queue == []
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """SGLang's own functions that take results in; whom they tell are mocks."""
+    (module,) = sglang_sources.modules(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+    )
+    for name in ("get_memory", "get_observability", "get_exec", "get_disagg"):
+        monkeypatch.setattr(module, name, Anything)
+    monkeypatch.setattr(module, "checkpoint_kv_cache", MagicMock())
+    kind = module.SchedulerBatchResultProcessor
+    monkeypatch.setattr(kind, "_get_prefill_hidden_capture_mode", lambda *_: None)
+    for name in ("_handle_finish_state_updated_req", "_apply_decode_logprobs"):
+        monkeypatch.setattr(kind, name, MagicMock())
+    known = {name: MagicMock() for name in kind.__slots__}
+    known |= {"is_generation": True, "enable_overlap": False, "enable_overlap_mlx": False}
+    made = kind(**known)
+    made.logprob_result_processor.calculate_num_input_logprobs = lambda req, end, start: end - start
+    retraction.pass_over_retracted(SimpleNamespace(batch_result_processor=made))
+    return made
+
+
+def step_of_two():
+    """Two requests, a batch of them, and its result."""
+    reqs = [MagicMock(name=name) for name in "ab"]
+    for req in reqs:
+        req.finished = lambda: False
+        req.is_retracted, req.inflight_middle_chunks, req.output_ids = False, 0, []
+        req.discard_output_reason = req.beam_group = req.grammar = None
+        req.return_sampling_mask = req.return_hidden_states = False
+        req.return_logprob = True
+    batch = SimpleNamespace(
+        reqs=reqs, return_logprob=True, return_hidden_states=False, decoding_reqs=None,
+        prefill_stats=None, forward_mode=SimpleNamespace(name="EXTEND"), has_grammar=False,
+        spec_algorithm=SimpleNamespace(is_none=lambda: True), batch_size=lambda: 2,
+        mamba_track_mask_cpu=None,
+    )  # fmt: skip
+    result = MagicMock()
+    result.copy_done = result.auxiliary_host_output = None
+    result.routed_experts_output = result.indexer_topk_output = None
+    result.next_token_ids = torch.tensor([7, 8])
+    result.extend_input_len_per_req = [4, 5]
+    result.extend_logprob_start_len_per_req = [0, 0]
+    return reqs, batch, result
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_sglang_takes_a_prompt_in_without_a_hidden_request(processor, hides):
+    """The other one gets its token, and the logprobs of its own prompt."""
+    (one, other), batch, result = step_of_two()
+    prompts = retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else [], prompts=prompts):
+        processor.process_batch_result_prefill(batch, result)
+    assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
+    added = processor.logprob_result_processor.add_logprob_return_values.call_args_list
+    assert [call.args[1:3] for call in added] == [*([] if hides else [(one, 0)]), (other, 4)]
+    assert not processor.logprob_result_processor.add_input_logprob_return_values.called
+    assert (one.is_retracted, one.inflight_middle_chunks, one.return_logprob) == (False, 0, True)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_sglang_takes_a_decoded_token_in_without_a_hidden_request(processor, monkeypatch, hides):
+    """Also where it runs without overlap."""
+    (one, other), batch, result = step_of_two()
+    batch.forward_mode.name = "DECODE"
+    monkeypatch.setattr(
+        type(processor), "_normalize_decode_outputs", lambda *_, **__: ([[7], [8]], None)
+    )
+    prompts = retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else [], prompts=prompts):
+        processor.process_batch_result_decode(batch, result)
+    assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
 
 
 def test_without_overlap_sglang_is_told_to_look_for_retracted_requests():

@@ -291,6 +291,23 @@ def test_the_grammar_of_a_dropped_step_forgets_its_tokens():
     assert forgotten == [3, 1]
 
 
+def test_logprobs_of_prompts_are_cut_out_for_each_request():
+    """SGLang forgets those of a retracted one, and so gives the next request wrong ones."""
+    before = {"is_retracted": False, "inflight_middle_chunks": 0, "return_logprob": True}
+    prompts = SimpleNamespace(forward_mode=SimpleNamespace(name="MIXED"), return_logprob=True)
+    assert retraction.has_input_logprobs(prompts)
+    prompts.return_logprob = False
+    assert not retraction.has_input_logprobs(prompts)
+    held = SimpleNamespace(**before)
+    with retraction.hidden([held], prompts=True):
+        assert vars(held) == {**before, "inflight_middle_chunks": 1, "return_logprob": False}
+        held.inflight_middle_chunks -= 1
+    assert vars(held) == before
+    with retraction.hidden([held]):
+        assert vars(held) == {**before, "is_retracted": True}
+    assert vars(held) == before
+
+
 def test_an_error_while_containing_leaves_the_engine_running(contained, caplog, monkeypatch):
     """It is logged, and violations are counted on."""
     toy = contained(seed=4)

@@ -123,6 +123,10 @@ SOURCES = {
     "srt/managers/schedule_batch.py": "def retract_all(*, reqs, req_to_token_pool,\n"
     "    token_to_kv_pool_allocator, tree_cache, hisparse_coordinator, offload_kv=True): ...\n",
     "srt/disaggregation/utils.py": "def prepare_abort(req, error_message, status_code=None): ...\n",
+    "srt/managers/scheduler_components/batch_result_processor.py": (
+        "class SchedulerBatchResultProcessor:\n"
+        "    def process_batch_result_decode(self, batch, result): ...\n"
+    ),
     "srt/managers/tp_worker.py": "class TpModelWorker:\n"
     "    def forward_batch_generation(self, batch, forward_batch=None, pp_proxy_tensors=None,\n"
     "                                 is_verify=False, *, return_kv_loc_plan=False): ...\n",

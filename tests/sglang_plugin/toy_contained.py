@@ -123,7 +123,7 @@ class ReadingToy(ToySglang):
     def offer(self, prompt, limit, **more):
         req = super().offer(prompt, limit, **more)
         req.is_retracted, req.to_finish, req.inflight_middle_chunks = False, None, 0
-        req.grammar, req.kvtxn_contained = None, 0
+        req.grammar, req.return_logprob, req.kvtxn_contained = None, False, 0
         return req
 
     def plan_step(self, running_batch=None, last_batch=None):

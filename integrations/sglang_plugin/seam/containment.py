@@ -17,8 +17,7 @@ that no request has locked; whoever had locked a wrong one has been retracted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -123,7 +122,7 @@ class Containment:
         step = UnderWay(batch, requests, dropped={req for req in requests if req in self._again})
         self._under_way.append(step)
         try:
-            with self._hidden(before):
+            with retraction.hidden(before):
                 step.result = result = run()
         except BaseException:
             self._under_way.pop()
@@ -154,13 +153,18 @@ class Containment:
         return self._ledger.findings.has_more(copy)
 
     def take_in(
-        self, run: Callable[[], Result], result: object, verdict: Callable[[], Wrong | None]
+        self,
+        run: Callable[[], Result],
+        batch: ScheduleBatch,
+        result: object,
+        verdict: Callable[[], Wrong | None],
     ) -> Result:
         """Let SGLang take in the result of a step, without what was sampled of wrong rows.
 
         Args:
             run: SGLang's own ``process_batch_result``, with its arguments.
-            result: the step's.
+            batch: the step's.
+            result: likewise.
             verdict: ends the ledger's step; every rank has to call it. Returns what all ranks have
                 read wrongly.
         """
@@ -168,7 +172,8 @@ class Containment:
         wrong = verdict()
         if wrong is not None:
             self._try(lambda: self._contain(step, wrong))
-        with self._hidden(() if step is None else step.dropped):
+        dropped = set[Req]() if step is None else step.dropped
+        with retraction.hidden(dropped, prompts=retraction.has_input_logprobs(batch)):
             done = run()
         self._taken = None
         self._try(self._compute_again)
@@ -191,7 +196,7 @@ class Containment:
         self._planned = None
         self._try(self._compute_again)
         plan = run()
-        self._planned = plan.batch_to_run
+        self._planned = getattr(plan, "batch_to_run", None)
         return plan
 
     def forget(self) -> None:
@@ -199,18 +204,6 @@ class Containment:
         self._under_way.clear()
         self._again.clear()
         self._suspects, self._planned = set(), None
-
-    @contextmanager
-    def _hidden(self, requests: Collection[Req]) -> Iterator[None]:
-        """Let SGLang pass over some requests, as it does over those that it has retracted."""
-        before = [(req, req.is_retracted) for req in requests]
-        for req, _ in before:
-            req.is_retracted = True
-        try:
-            yield
-        finally:
-            for req, was in before:
-                req.is_retracted = was
 
     def _try(self, call: Callable[[], object]) -> None:
         """Call something; an error of the audit's own leaves wrong rows where they are."""

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from ...serving.step import Room
-from .pools import controller_of
+from .pools import controller_of, is_of
 from .protocols import Scheduler
 
 
@@ -114,8 +114,11 @@ def _tells_copies(scheduler: Scheduler) -> bool:
     engine = getattr(controller, "l2_transfer_engine", None)
     if controller is None or engine is None or getattr(controller, "is_kv_sharded", False):
         return False
-    pools = [each.host_pool for each in controller.mem_pool_host.entries]
-    return all(getattr(pool, "dcp_size", 1) == 1 for pool in pools)
+    rows = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    rows = getattr(rows, "full_kv_pool", rows)
+    entries = controller.mem_pool_host.entries
+    alone = all(getattr(each.host_pool, "dcp_size", 1) == 1 for each in entries)
+    return alone and any(is_of(each.device_pool, rows) for each in entries)
 
 
 def is_hybrid(scheduler: Scheduler) -> bool:

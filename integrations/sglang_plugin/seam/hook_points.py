@@ -14,6 +14,9 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _WEIGHTS: Final = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 )
+_RESULTS: Final = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 
 #: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
 HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -33,7 +36,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 #: To contain wrong reads: a plan knows nothing of them, and no token that one of them has sampled
-#: is taken in. The last two are called.
+#: is taken in. The last three are called, or changed.
 CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_SCHEDULER}.process_batch_result": ("self", "batch", "result"),
     f"{_SCHEDULER}.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
@@ -42,6 +45,7 @@ CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
         *("hisparse_coordinator", "offload_kv"),
     ),
     "sglang.srt.disaggregation.utils.prepare_abort": ("req", "error_message", "status_code"),
+    f"{_RESULTS}.process_batch_result_decode": ("self", "batch", "result"),
 }
 
 Hook = Callable[..., object]

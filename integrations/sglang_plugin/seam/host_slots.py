@@ -51,6 +51,7 @@ class HostSlots:
         controller: SGLang's.
         groups: by name of the group, the pool of its slots on the device, and their number.
         carried: hears of each copy.
+        tell: calls a function; an error of it ends the audit, not the engine.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class HostSlots:
         controller: HiCacheController,
         groups: Mapping[str, tuple[object, int]],
         carried: Carried,
+        tell: Callable[[Callable[[], None]], None],
     ) -> None:
+        self._tell: Final = tell
         self._controller: Final = controller
         self._carried: Final = carried
         self._pools: Final[list[tuple[object, _Pool]]] = []
@@ -93,26 +96,31 @@ class HostSlots:
     def _writes(self, submit: Callable[..., object], transfers: Sequence[L2Transfer]) -> object:
         """Let slots be copied to the host."""
         done = submit(transfers)
+        self._tell(lambda: self._note_writes(transfers))
+        return done
+
+    def _note_writes(self, transfers: Sequence[L2Transfer]) -> None:
         for transfer, pool in self._watched(transfers):
             if self._controller.enable_storage:
                 pool.known[transfer.host_indices.cpu()] = True
             device, host = self._slots(transfer, pool)
             self._carried({pool.group: (device, host)})
-        return done
 
     def _loads(
         self, submit: Callable[..., object], transfers: Sequence[L2Transfer], **named: Any
     ) -> object:
         """Let slots be copied to the device."""
+        self._tell(lambda: self._note_loads(transfers))
+        return submit(transfers, **named)
+
+    def _note_loads(self, transfers: Sequence[L2Transfer]) -> None:
         for transfer, pool in self._watched(transfers):
             device, host = self._slots(transfer, pool)
             self._carried({pool.group: (host, device)})
-            if self._controller.enable_storage:
+            if self._controller.enable_storage and pool.group == ROWS:
                 unknown = ~pool.known[transfer.host_indices.cpu()]
-                if pool.group == ROWS:
-                    self._unknown.difference_update(device.tolist())
-                    self._unknown.update(device.cpu()[unknown].tolist())
-        return submit(transfers, **named)
+                self._unknown.difference_update(device.tolist())
+                self._unknown.update(device.cpu()[unknown].tolist())
 
     def _watched(self, transfers: Sequence[L2Transfer]) -> list[tuple[L2Transfer, _Pool]]:
         """Return the transfers of groups that are watched; none of a drafter's rows."""

@@ -115,6 +115,7 @@ class Req(Protocol):
         output_ids: the tokens that the host has taken in; a step behind the device under overlap.
         input_embeds: vectors in place of tokens, if any.
         is_retracted: it waits to be computed again; results of its steps are passed over.
+        return_logprob: its client wants logprobs.
         inflight_middle_chunks: steps under way that compute a part of its prompt.
         to_finish: why it ends with its next result, such as an abort; None if it does not.
         finished_reason: why it is done; None while it is not.
@@ -129,6 +130,7 @@ class Req(Protocol):
     kv: KvInfo
     is_retracted: bool
     inflight_middle_chunks: int
+    return_logprob: bool
     grammar: Grammar | None
     to_finish: FinishReason | None
     finished_reason: FinishReason

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final
 
@@ -29,6 +30,39 @@ def pass_over_retracted(scheduler: Scheduler) -> None:
     Without overlap none is retracted while its step is under way, so it does not look.
     """
     object.__setattr__(scheduler.batch_result_processor, "enable_overlap", True)
+
+
+@contextmanager
+def hidden(requests: Collection[Req], *, prompts: bool = False) -> Iterator[None]:
+    """Let SGLang pass over some requests, as it does over those that it has retracted.
+
+    Args:
+        requests: the requests.
+        prompts: the step has logprobs of prompts. SGLang cuts these out one request after another,
+            and forgets those of a retracted one. Of a prompt that goes on it takes them off.
+    """
+    before = [
+        (req, req.is_retracted, req.inflight_middle_chunks, req.return_logprob) for req in requests
+    ]
+    for req, *_ in before:
+        req.is_retracted = req.is_retracted if prompts else True
+        if prompts:
+            req.inflight_middle_chunks, req.return_logprob = (
+                max(req.inflight_middle_chunks, 1),
+                False,
+            )
+    try:
+        yield
+    finally:
+        for req, retracted, chunks, logprobs in before:
+            req.is_retracted, req.inflight_middle_chunks = retracted, chunks
+            req.return_logprob = logprobs
+
+
+def has_input_logprobs(batch: ScheduleBatch) -> bool:
+    """Tell whether a step has computed logprobs of prompts."""
+    extends = getattr(getattr(batch, "forward_mode", None), "name", "") in ("EXTEND", "MIXED")
+    return extends and bool(getattr(batch, "return_logprob", False))
 
 
 def holds_rows(req: Req) -> bool:
@@ -87,9 +121,9 @@ def retract(
             batch.batch_is_full = False
     if scheduler.chunked_req in here:
         scheduler.chunked_req = None
-    again = []
+    again, aborted = [], getattr(scheduler, "_pending_chunked_abort_req", None)
     for req, why in here.items():
-        if why is None and req.to_finish is None:
+        if why is None and req.to_finish is None and req is not aborted:
             try:
                 retract_all(
                     reqs=[req],
@@ -115,16 +149,16 @@ def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
     Args:
         scheduler: SGLang's.
         req: the request.
-        why: what its client is told; None: it was aborted meanwhile, and SGLang has the reason.
+        why: what its client is told; None: it was aborted meanwhile.
     """
     from sglang.srt.disaggregation.utils import prepare_abort
     from sglang.srt.managers.scheduler import _make_abort_req
     from sglang.srt.mem_cache import common
 
-    given, status = req.to_finish, int(HTTPStatus.INTERNAL_SERVER_ERROR)
-    message = WHY_ENDED.format(why=why)
+    given, status = req.to_finish, None if why is None else int(HTTPStatus.INTERNAL_SERVER_ERROR)
+    message = "Aborted" if why is None else WHY_ENDED.format(why=why)
     if why is None and given is not None:
-        message, status = given.message, given.status_code or status
+        message, status = given.message, given.status_code
     prepare_abort(req, message, status)
     req.to_finish = None
     scheduler._release_aborted_request(req)
