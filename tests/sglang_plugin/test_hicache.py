@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kvtxn.integrations.sglang_plugin import starting, supported
-from kvtxn.integrations.sglang_plugin.seam import engine_facts
+from kvtxn.integrations.sglang_plugin.seam import engine_facts, retraction
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
 from kvtxn.integrations.sglang_plugin.settings import Settings
+from toy_contained import sglang_modules
 from toy_hicache import HOST, HiCacheToy
 from toy_pools import SLOTS
 
@@ -154,6 +156,24 @@ def test_what_a_storage_brings_is_followed_for_rows_alone():
     assert "a storage" in str(supported.cannot_contain(hybrid))
     assert supported.left_out(EngineFacts(host=True, settings=stored)) == {}
     assert supported.cannot_contain(EngineFacts(settings=frozenset([supported.HOST]))) is None
+
+
+def test_an_empty_tree_has_no_copies_on_the_host(monkeypatch):
+    """Rows that were wrong may have been copied there."""
+    for name, module in sglang_modules(lambda: None).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    left = []
+    tree = SimpleNamespace(
+        cache_controller=object(), tree_components=["full", "mamba"], evict=left.append,
+        supports_prefix_sharing=lambda: True, supports_swa=lambda: True,
+        supports_mamba=lambda: True, evictable_size=lambda: 5, full_evictable_size=lambda: 5,
+        swa_evictable_size=lambda: 3, mamba_evictable_size=lambda: 2,
+        evict_host=lambda number, kind: left.append((number > 1 << 30, kind)),
+    )  # fmt: skip
+    retraction.empty_tree(SimpleNamespace(tree_cache=tree))
+    counts, *hosts = left
+    assert vars(counts) == {"num_tokens": 5, "swa_num_tokens": 3, "mamba_num": 2}
+    assert hosts == [(True, "full"), (True, "mamba")]
 
 
 def test_a_pool_is_that_of_its_group():

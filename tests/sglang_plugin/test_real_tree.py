@@ -36,6 +36,7 @@ def engine(monkeypatch):
         tree_components=(parts.ComponentType.FULL,),
     )  # fmt: skip
     tree = unified.UnifiedRadixCache(given)
+    tree.swa_reprefill_tail_tokens = lambda req=None: 0  # imports kernels
 
     def insert(tokens, slots, known=0):
         key = radix.RadixKey(array("q", tokens), None)
@@ -145,6 +146,9 @@ def test_a_request_is_retracted_by_sglangs_own_functions(engine, running):
     assert running.is_retracted
     assert not retraction.holds_rows(running)
     assert [*running.output_ids] == [30]
+    running.init_next_round_input(engine.tree_cache)
+    assert running.prefix_len == 0  # though the tree has eight rows of it
+    assert running.skip_radix_cache_insert
     retraction.empty_tree(engine)
     assert engine.token_to_kv_pool_allocator.available_size() == 64
     engine.tree_cache.sanity_check()

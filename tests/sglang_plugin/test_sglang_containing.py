@@ -194,6 +194,39 @@ def test_rows_that_a_spoilt_chunk_has_written_are_nobodys(contained):
     toy.check(slots=False)
 
 
+def row_of_the_tree(toy, batch):
+    """A row is written where the tree has one, which other requests read."""
+    number = toy.row(batch.reqs[1])[2]
+    assert int(number) in toy.tree_cache.slots.values()
+    batch.forward_batch.out_cache_loc[0] = number
+    return batch.reqs[1].rid
+
+
+@pytest.mark.parametrize("plans", [3, 1000])
+def test_rows_that_a_copy_has_locked_leave_the_tree_later(contained, caplog, plans):
+    """The next plans try again, and give up with a sentence."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    tree, planted = toy.tree_cache, plants(toy, row_of_the_tree)
+    evict, tried = tree.evict, []
+
+    def evicts(params):
+        tried.append(params)
+        if len(tried) > plans:
+            evict(params)
+
+    tree.evict = evicts
+    toy.serve(30)
+    assert planted
+    gave_up = "locked by others than requests" in caplog.text
+    assert gave_up == (plans == 1000)
+    assert toy.clean_texts()
+    assert toy.ended == []
+    if not gave_up:
+        assert len(tried) > plans
+        toy.check()
+
+
 def test_a_second_wrong_read_ends_the_request(contained):
     """With a reason that says so; its rows do not get into the tree, and others run on."""
     toy = contained(seed=4)

@@ -124,7 +124,16 @@ class ReadingToy(ToySglang):
         req = super().offer(prompt, limit, **more)
         req.is_retracted, req.to_finish, req.inflight_middle_chunks = False, None, 0
         req.grammar, req.return_logprob, req.kvtxn_contained = None, False, 0
+        req.skip_radix_cache_insert = False
+        req._compute_max_prefix_len = lambda length: length - 1
         return req
+
+    def match(self, req):
+        return super().match(req)[: req._compute_max_prefix_len(len(req.tokens))]
+
+    def checkpoint(self, req, up_to):
+        if not req.skip_radix_cache_insert:
+            super().checkpoint(req, up_to)
 
     def plan_step(self, running_batch=None, last_batch=None):
         for req in self.running:  # a chunk's rows are in the tree before its result is taken in

@@ -40,6 +40,8 @@ log = get_logger()
 
 #: A request that reads wrong rows for the second time ends.
 _ONCE: Final = 1
+#: Plans until rows of the tree that others than requests have locked are given up.
+_MOST_TRIES: Final = 64
 #: The attribute by which a request has the number of its steps that read wrong rows.
 _TIMES: Final = "kvtxn_contained"
 
@@ -105,6 +107,7 @@ class Containment:
         self._again: Final[dict[Req, str | None]] = {}
         #: Places of wrong rows that may be in the tree; None if every row of it is in doubt.
         self._suspects: set[int] | None = set()
+        self._tries = 0
         retraction.pass_over_retracted(scheduler)
 
     # -- steps -------------------------------------------------------------------------------
@@ -322,9 +325,20 @@ class Containment:
         if suspects is None or retraction.has(self._scheduler, self._places, suspects):
             retraction.empty_tree(self._scheduler)
             if suspects and retraction.has(self._scheduler, self._places, suspects):
-                self._suspects = suspects  # copies to the host have locked them: the next plan
+                self._keep_trying(suspects)
+            else:
+                self._tries = 0
         running = self._live(list(self._under_way))
         retraction.end_sessions(self._scheduler, self._places, suspects, running)
+
+    def _keep_trying(self, suspects: set[int]) -> None:
+        """Look again at the next plan: copies to the host lock rows for a while."""
+        self._tries += 1
+        if self._tries < _MOST_TRIES:
+            self._suspects = suspects
+            return
+        self._tries = 0
+        say_logged_alone("wrong rows of the radix tree are locked by others than requests")
 
 
 def _is_unsampled(result: object) -> bool:

@@ -116,6 +116,7 @@ class Req(Protocol):
         input_embeds: vectors in place of tokens, if any.
         is_retracted: it waits to be computed again; results of its steps are passed over.
         return_logprob: its client wants logprobs.
+        skip_radix_cache_insert: none of its rows get into the tree.
         inflight_middle_chunks: steps under way that compute a part of its prompt.
         to_finish: why it ends with its next result, such as an abort; None if it does not.
         finished_reason: why it is done; None while it is not.
@@ -131,6 +132,8 @@ class Req(Protocol):
     is_retracted: bool
     inflight_middle_chunks: int
     return_logprob: bool
+    skip_radix_cache_insert: bool
+    _compute_max_prefix_len: Callable[[int], int]
     grammar: Grammar | None
     to_finish: FinishReason | None
     finished_reason: FinishReason

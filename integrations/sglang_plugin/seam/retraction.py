@@ -137,10 +137,25 @@ def retract(
                 why = "SGLang could not retract it"
                 log.warning("kvtxn.audit_not_retracted", request=req.rid, exc_info=error)
             else:
+                _keep_apart(req)
                 again.append(req)
                 continue
         _end(scheduler, req, why)
     scheduler.waiting_queue[:0] = again
+
+
+def _keep_apart(req: Req) -> None:
+    """Let a request read no row of a cache, and leave none there; SGLang knows such requests.
+
+    Rows of a tree that cannot be emptied yet would come back to it, by a hit or as it is inserted.
+    """
+    req.skip_radix_cache_insert = True
+    req._compute_max_prefix_len = _no_prefix  # hides the method of this request alone
+
+
+def _no_prefix(input_len: int) -> int:
+    """Return the rows of a prompt that may be found in a cache."""
+    return 0
 
 
 def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
