@@ -14,6 +14,7 @@ import pytest
 import sglang_sources
 import torch
 from kvtxn.integrations.sglang_plugin.seam import retraction
+from kvtxn.integrations.sglang_plugin.seam.host_slots import HostSlots
 
 pytestmark = pytest.mark.skipif(not sglang_sources.available(), reason="no sources of SGLang")
 CACHE = "sglang.srt.mem_cache"
@@ -21,37 +22,54 @@ CACHE = "sglang.srt.mem_cache"
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A scheduler's tree of two texts: 1 to 8, which a request has locked, and 1 to 4, 20."""
+    return make(monkeypatch, 1)
+
+
+def pages(tokens, page):
+    """Return a page of tokens for each."""
+    return array("q", [100 * token + each for token in tokens for each in range(page)])
+
+
+def make(monkeypatch, page):
+    """A scheduler's tree of two texts: 1 to 8, which a request has locked, and 1 to 4, 20.
+
+    With pages each number stands for a page of tokens.
+    """
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
-    unified, params, token, pools, parts, base, radix = sglang_sources.modules(
+    unified, params, token, paged, pools, parts, base, radix = sglang_sources.modules(
         *(f"{CACHE}.unified_radix_cache", f"{CACHE}.cache_init_params"),
-        *(f"{CACHE}.allocator.token", f"{CACHE}.memory_pool"),
+        *(f"{CACHE}.allocator.token", f"{CACHE}.allocator.paged", f"{CACHE}.memory_pool"),
         *(f"{CACHE}.unified_cache.components", f"{CACHE}.base_prefix_cache"),
         f"{CACHE}.radix_cache",
     )
-    allocator = token.TokenToKVPoolAllocator(64, torch.float32, "cpu", SimpleNamespace(), False)
+    of_pool = torch.float32, "cpu", SimpleNamespace(), False
+    allocator = (
+        token.TokenToKVPoolAllocator(64, *of_pool)
+        if page == 1
+        else paged.PagedTokenToKVPoolAllocator(64 * page, page, *of_pool)
+    )
     table = pools.ReqToTokenPool(4, 32, "cpu", False)
     given = params.CacheInitParams(
-        disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1,
-        tree_components=(parts.ComponentType.FULL,),
+        disable=False, req_to_token_pool=table, page_size=page,
+        token_to_kv_pool_allocator=allocator, tree_components=(parts.ComponentType.FULL,),
     )  # fmt: skip
     tree = unified.UnifiedRadixCache(given)
     tree.swa_reprefill_tail_tokens = lambda req=None: 0  # imports kernels
 
     def insert(tokens, slots, known=0):
-        key = radix.RadixKey(array("q", tokens), None)
+        key = radix.RadixKey(pages(tokens, page) if page > 1 else array("q", tokens), None)
         values = torch.tensor(slots, dtype=torch.int64)
         return tree.insert(
             base.InsertParams(key=key, value=values, prev_prefix_len=known)
         ).last_device_node
 
     def match(tokens):
-        key = radix.RadixKey(array("q", tokens), None)
+        key = radix.RadixKey(pages(tokens, page) if page > 1 else array("q", tokens), None)
         return tree.match_prefix(base.MatchPrefixParams(key=key)).device_prefix_len
 
-    slots = allocator.alloc(9).tolist()
-    one = insert(range(1, 9), slots[:8])
-    insert([1, 2, 3, 4, 20], [*slots[:4], slots[8]], 4)
+    slots = allocator.alloc(9 * page).tolist()
+    one = insert(range(1, 9), slots[: 8 * page])
+    insert([1, 2, 3, 4, 20], [*slots[: 4 * page], *slots[8 * page :]], 4 * page)
     return SimpleNamespace(
         tree_cache=tree, req_to_token_pool=table, token_to_kv_pool_allocator=allocator,
         lock=tree.lock(one), slots=slots, match=match,
@@ -72,6 +90,24 @@ def test_rows_that_a_request_has_locked_stay(engine):
     assert engine.match(range(1, 9)) == 8
     assert engine.match([1, 2, 3, 4, 20]) == 4
     assert engine.token_to_kv_pool_allocator.available_size() == free + 1
+    engine.tree_cache.sanity_check()
+
+
+def test_pages_leave_the_tree_for_one_wrong_row(monkeypatch):
+    """The page of a row, and the whole text behind it; what a request has locked stays."""
+    page = 16
+    engine = make(monkeypatch, page)
+    free = engine.token_to_kv_pool_allocator.available_size()
+    wrong, locked = engine.slots[8 * page + 5], engine.slots[7 * page + 5]
+    assert retraction.has(engine, places, {wrong})
+    retraction.empty_tree(engine)
+    assert not retraction.has(engine, places, {wrong})
+    assert retraction.has(engine, places, {locked})
+    assert engine.token_to_kv_pool_allocator.available_size() == free + page
+    engine.tree_cache.unlock(engine.lock)
+    retraction.empty_tree(engine)
+    assert not retraction.has(engine, places, {locked})
+    assert engine.token_to_kv_pool_allocator.available_size() == 64 * page
     engine.tree_cache.sanity_check()
 
 
@@ -270,3 +306,52 @@ def test_a_copy_to_the_host_names_what_is_read_of_it():
     }
     for name in ("submit_device_to_host", "submit_host_to_device"):
         assert inspect.signature(getattr(module.L2TransferEngine, name)).parameters["transfers"]
+
+
+class Rows:
+    """Rows on the device or the host, which SGLang's engine of transfers copies."""
+
+    size, layer_num = 12, 1
+
+    def __init__(self):
+        self.rows = torch.zeros(self.size, dtype=torch.int64)
+
+    def prepare_transfer_indices(self, host, device, backend):
+        return host, device
+
+    def backup_from_device_all_layer_physical(self, pool, host, device, backend):
+        self.rows[host] = pool.rows[device]
+
+    def load_to_device_per_layer_physical(self, pool, host, device, *_, **__):
+        pool.rows[device] = self.rows[host]
+
+    def alloc(self, number):
+        return torch.arange(number)
+
+
+def test_what_sglangs_engine_copies_is_what_the_ledger_hears(monkeypatch):
+    """Both ways, in the group's numbers; none of a drafter's rows."""
+    (module,) = sglang_sources.modules(f"{CACHE}.l2_transfer")
+    monkeypatch.setattr(module, "device_module", MagicMock())
+    monkeypatch.setattr(module.envs.SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES, "get", lambda: 0)
+    engine, device, host = module.L2TransferEngine("kernel"), Rows(), Rows()
+    monkeypatch.setattr(module, "shared_host_layout_domains", lambda pools: [])
+    entries = [SimpleNamespace(host_pool=host, device_pool=device)]
+    controller = SimpleNamespace(
+        l2_transfer_engine=engine, enable_storage=False,
+        mem_pool_host=SimpleNamespace(entries=entries),
+    )  # fmt: skip
+    heard = []
+    HostSlots(controller, {"group.0": (device, 100)}, heard.append, lambda tell: tell())
+    device.rows[3:6] = torch.tensor([7, 8, 9])
+    copy = {"host_pool": host, "device_pool": device}
+    there = {"host_indices": torch.tensor([0, 2, 4]), "device_indices": torch.tensor([3, 4, 5])}
+    engine.submit_device_to_host([module.L2Transfer(**copy, **there)])
+    back = {"host_indices": torch.tensor([4, 0]), "device_indices": torch.tensor([10, 11])}
+    engine.submit_host_to_device(
+        [module.L2Transfer(**copy, **back), module.L2Transfer(**copy, **back, is_draft=True)],
+        transfer_layer_id_max=1,
+    )
+    assert device.rows[10:].tolist() == [9, 7]
+    told = [[each.tolist() for each in copies["group.0"]] for copies in heard]
+    assert told == [[[3, 4, 5], [100, 102, 104]], [[104, 100], [10, 11]]]
