@@ -162,3 +162,40 @@ def test_the_memory_of_one_state_follows_the_sizes():
     found = sglang_mamba.memory(sglang_mamba.Sizes(layers=24), 4)
     assert (found["states_mib"], found["stock_mib"]) == (96, 480)
     assert 4.5 < found["times"] < 5
+
+
+class Controller:
+    """HiCache's, whose copies to the device wait in a queue."""
+
+    page_size = 2
+
+    def __init__(self):
+        self.load_queue = []
+
+    def load(self, host_indices):
+        slots = torch.arange(10, 10 + len(host_indices))
+        self.load_queue.append(SimpleNamespace(host=host_indices, device_indices=slots))
+        return slots
+
+    def write(self, device_indices):
+        return device_indices
+
+
+@pytest.mark.parametrize("name", sglang_faults.HOST)
+def test_a_fault_of_hicache_is_planted_once(name, tmp_path):
+    """A page comes from, or goes to, another page's slots; the tree hears of the right ones."""
+    faults = sglang_faults.Faults([], tmp_path / "faults")
+    controller, hosts = Controller(), torch.tensor([4, 5, 6, 7])
+    for number in range(2):
+        faults.armed = None if number else name
+        slots = faults.loaded(Controller.load, controller, host_indices=hosts)
+        written = faults.written(Controller.write, controller, torch.tensor([1, 2, 3, 4]))
+        assert slots.tolist() == [10, 11, 12, 13]
+        copy = controller.load_queue.pop()
+        planted = {
+            "host_page": copy.host.tolist() != hosts.tolist(),
+            "host_slot": copy.device_indices.tolist() == [12, 13, 10, 11],
+            "host_write": written.tolist() == [3, 4, 1, 2],
+        }
+        assert [each for each, there in planted.items() if there] == ([] if number else [name])
+    assert json.loads((tmp_path / "faults").read_text())["fault"] == name
