@@ -40,8 +40,9 @@ log = get_logger()
 
 #: A request that reads wrong rows for the second time ends.
 _ONCE: Final = 1
-#: Plans until rows of the tree that others than requests have locked are given up.
-_MOST_TRIES: Final = 64
+#: Looks at the tree until rows that others than requests have locked are given up; all ranks have
+#: to give up at the same one.
+_MOST_TRIES: Final = 128
 #: The attribute by which a request has the number of its steps that read wrong rows.
 _TIMES: Final = "kvtxn_contained"
 
