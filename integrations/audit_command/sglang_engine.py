@@ -14,7 +14,7 @@ from .workloads import WORKLOADS
 #: Workloads that need what SGLang does not have, or what the ledger does not follow there.
 NOT_PLAYED: Final[Mapping[str, str]] = {
     "sessions": "the ledger was not seen beside SGLang's sessions",
-    "offload": "rows that HiCache brings back from the host are not followed yet",
+    "offload": "it needs a KV connector of vLLM's",
 }
 #: vLLM's names of arguments that workloads need, and SGLang's.
 _NAMES: Final = {"max_num_seqs": "max_running_requests"}

@@ -194,8 +194,8 @@ def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
     if not number:
         return []
     return [
-        f"{number:,} of the rows and states that a connector brought were taken for right: nobody "
-        "can vouch for where they are from."
+        f"{number:,} of the rows and states that a connector or a storage brought were taken for "
+        "right: nobody can vouch for where they are from."
     ]
 
 

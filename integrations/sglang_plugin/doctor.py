@@ -26,12 +26,14 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
     if release is None:
         return {"version": "SGLang is not installed"}
     wrong, more = hook_points.moved(), hook_points.moved(hook_points.OPTIONAL)
+    uncontained = hook_points.moved(hook_points.CONTAINING)
     seen = ", ".join(SEEN)
     audit = f"""the ledger can watch it; {VARIABLE}='{{"audit": "ledger"}}' asks for it"""
     return {
         "version": f"{release} (engines of {seen} were seen running beside the ledger)",
         "hook points": wrong or "as expected",
         **({"left out": more} if more else {}),
+        **({"wrong rows are logged, and not contained": uncontained} if uncontained else {}),
         "audit": "the ledger cannot watch it: hook points have moved" if wrong else audit,
         "settings": _settings(),
     }

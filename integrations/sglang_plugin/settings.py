@@ -20,7 +20,7 @@ from ...errors import ConfigError, meant
 WHERE: Final = "KVTXN_SGLANG"
 
 AUDITS: Final = ("off", "ledger", "bytes")
-ON_VIOLATION: Final = ("log", "raise")
+ON_VIOLATION: Final = ("log", "raise", "contain")
 STALE: Final = ("count", "alarm")
 #: Numbers of steps are below this one.
 _TOO_LARGE: Final = 1 << 31
@@ -31,13 +31,12 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "recurrent": "kvtxn holds no recurrent states in SGLang",
     "unchecked": "the hooks are compared with the installed release at each start",
     "poison": "it was not seen which of SGLang's attention kernels skip masked rows",
-    "audit_store": "the rows of HiCache, which a store would verify, are not followed yet",
-    "audit_key_file": "the rows of HiCache, which a store would verify, are not followed yet",
+    "audit_store": "a storage of HiCache's keeps no identities of rows",
+    "audit_key_file": "a storage of HiCache's keeps no identities of rows",
 }
 #: Values of settings that work in vLLM alone, and why.
 _VALUES_ELSEWHERE: Final[Mapping[tuple[str, str], str]] = {
-    ("on_violation", "contain"): "SGLang's radix tree cannot be told to drop a node yet",
-    ("stale", "contain"): "SGLang's radix tree cannot be told to drop a node yet",
+    ("stale", "contain"): "SGLang's radix tree cannot be told to drop one row",
 }
 
 
@@ -48,7 +47,8 @@ class Settings:
     Attributes:
         audit: ``"off"``, ``"ledger"``, or ``"bytes"``: checksums of rows are compared, too.
         audit_every: audit "bytes" compares one slot in this many in each step.
-        on_violation: ``"log"``, or ``"raise"``: the scheduler ends with an error.
+        on_violation: ``"log"``; ``"raise"``: the scheduler ends with an error; or ``"contain"``:
+            readers of wrong rows are computed again.
         stale: ``"count"``, or ``"alarm"``: rows of earlier weights that are read are violations.
         weights_every: a sample of each parameter is hashed every so many steps.
         record: keep the life of every slot; each step waits for the device.

@@ -10,9 +10,20 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from .metrics import Metrics
 from .seam import engine_facts, hook_points
-from .seam.protocols import ForwardBatch, InternalState, ModelRunner, Req, ScheduleBatch, Scheduler
+from .seam.containment import say_logged_alone
+from .seam.protocols import (
+    ForwardBatch,
+    GenerationBatchResult,
+    InternalState,
+    ModelRunner,
+    NextBatchPlan,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+)
+from .seam.ranks import TensorRanks
 from .settings import Settings, read_settings
-from .supported import SETTINGS, STATE_SETTINGS, cannot_watch, left_out
+from .supported import ARGUMENTS, cannot_contain, cannot_watch, left_out
 from .watching import Watching
 
 log = get_logger()
@@ -62,6 +73,10 @@ class Hooks:
 
     def __init__(self, settings: Settings) -> None:
         self._settings: Final = settings
+        #: Why wrong reads cannot be contained; empty if they can, or need not be.
+        self._uncontained: Final = (
+            hook_points.moved(hook_points.CONTAINING) if settings.on_violation == "contain" else []
+        )
         self._scheduler: Scheduler | None = None
         self._watching: Watching | None = None
         self._metrics: Metrics | None = None
@@ -77,10 +92,17 @@ class Hooks:
         more: dict[str, hook_points.Hook] = {
             opens: self.opens, state: self.get_internal_state, weights: self.weights_updated,
         }  # fmt: skip
+        if self._contains:
+            takes_in, plans, *_ = hook_points.CONTAINING
+            ours |= {takes_in: self.process_batch_result, plans: self.get_next_batch_to_run}
         for target, function in more.items():
             if not hook_points.moved({target: hook_points.OPTIONAL[target]}):
                 ours[target] = function
         return ours
+
+    @property
+    def _contains(self) -> bool:
+        return self._settings.on_violation == "contain" and not self._uncontained
 
     # -- the audit of a scheduler ------------------------------------------------------------
 
@@ -98,24 +120,40 @@ class Hooks:
             RequiredError: it is impossible, and the user requires it.
         """
         error: Exception | None = None
-        rank = engine_facts.rank()
+        without: dict[str, str] = {}
+        rank, watching = engine_facts.rank(), None
         try:
             page = engine_facts.metrics_of(scheduler)
             self._metrics = None if page is None else Metrics(*page, rank)
-            facts = engine_facts.facts(scheduler, frozenset([*SETTINGS, *STATE_SETTINGS]))
+            facts = engine_facts.facts(scheduler, ARGUMENTS)
             why = cannot_watch(facts)
+            if self._contains and (reason := cannot_contain(facts)) is not None:
+                self._uncontained.append(reason)
+            if why is None and self._uncontained and self._settings.required:
+                why = f"wrong rows cannot be contained: {'; '.join(self._uncontained)}"
             if why is None:
                 without = left_out(facts)
                 watching = Watching(
-                    scheduler, self._settings, rank, trees=facts.trees, left_out=without
+                    scheduler,
+                    self._settings,
+                    rank,
+                    trees=facts.trees,
+                    left_out=without,
+                    contains=self._contains,
                 )
-                for reason in without.values():
-                    log.warning("kvtxn.audit_partial", rank=rank, why=reason, effect=_REST)
-                size, release = watching.watch.ledger.books.num_bytes, hook_points.release()
-                log.info("kvtxn.audit_active", rank=rank, bytes=size, sglang=release)
-                return watching
         except Exception as failed:
             why, error = f"the ledger cannot be made: {failed!r}", failed
+        # Ranks that contain wrong reads meet in each step, so all of them do, or none.
+        if self._contains and not all(TensorRanks.of(scheduler).of_all(watching is not None)):
+            why, watching = why or "the ledger of another rank cannot be made", None
+        if watching is not None:
+            for left in without.values():
+                log.warning("kvtxn.audit_partial", rank=rank, why=left, effect=_REST)
+            if self._uncontained:
+                say_logged_alone("; ".join(self._uncontained))
+            size, release = watching.watch.ledger.books.num_bytes, hook_points.release()
+            log.info("kvtxn.audit_active", rank=rank, bytes=size, sglang=release)
+            return watching
         if self._settings.required:
             raise RequiredError("audit", str(why)) from error
         log.warning("kvtxn.audit_inactive", rank=rank, why=why, effect=_EFFECT, exc_info=error)
@@ -138,7 +176,7 @@ class Hooks:
 
     def run_batch(
         self,
-        original: Callable[..., object],
+        original: Callable[..., GenerationBatchResult],
         scheduler: Scheduler,
         batch: ScheduleBatch,
         *args: object,
@@ -148,11 +186,34 @@ class Hooks:
         watching = self._of(scheduler)
         if watching is not None and self._metrics is not None:
             watching.show(self._metrics)
-        if watching is None or not watching.adapter.active:
+        if watching is None:
             return original(scheduler, batch, *args, **kwargs)
-        return watching.adapter.run_batch(
-            partial(original, scheduler, batch, *args, **kwargs), batch
-        )
+        return watching.run_batch(partial(original, scheduler, batch, *args, **kwargs), batch)
+
+    def process_batch_result(
+        self,
+        original: Callable[..., object],
+        scheduler: Scheduler,
+        batch: ScheduleBatch,
+        result: object,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Take in the result of a step."""
+        run = partial(original, scheduler, batch, result, *args, **kwargs)
+        return run() if self._watching is None else self._watching.take_in(run, batch, result)
+
+    def get_next_batch_to_run(
+        self,
+        original: Callable[..., NextBatchPlan],
+        scheduler: Scheduler,
+        *args: object,
+        **kwargs: object,
+    ) -> NextBatchPlan:
+        """Plan a step."""
+        run = partial(original, scheduler, *args, **kwargs)
+        contained = None if self._watching is None else self._watching.containment
+        return run() if contained is None else contained.plan(run)
 
     def forward(
         self,

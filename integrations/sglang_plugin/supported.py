@@ -25,7 +25,6 @@ _METHODS: Final = ("NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 #: Arguments of the server that bring rows by another way than a forward, or read them by another
 #: table; and what kvtxn does not follow there.
 SETTINGS: Final[Mapping[str, str]] = {
-    "enable_hierarchical_cache": "rows that HiCache brings back from the host are not followed yet",
     "enable_lmcache": "rows that LMCache brings are not followed",
     "enable_flexkv": "rows that FlexKV brings are not followed",
     "radix_cache_backend": "a radix cache of another package may bring rows that are not followed",
@@ -42,6 +41,10 @@ SETTINGS: Final[Mapping[str, str]] = {
     "dcp_size": "rows that are spread over ranks by their positions are not followed",
 }
 
+
+#: Arguments of HiCache: rows on the host, and in a storage behind it.
+HOST: Final = "enable_hierarchical_cache"
+STORAGE: Final = "hicache_storage_backend"
 
 #: Arguments by which a hybrid's states are elsewhere than in their slots.
 STATE_SETTINGS: Final[Mapping[str, str]] = {
@@ -83,6 +86,9 @@ def _states_unknown(facts: EngineFacts) -> str | None:
     return None
 
 
+#: Names of the arguments that rules look at.
+ARGUMENTS: Final = frozenset([*SETTINGS, *STATE_SETTINGS, HOST, STORAGE])
+
 _Rule = tuple[Callable[[EngineFacts], bool], Callable[[EngineFacts], str]]
 
 _RULES: Final[tuple[_Rule, ...]] = (
@@ -103,6 +109,10 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (
         lambda f: f.slots == _OF_WINDOWS[1] and _windows_unknown(f) is not None,
         lambda f: str(_windows_unknown(f)),
+    ),
+    (
+        lambda f: HOST in f.settings and not f.host,
+        lambda f: "rows that this HiCache copies to the host are not followed",
     ),
     (lambda f: f.table not in _TABLES, lambda f: f"the table {f.table} is not known"),
     (
@@ -130,9 +140,26 @@ def left_out(facts: EngineFacts) -> dict[str, str]:
     Args:
         facts: the engine's.
     """
-    why, found = _windows_unknown(facts), {}
+    brought = "what a storage of HiCache's brings is not followed" if _stores(facts) else None
+    why, found = _windows_unknown(facts) or brought, {}
     if facts.slots == _OF_WINDOWS[0] and why is not None:
         found[WINDOWS] = why
-    if facts.table == "HybridReqToTokenPool" and (why := _states_unknown(facts)) is not None:
+    why = _states_unknown(facts) or brought
+    if facts.table == "HybridReqToTokenPool" and why is not None:
         found[STATES] = why
     return found
+
+
+def cannot_contain(facts: EngineFacts) -> str | None:
+    """Say why wrong rows of an engine that is watched cannot be contained; None if they can.
+
+    Args:
+        facts: the engine's.
+    """
+    if not _stores(facts):
+        return None
+    return "rows that were wrong may be in a storage of HiCache's, which brings them back"
+
+
+def _stores(facts: EngineFacts) -> bool:
+    return STORAGE in facts.settings and HOST in facts.settings

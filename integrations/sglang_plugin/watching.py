@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +21,19 @@ from ..serving.step import Arrival, PlannedStep, Rows, States
 from .metrics import Metrics
 from .seam import engine_facts
 from .seam.adapter import Adapter
-from .seam.pools import STATES, WINDOWS, SlotSpace, layer_refs, slot_spaces
-from .seam.protocols import ModelRunner, Scheduler
+from .seam.containment import Containment
+from .seam.host_slots import HostSlots
+from .seam.pools import STATES, WINDOWS, SlotSpace, controller_of, layer_refs, slot_spaces
+from .seam.protocols import GenerationBatchResult, ModelRunner, ScheduleBatch, Scheduler
+from .seam.ranks import TensorRanks
 from .seam.requests import Requests
-from .seam.states import StateReader, state_group
+from .seam.states import StateReader, state_group, state_slots
 from .seam.steps import ForwardStep, StepReader
 from .settings import Settings
 
 log = get_logger()
+
+Result = TypeVar("Result")
 
 
 class Steps:
@@ -73,7 +79,7 @@ class Steps:
         return counts, ids
 
     def mark(self, output: object, wrong: Wrong) -> None:
-        """Do nothing: wrong rows are not contained."""
+        """Do nothing: wrong rows are contained when SGLang takes in the step's result."""
 
 
 class Watching:
@@ -85,9 +91,11 @@ class Watching:
         rank: its tensor-parallel rank, for the log.
         trees: drafts form trees.
         left_out: names of the groups that are not watched.
+        contains: what is read wrongly is contained; every rank has to say the same.
 
     Attributes:
         watch: the watch over its rows.
+        containment: contains wrong reads; None if nothing does.
         adapter: overhears its steps.
     """
 
@@ -99,6 +107,7 @@ class Watching:
         *,
         trees: bool = False,
         left_out: Collection[str] = (),
+        contains: bool = False,
     ) -> None:
         runner = scheduler.tp_worker.model_runner
         device, room = torch.device(runner.device), engine_facts.room(scheduler)
@@ -107,11 +116,14 @@ class Watching:
         spaces = slot_spaces(scheduler, windows=WINDOWS not in left_out)
         hybrid = engine_facts.is_hybrid(scheduler) and STATES not in left_out
         self._scheduler: Final = scheduler
+        cannot = settings.on_violation == "contain" and not contains
+        ranks = TensorRanks.of(scheduler)
         self.watch: Final = Watch(
             {space.group.name: space.group for space in spaces},
             room,
             rank,
-            settings.on_violation,
+            "log" if cannot else settings.on_violation,
+            ranks=ranks,
             states={STATES: state_group(scheduler)} if hybrid else None,
             record=settings.record,
             device=device,
@@ -130,11 +142,20 @@ class Watching:
         reader = StepReader(scheduler.req_to_token_pool, spaces, room.requests, device, trees=trees)
         states = StateReader(scheduler, device) if hybrid else None
         self.part: Final = LedgerPart(Steps(self.watch, reader, states))
+        self.containment: Final = (
+            Containment(scheduler, self.watch.ledger, spaces, states=hybrid) if contains else None
+        )
+        if self.containment is not None:
+            self.watch.finds_more = self.containment.finds_more
+            self.watch.found.first_blocks = self.containment.first_blocks
+            if ranks.number > 1:
+                self.watch.join_stages()
         with self._on_forward_stream(), torch.inference_mode():
             self._compile(reader, states, engine_facts.most_drafts(scheduler))
             self.watch.begin()
             if device.type == "cuda":  # steps may be on a stream that the event loop makes later
                 torch.cuda.current_stream(device).synchronize()
+        self._host: Final = self._follow_host(spaces, hybrid=hybrid)
         self.adapter: Final = Adapter(
             scheduler,
             self.part,
@@ -144,12 +165,59 @@ class Watching:
             self,
             trees=trees,
             states=states,
+            containment=self.containment,
         )
+
+    def run_batch(
+        self, run: Callable[[], GenerationBatchResult], batch: ScheduleBatch
+    ) -> GenerationBatchResult:
+        """Run a step of the scheduler; see ``Adapter.run_batch``."""
+        whole = partial(self.adapter.run_batch, run, batch) if self.adapter.active else run
+        return whole() if self.containment is None else self.containment.launch(whole, batch)
+
+    def take_in(self, run: Callable[[], Result], batch: ScheduleBatch, result: object) -> Result:
+        """Let the scheduler take in a step's result; see ``Containment.take_in``."""
+        if self.containment is None:
+            return run()
+        return self.containment.take_in(run, batch, result, self.watch.end_step)
+
+    def _follow_host(self, spaces: Sequence[SlotSpace], *, hybrid: bool) -> HostSlots | None:
+        """Follow what HiCache copies to the host and back; return None without HiCache."""
+        controller = controller_of(self._scheduler)
+        if controller is None:
+            return None
+        groups: dict[str, tuple[object, int]] = {
+            space.group.name: (space.pool, space.number) for space in spaces
+        }
+        if hybrid:
+            states = self._scheduler.req_to_token_pool.mamba_pool
+            groups[STATES] = states, state_slots(self._scheduler)
+        tell = self.watch.hear
+        return HostSlots(controller, groups, self.carried, lambda what: tell(lambda _: what()))
 
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Tell the ledger which rows or states were copied."""
+        device, here = self.watch.ledger.device, copies
+        moved = {name: (one.to(device), other.to(device)) for name, (one, other) in here.items()}
+        self._await_schedule(each for pair in moved.values() for each in pair)
         with self._on_forward_stream():
-            self.watch.hear(lambda watch: watch.ledger.carry(copies))
+            self.watch.hear(lambda watch: watch.ledger.carry(moved))
+
+    def _await_schedule(self, tensors: Iterable[Tensor]) -> None:
+        """Let the stream of the forwards wait for tensors of the present stream."""
+        if self.watch.ledger.device.type != "cuda" or not self._scheduler.enable_overlap:
+            return
+        stream = self._scheduler.forward_stream
+        if stream != torch.cuda.current_stream():
+            stream.wait_stream(torch.cuda.current_stream())
+            for each in tensors:
+                each.record_stream(stream)
+
+    def arrived(self, step: ForwardStep) -> None:
+        """Tell the ledger what a storage has brought for the requests of a step."""
+        host, table = self._host, self._scheduler.req_to_token_pool.req_to_token
+        if host is not None:
+            self.watch.hear(lambda watch: host.arrived(watch.ledger, step, table))
 
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
         """Tell the ledger which states were written once the step's drafts were decided."""
@@ -181,8 +249,9 @@ class Watching:
             LayerError: it is impossible, and the user requires the audit.
         """
         try:
-            if trees:
-                raise LayerError("Scrub", "rows of trees are moved, and their checksums are not")
+            if trees or controller_of(self._scheduler) is not None:
+                what = "trees" if trees else "HiCache"
+                raise LayerError("Scrub", f"rows of {what} are copied, and their checksums are not")
             every = settings.audit_every
             self.watch.scrub = Scrub(self.watch.ledger, layer_refs(spaces), every=every)
         except LayerError as error:
@@ -206,6 +275,10 @@ class Watching:
         """Forget every row, as the caches were emptied: often behind an update of the weights."""
         self.weights_changed()
         self.adapter.flushed(self._forget)
+        if self.containment is not None:
+            self.containment.forget()
+        if self._host is not None:
+            self._host.forget()
 
     def _forget(self) -> None:
         with self._on_forward_stream():

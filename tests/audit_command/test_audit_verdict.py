@@ -96,8 +96,8 @@ def test_what_had_to_be_believed_is_told():
     verdict = judge([counts, counts], [], 5)
     assert (verdict.word, verdict.exit_code) == ("healthy", 0)
     assert verdict.sentences == [
-        "2,400 of the rows and states that a connector brought were taken for right: nobody can "
-        "vouch for where they are from."
+        "2,400 of the rows and states that a connector or a storage brought were taken for right: "
+        "nobody can vouch for where they are from."
     ]
 
 

@@ -52,6 +52,9 @@ class Load:
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         found = self.engine.generate(input_ids=prompts, sampling_params=parameters)
+        for each in found:  # HiCache's hits on the host, where the release tells them
+            hits = each["meta_info"].get("cached_tokens_details") or {}
+            self.result["from_host"] = self.result.get("from_host", 0) + (hits.get("host") or 0)
         return [list(each.get("output_ids") or each.get("token_ids")) for each in found]
 
     def report(self) -> None:

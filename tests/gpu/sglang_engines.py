@@ -57,7 +57,7 @@ WRONG: Final = re.compile(r"\b\w*(Error|Exception)\b|error:|undefined symbol|No 
 OURS: Final = re.compile(r"kvtxn.*event=|Failed to.*plugin")
 PARTS: Final = (
     *("load_s", "batch_s", "fuzz_s", "steady_s", "accept", "errors", "failed", "flushed"),
-    "dropped",
+    *("dropped", "from_host"),
 )
 #: Alarms that the KV canary can name in its life; by default the first 1024.
 RING_ROWS: Final = 1 << 17
@@ -83,6 +83,7 @@ COUNTERS: Final = {
     "active": "kvtxn_audit_active",
     "bytes": "kvtxn_audit_bytes_compared_total",
     "unjudged": "kvtxn_audit_unjudged_total",
+    "unverified": "kvtxn_audit_rows_unverified_total",
 }
 
 
@@ -101,18 +102,21 @@ def install(folder: Path) -> None:
 def variables(name: str, kind: str, out: Path) -> dict[str, str]:
     """Return the variables of an engine's process."""
     found = environment()
-    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS", "WEIGHTS", "UNDO"):
+    for unwanted in ("KVTXN_SGLANG", "RECORD_FILE", "FAULTS", "WEIGHTS", "UNDO", "ON_VIOLATION"):
         found.pop(unwanted, None)
     found |= {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
     found |= {**ENGINES, **KNOWN}[name][2]
     found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     paths = [found.get("PYTHONPATH", ""), str(HERE), str(out / "plugins")]
     found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    audit = found.pop("AUDIT", "ledger")
+    audit, contains = found.pop("AUDIT", "ledger"), found.pop("ON_VIOLATION", None)
+    if contains and kind == "plain":  # its texts are compared with those of the faulty one
+        del found["FAULTS"]
     found["FAULTS_FILE"] = str(faults_file(name, kind, out))
     found |= KINDS[kind][1]
     if kind in ("ledger", "recorded"):
         every = {"audit_every": 8} if audit == "bytes" else {}
+        every |= {"on_violation": contains} if contains else {}
         found["KVTXN_SGLANG"] = json.dumps({"audit": audit, "log_tokens": True, **every})
     if kind == "recorded":
         found["RECORD_FILE"] = str(out / "logs" / f"{name}.recorded.jsonl")
@@ -184,6 +188,7 @@ def summary(job: Job) -> dict[str, Any]:
     row |= {"exit": job.process.poll(), "ok": result.get("ok", False)}
     row |= {part: result.get(part) for part in PARTS}
     row["log"] = [line[-600:] for line in lines if OURS.search(line)][:6]
+    row["contained"] = sum("kvtxn.audit_contained" in line for line in lines)
     report = result.get("report")
     if report:
         row |= {key: report["counters"].get(name) for key, name in COUNTERS.items()}
@@ -226,7 +231,7 @@ def judged(fault: Mapping[str, Any], violations: Sequence[Mapping[str, Any]]) ->
     """Say which violations fit a fault: of its request and position, or of its slots."""
     name, asked, slot = fault["fault"], fault.get("request"), fault.get("slot")
     slots = slot if isinstance(slot, list) else [slot]
-    anywhere = name in ("flush_without_tree", "length_one_less")
+    anywhere = name in ("flush_without_tree", "length_one_less", "host_write")
 
     def fits(violation: Mapping[str, Any]) -> bool:
         if violation["step"] < fault["step"]:
@@ -309,7 +314,10 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_options(parser)
     add("engines", nargs="*", metavar="ENGINE", help=", ".join(ENGINES))
     add("--first", default="radix", help="the engine that runs alone, or ''")
-    add("--plain", nargs="*", default=["radix", "chunked", "eagle"], help="also without kvtxn")
+    plain = ["radix", "chunked", "eagle", *(name for name in ENGINES if "contain" in name)]
+    add(
+        "--plain", nargs="*", default=plain, help="also without kvtxn, and without contained faults"
+    )
     add("--recorded", nargs="*", default=["chunked", "eagle"], help="also with the recorder")
     given = parser.parse_args(words)
     given.engines = given.engines or list(ENGINES)

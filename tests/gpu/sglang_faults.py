@@ -26,12 +26,20 @@ WINDOWS = ("window_left", "window_slot", "window_twice", "window_lost")
 #: Of recurrent states: as a request begins, in a step, and in a commit.
 BEGINS = ("state_clear", "state_copy", "state_other")
 COMMITS = ("commit_lost", "commit_less")
+#: Of HiCache: rows are loaded from, or to, each other's slots; or other rows are written.
+HOST = ("host_page", "host_slot", "host_write")
+#: After these no slot is given back twice, so that an engine that contains them serves on.
+CONTAINED = (*ROWS[:2], *ROWS[6:8], "swapped_lines")
 #: By the name of an engine's kind, its faults.
 SETS = {
     "all": (*ROWS, *ENDS),
     "chain": (*ROWS[:7], *CHAIN, *ENDS),
     "tree": (*ROWS[:7], *TREE, *ENDS),
+    "contain": CONTAINED * 2,
+    "host": (*HOST, *ROWS[:3], *HOST),
     "states": ("state_swap", *BEGINS, *ROWS[:3], "state_swap", *BEGINS),
+    # The kernels of Mamba-2 read no slot of a request that begins.
+    "mamba2": ("state_swap", *BEGINS[1:], *ROWS[:3], "state_swap", *BEGINS[1:]),
     "commits": (*COMMITS, "state_clear", "state_copy", *ROWS[:3], *COMMITS),
     "windows": (*WINDOWS, *ROWS[:7], *ENDS, *WINDOWS),
 }
@@ -318,6 +326,31 @@ class Faults:
                 return True
         return False
 
+    # -- the host ----------------------------------------------------------------------------
+
+    def loaded(self, original, controller, host_indices, *args, **kwargs):
+        """Around ``HybridCacheController.load``: a page comes from another one's slots."""
+        name, page = self.armed, controller.page_size
+        if name not in ("host_page", "host_slot") or len(host_indices) <= page:
+            return original(controller, host_indices, *args, **kwargs)
+        wrong = host_indices.roll(page) if name == "host_page" else host_indices
+        found = original(controller, wrong, *args, **kwargs)
+        if found is None:
+            return None
+        self.armed = None
+        if name == "host_slot":
+            controller.load_queue[-1].device_indices = found.roll(page)
+        self.note(name, request=None, position=None, slot=found.tolist())
+        return found
+
+    def written(self, original, controller, device_indices, *args, **kwargs):
+        """Around ``HybridCacheController.write``: a page of the host gets another page's rows."""
+        if self.armed == "host_write" and len(device_indices) > controller.page_size:
+            self.armed = None
+            self.note("host_write", request=None, position=None, slot=None)
+            device_indices = device_indices.roll(controller.page_size)
+        return original(controller, device_indices, *args, **kwargs)
+
     # -- ends --------------------------------------------------------------------------------
 
     def released(self, original, req, tree_cache, *args, **kwargs):
@@ -369,6 +402,10 @@ def register() -> None:
     if set(TREE) & set(faults.todo):
         moves = "speculative.spec_utils.move_accept_tokens_to_target_kvcache"
         targets.append((moves, faults.moved, around))
+    if set(HOST) & set(faults.todo):
+        controller = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+        targets.append((f"{controller}.load", faults.loaded, around))
+        targets.append((f"{controller}.write", faults.written, around))
     if set(COMMITS) & set(faults.todo):
         commit = "speculative.spec_utils.commit_mamba_states_after_verify"
         targets.append((commit, faults.committed_states, around))

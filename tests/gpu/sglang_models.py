@@ -129,10 +129,39 @@ NEXT: Final = {
     "partial_rotary_factor": 0.25,
     "attention_bias": False,
 }
+#: A hybrid of Mamba-2 and attention.
+MAMBA2: Final = {
+    **_COMMON,
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mamba", "mlp"],
+    "num_hidden_layers": 6,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "ssm_state_size": 64,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+}
+#: A drafter of EAGLE-3 that sees the first three layers of the target.
+DRAFTER3: Final = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "draft_vocab_size": VOCABULARY,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
 DRAFTER: Final = {**LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 MODELS: Final[Mapping[str, dict[str, Any]]] = {
     **{"llama": LLAMA, "mla": MLA, "next": NEXT, "eagle": DRAFTER},
-    **{"windows": WINDOWS, "gpt-oss": GPT_OSS},
+    **{"windows": WINDOWS, "gpt-oss": GPT_OSS, "mamba2": MAMBA2, "eagle3": DRAFTER3},
 }
 
 ARGUMENTS: Final = {
@@ -156,6 +185,7 @@ EAGLE: Final = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+EAGLE3: Final = {**EAGLE, "draft": "eagle3", "speculative_algorithm": "EAGLE3"}
 TREE: Final = {**EAGLE, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 NGRAM: Final = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
 CHUNKED: Final = {"chunked_prefill_size": 64}
@@ -175,6 +205,23 @@ def _faults(which: str) -> dict[str, str]:
     return {"FAULTS": which, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
 
 
+#: A cache in the host's memory that holds more than the GPU's, which is small.
+HICACHE: Final = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "cuda_graph_max_bs_decode": 8,
+}
+FILES: Final = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+#: So few rows on the device that prompts come back from the host.
+HOST: Final = {**HICACHE, "max_total_tokens": 4096, "max_running_requests": 12}
+BACK: Final = {**HOST, "hicache_write_policy": "write_back"}
+#: Texts are those of the engine without faults, which is what a plain run of it is.
+CONTAIN: Final = {**_faults("contain"), "ON_VIOLATION": "contain"}
 #: By name: the model, arguments, and variables of an engine.
 ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "radix": ("llama", {}, {}),
@@ -184,11 +231,34 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "page16": ("llama", {"page_size": 16, **CHUNKED}, {}),
     "eager": ("llama", EAGER, {}),
     "eagle": ("llama", EAGLE, {}),
+    "eagle3": ("llama", EAGLE3, {}),
+    "eagle3-sync": ("llama", {**EAGLE3, **SYNC, **CHUNKED}, {}),
+    "eagle3-tree": (
+        "llama",
+        {**EAGLE3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6},
+        {},
+    ),
+    "faults-eagle3": ("llama", EAGLE3, _faults("chain")),
     "eagle-sync": ("llama", {**EAGLE, **SYNC, **CHUNKED}, {}),
     "eagle-retract": ("llama", {**EAGLE, "max_total_tokens": 3200, **CHUNKED}, RETRACT),
     "mla": ("mla", CHUNKED, {}),
     "faults": ("llama", {}, _faults("all")),
     "faults-eagle": ("llama", EAGLE, _faults("chain")),
+    "contain-llama": ("llama", {}, CONTAIN),
+    "contain-sync": ("llama", {**SYNC, **CHUNKED}, CONTAIN),
+    "contain-page16": ("llama", {"page_size": 16, **CHUNKED}, CONTAIN),
+    "contain-eagle": ("llama", EAGLE, CONTAIN),
+    "host": ("llama", HOST, {}),
+    "host-back": ("llama", {**BACK, **CHUNKED}, {}),
+    "host-page16": ("llama", {**HOST, "page_size": 16}, {}),
+    "host-mla": ("mla", HOST, {}),
+    "host-eagle": ("llama", {**EAGLE, **HOST}, {}),
+    "host-windows": ("windows", {**HOST, "swa_full_tokens_ratio": 0.5}, {}),
+    "host-next": ("next", {**HOST, **STATES}, {}),
+    "host-files": ("llama", {**HOST, **FILES, "page_size": 16, "hicache_ratio": 2.0}, {}),
+    "faults-host": ("llama", HOST, _faults("host")),
+    "faults-host-back": ("llama", BACK, _faults("host")),
+    "contain-host": ("llama", HOST, CONTAIN),
     "bytes": ("llama", CHUNKED, BYTES),
     "bytes-eagle": ("llama", EAGLE, BYTES),
     "bytes-mla": ("mla", CHUNKED, BYTES),
@@ -212,6 +282,13 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "next-mtp": ("next", MTP, {}),
     "next-mtp-sync": ("next", {**MTP, **SYNC, **CHUNKED}, {}),
     "next-ngram": ("next", {**NGRAM, **STATES}, {}),
+    "mamba2": ("mamba2", STATES, {}),
+    "mamba2-chunked": ("mamba2", {**STATES, **CHUNKED}, {}),
+    "mamba2-sync": ("mamba2", {**STATES, **SYNC, **CHUNKED}, {}),
+    "mamba2-retract": ("mamba2", {**STATES, "max_total_tokens": 2600}, RETRACT),
+    "mamba2-plain": ("mamba2", {**STATES, "disable_radix_cache": True}, {}),
+    "mamba2-ngram": ("mamba2", {**NGRAM, **STATES}, {}),
+    "faults-mamba2": ("mamba2", STATES, _faults("mamba2")),
     "faults-next": ("next", STATES, _faults("states")),
     "faults-next-mtp": ("next", MTP, _faults("commits")),
     "eagle-tree": ("llama", TREE, {}),
@@ -221,18 +298,6 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "faults-tree": ("llama", TREE, _faults("tree")),
 }
 
-#: A cache in the host's memory that holds more than the GPU's, which is small.
-HICACHE: Final = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 8.0,
-    "max_total_tokens": 8192,
-    "max_running_requests": 8,
-    "cuda_graph_max_bs_decode": 8,
-}
-FILES: Final = {
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-}
 STATES: Final = {"max_mamba_cache_size": 48}
 GRAPH: Final = {**STATES, "max_total_tokens": 8192, "cuda_graph_backend_prefill": "breakable"}
 RANDOM: Final = {"WEIGHTS": "random"}

@@ -89,6 +89,24 @@ def _drafter(config: Config) -> dict[str, Tensor]:
     return tensors | {"fc.weight": _joined(hidden), "fc.bias": torch.zeros(hidden)}
 
 
+def _drafter_of_layers(config: Config) -> dict[str, Tensor]:
+    """Draw a drafter of EAGLE-3, which sees the states of three layers of the target.
+
+    They are its noise: it attends to the last token itself, whose vector goes through as it is.
+    """
+    hidden, ends = config["hidden_size"], _ends(config, 1.0)
+    drawn = _layer(config, "midlayer.", 0.3)
+    keys = torch.zeros(hidden, 2 * hidden)
+    keys[:, :hidden] = torch.randn(hidden, hidden) * (1.5 / hidden**0.5)
+    same = torch.eye(hidden)
+    values = torch.cat((same, torch.zeros(hidden, hidden)), dim=1)
+    for part, matrix in (("q", keys), ("k", keys.clone()), ("v", values), ("o", same)):
+        drawn[f"midlayer.self_attn.{part}_proj.weight"] = matrix
+    drawn["midlayer.hidden_norm.weight"] = torch.ones(hidden)
+    joined = {"fc.weight": 0.1 * torch.randn(hidden, 3 * hidden), "norm.weight": torch.ones(hidden)}
+    return drawn | joined | {"lm_head.weight": ends["lm_head.weight"]}
+
+
 def _joined(hidden: int) -> Tensor:
     """Draw the matrix that joins a drafter's token and hidden state."""
     joined = 0.11 * torch.randn(hidden, 2 * hidden)
@@ -162,10 +180,51 @@ def _delta_net(config: Config, outward: float) -> dict[str, Tensor]:
     return {f"linear_attn.{part}": each for part, each in drawn.items()}
 
 
+# -- Mamba-2 and attention ---------------------------------------------------------------------
+
+
+def _nemotron(config: Config) -> dict[str, Tensor]:
+    """Draw a model whose layers are a mixer each: Mamba-2, attention, or a dense MLP."""
+    names = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"}
+    ends = {key.removesuffix(".weight"): each for key, each in _ends(config, 1.0).items()}
+    tensors = {f"{names.get(key, key)}.weight": each for key, each in ends.items()}
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    for number, kind in enumerate(config["layers_block_type"]):
+        if kind == "mamba":
+            drawn = _mamba(config, 0.5)
+        elif kind == "attention":
+            shapes = {key.partition(".")[2]: each for key, each in _attention(config).items()}
+            drawn = dict(_matrices(shapes, 1.5, 0.6))
+        else:
+            drawn = dict(
+                _matrices({"up_proj": (inner, hidden), "down_proj": (hidden, inner)}, 1, 0.3)
+            )
+        tensors[f"backbone.layers.{number}.norm.weight"] = torch.ones(hidden)
+        tensors |= {f"backbone.layers.{number}.mixer.{part}": each for part, each in drawn.items()}
+    return tensors
+
+
+def _mamba(config: Config, outward: float) -> dict[str, Tensor]:
+    hidden, heads = config["hidden_size"], config["mamba_num_heads"]
+    inner = heads * config["mamba_head_dim"]
+    rows = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    shapes = {"in_proj": (inner + rows + heads, hidden), "out_proj": (hidden, inner)}
+    drawn = dict(_matrices(shapes, 1.0, outward))
+    width = config["conv_kernel"]
+    drawn["conv1d.weight"] = torch.randn(rows, 1, width) / width**0.5
+    drawn["conv1d.bias"] = torch.zeros(rows)
+    drawn["A_log"], drawn["D"] = torch.rand(heads), torch.ones(heads)
+    drawn["dt_bias"] = torch.randn(heads) - 2
+    drawn["norm.weight"] = torch.ones(inner)
+    return drawn
+
+
 #: Models with drawn weights, by name; SGLang makes dummy ones for others.
 DRAWN: Final[Mapping[str, Callable[[Config], dict[str, Tensor]]]] = {
     "llama": _llama,
     "eagle": _drafter,
+    "eagle3": _drafter_of_layers,
+    "mamba2": _nemotron,
     "windows": _windows,
     "next": _hybrid,
 }

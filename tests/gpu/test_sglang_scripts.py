@@ -13,8 +13,10 @@ import sglang_audit
 import sglang_cost
 import sglang_engines
 import sglang_faults
+import sglang_mamba
 import sglang_models
 import sglang_rings
+import sglang_weights
 import torch
 from gpu_seen import RECORD
 
@@ -22,6 +24,38 @@ from gpu_seen import RECORD
 def test_engines_with_faults_name_a_set_of_them():
     named = {more["FAULTS"] for _, _, more in sglang_models.ENGINES.values() if "FAULTS" in more}
     assert named == set(sglang_faults.SETS)
+
+
+@pytest.mark.parametrize("name", sglang_weights.DRAWN)
+def test_a_model_with_drawn_weights_has_each_once(name):
+    """Of finite numbers, and the same ones each time."""
+    small = {"vocab_size": 64, "intermediate_size": 32}
+    config = {**sglang_models.MODELS[name], **small}
+    one, other = (sglang_weights.weights(name, config) for _ in range(2))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(each, other[key]) for key, each in one.items())
+    assert all(bool(each.isfinite().all()) for each in one.values())
+
+
+def test_the_drafter_of_eagle3_mostly_drafts_the_targets_next_token():
+    """And now and then another one, so that drafts are rejected."""
+    target = sglang_weights.weights("llama", sglang_models.LLAMA)
+    drafter = sglang_weights.weights("eagle3", sglang_models.DRAFTER3)
+    embed, head = (target[f"{each}.weight"] for each in ("model.embed_tokens", "lm_head"))
+    assert torch.equal(drafter["lm_head.weight"], head)
+    seen = torch.randn(256, 3 * 512) * 1.2 @ drafter["fc.weight"].T
+    drafted = ((embed[:256] + seen) @ head.T).argmax(1)
+    right = (embed[:256] @ head.T).argmax(1)
+    assert 0.3 < (drafted == right).float().mean() < 0.98
+
+
+def test_a_plain_run_of_an_engine_that_contains_faults_has_none(tmp_path):
+    """So the texts of both are the same."""
+    faulty = sglang_engines.variables("contain-eagle", "ledger", tmp_path)
+    plain = sglang_engines.variables("contain-eagle", "plain", tmp_path)
+    assert json.loads(faulty["KVTXN_SGLANG"])["on_violation"] == "contain"
+    assert (faulty["FAULTS"], plain.get("FAULTS")) == ("contain", None)
+    assert "contain-eagle" in sglang_engines.parsed(["OUT"]).plain
 
 
 def test_the_recorded_commands_can_be_given_again():
@@ -109,3 +143,59 @@ def test_an_audit_is_a_command_that_kvtxn_reads(tmp_path, monkeypatch):
     assert (read.engine, read.workload, read.json) == ("sglang", "all", True)
     assert read.engine_args == {"model_path": "eagle", "tp_size": 2}
     assert read.html == tmp_path / "audits" / "eagle.html"
+
+
+def test_one_state_of_mamba2_follows_the_recurrence():
+    """With the functions for a CPU; outputs and states of several steps, drafts rejected."""
+    sizes = sglang_mamba.Sizes(layers=2, heads=4, head_size=8, groups=2, state_size=16)
+    given = sglang_mamba.Inputs(sizes, 3, 3, 2, "cpu")
+    found = sglang_mamba.check(sglang_mamba.One(given), 5)
+    assert found["ok"], found
+    given.counts = [[count * 0 + 1 for count in step] for step in given.counts]
+    wrong = sglang_mamba.One(given)
+    wrong.commit = lambda turn, step: None
+    assert not sglang_mamba.check(wrong, 5)["ok"]
+
+
+def test_the_memory_of_one_state_follows_the_sizes():
+    """Four drafts' states and the request's own, beside the own one and four rows."""
+    found = sglang_mamba.memory(sglang_mamba.Sizes(layers=24), 4)
+    assert (found["states_mib"], found["stock_mib"]) == (96, 480)
+    assert 4.5 < found["times"] < 5
+
+
+class Controller:
+    """HiCache's, whose copies to the device wait in a queue."""
+
+    page_size = 2
+
+    def __init__(self):
+        self.load_queue = []
+
+    def load(self, host_indices):
+        slots = torch.arange(10, 10 + len(host_indices))
+        self.load_queue.append(SimpleNamespace(host=host_indices, device_indices=slots))
+        return slots
+
+    def write(self, device_indices):
+        return device_indices
+
+
+@pytest.mark.parametrize("name", sglang_faults.HOST)
+def test_a_fault_of_hicache_is_planted_once(name, tmp_path):
+    """A page comes from, or goes to, another page's slots; the tree hears of the right ones."""
+    faults = sglang_faults.Faults([], tmp_path / "faults")
+    controller, hosts = Controller(), torch.tensor([4, 5, 6, 7])
+    for number in range(2):
+        faults.armed = None if number else name
+        slots = faults.loaded(Controller.load, controller, host_indices=hosts)
+        written = faults.written(Controller.write, controller, torch.tensor([1, 2, 3, 4]))
+        assert slots.tolist() == [10, 11, 12, 13]
+        copy = controller.load_queue.pop()
+        planted = {
+            "host_page": copy.host.tolist() != hosts.tolist(),
+            "host_slot": copy.device_indices.tolist() == [12, 13, 10, 11],
+            "host_write": written.tolist() == [3, 4, 1, 2],
+        }
+        assert [each for each, there in planted.items() if there] == ([] if number else [name])
+    assert json.loads((tmp_path / "faults").read_text())["fault"] == name

@@ -58,14 +58,17 @@ WRONG = {
     "misspelled": ('{"audits": "ledger"}', "there is no setting 'audits'"),
     "of vLLM": ('{"policy": "auto"}', "policy does not work beside SGLang: kvtxn opens no windows"),
     "a value of vLLM": (
-        '{"on_violation": "contain"}',
-        "on_violation 'contain' does not work: SGLang's radix tree",
+        '{"stale": "contain"}',
+        "stale 'contain' does not work: SGLang's radix tree",
     ),
     "no bytes": (
         '{"audit": "ledger", "audit_every": 3}',
         "has no effect without an audit of bytes",
     ),
-    "no value": ('{"on_violation": "stop"}', "expected one of 'log', 'raise', got 'stop'"),
+    "no value": (
+        '{"on_violation": "stop"}',
+        "expected one of 'log', 'raise', 'contain', got 'stop'",
+    ),
     "no number": ('{"weights_every": 0}', "weights_every is not valid"),
     "no flag": ('{"record": "yes"}', "expected true or false, got 'yes'"),
 }
@@ -111,10 +114,19 @@ SOURCES = {
     "    def __init__(self, server_args, port_args): ...\n"
     "    @stage('run')\n    def run_batch(self, batch, pp_proxy_tensors=None): ...\n"
     "    def flush_cache(self, empty_cache=True): ...\n"
+    "    def process_batch_result(self, batch, result): ...\n"
+    "    def get_next_batch_to_run(self, running_batch, last_batch): ...\n"
     "    def get_internal_state(self, recv_req): ...\n",
     "srt/managers/scheduler_components/weight_updater.py": "class SchedulerWeightUpdaterManager:\n"
     "    def flush_cache_after_weight_update(self, recv_req): ...\n",
     "srt/mem_cache/common.py": "def release_kv_cache(req, tree_cache, *, checkpoint): ...\n",
+    "srt/managers/schedule_batch.py": "def retract_all(*, reqs, req_to_token_pool,\n"
+    "    token_to_kv_pool_allocator, tree_cache, hisparse_coordinator, offload_kv=True): ...\n",
+    "srt/disaggregation/utils.py": "def prepare_abort(req, error_message, status_code=None): ...\n",
+    "srt/managers/scheduler_components/batch_result_processor.py": (
+        "class SchedulerBatchResultProcessor:\n"
+        "    def process_batch_result_decode(self, batch, result): ...\n"
+    ),
     "srt/managers/tp_worker.py": "class TpModelWorker:\n"
     "    def forward_batch_generation(self, batch, forward_batch=None, pp_proxy_tensors=None,\n"
     "                                 is_verify=False, *, return_kv_loc_plan=False): ...\n",
@@ -143,6 +155,7 @@ def test_the_hook_points_of_a_known_release_fit(release):
     where = release()
     assert hook_points.moved(where=where) == []
     assert hook_points.moved(hook_points.OPTIONAL, where) == []
+    assert hook_points.moved(hook_points.CONTAINING, where) == []
     names = hook_points.parameters("sglang.srt.mem_cache.common.release_kv_cache", where)
     assert names == ("req", "tree_cache", "checkpoint")
 
@@ -198,6 +211,8 @@ def test_a_known_release_is_hooked(monkeypatch, release):
     worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     expected = {*hook_points.HOOK_POINTS, *hook_points.OPTIONAL} - {worker}
     assert around.keys() == expected
+    starting.start('{"audit": "ledger", "on_violation": "contain"}')
+    assert around.keys() == {*expected, *[*hook_points.CONTAINING][:2]}
 
 
 # -- which engines are watched ----------------------------------------------------------------

@@ -31,7 +31,7 @@ from toy_pools import (
 VOCABULARY = 50
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Req:
     rid: str
     origin_input_ids: array

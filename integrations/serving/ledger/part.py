@@ -203,14 +203,17 @@ class LedgerPart(Part):
         Raises:
             AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
         """
-        self._unsampled, watch = None, self.reader.watch
-        if watch is None:
-            return
-        if watch.scrub is not None:
-            watch.hear(Watch.ended)
-        wrong = watch.end_step()
+        self.launched()
+        watch = self.reader.watch
+        wrong = None if watch is None else watch.end_step()
         if wrong is not None:
             self.reader.mark(output, wrong)
+
+    def launched(self) -> None:
+        """Hear that all of the step was launched; an engine may call ``Watch.end_step`` later."""
+        self._unsampled, watch = None, self.reader.watch
+        if watch is not None and watch.scrub is not None:
+            watch.hear(Watch.ended)
 
     def step_failed(self) -> None:
         """End the step without an output; its error wins over what the audit finds."""

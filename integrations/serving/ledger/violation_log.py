@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ....audit import Ledger, Violation
@@ -24,6 +24,9 @@ _DROPPED: Final = 256
 #: Kinds of violations after which nothing is computed again: the rows have left, or are on one
 #: rank only.
 _PAST_CONTAINING: Final = ("exported", "ranks")
+#: In ``Wrong.blocks``, where groups count their blocks apart: wrong reads were counted of which
+#: nobody knows the blocks and the readers.
+UNKNOWN_BLOCK: Final = -1
 
 
 class AuditError(KVTxnError, RuntimeError):
@@ -43,6 +46,8 @@ class FoundViolations:
         log_tokens: the user wants tokens in the log; without them a line has positions and names of
             requests, and none of the text. ``report`` has the tokens in any case.
         logs_all: log every violation, as each test of an engine has to hear of its own.
+        first_blocks: by group, a number that is added to its blocks' in ``Wrong``, where groups
+            count their blocks apart; empty where all groups share one pool of blocks.
         evicts_stale: blocks with rows of earlier weights leave the prefix cache, whatever becomes
             of other violations.
     """
@@ -52,6 +57,8 @@ class FoundViolations:
         self._rank: Final = rank
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
         self.log_tokens = self.logs_all = self.evicts_stale = False
+        self.first_blocks: Mapping[str, int] = {}
+        self._lost = 0
         self._stale: set[int] = set()
         self._by_slot: Final = {
             group.name for group in ledger.groups if group.block_size == 1 and not group.is_state
@@ -89,10 +96,14 @@ class FoundViolations:
             if violation.kind == "stale" and self.evicts_stale:
                 self._stale.update(() if violation.block is None else (violation.block,))
             elif on_violation == "contain":
-                self._report_of_step |= RankReport(wrong=_wrong(violation))
+                first = self.first_blocks.get(violation.group, 0)
+                self._report_of_step |= RankReport(wrong=_wrong(violation, first))
             elif on_violation == "raise":
                 self._report_of_step |= RankReport(violation=str(violation))
             self._report.append(violation.as_dict())
+        lost, self._lost = self._ledger.findings.lost > self._lost, self._ledger.findings.lost
+        if lost and self.first_blocks and on_violation == "contain":
+            self._report_of_step |= RankReport(wrong=Wrong(blocks=frozenset((UNKNOWN_BLOCK,))))
         for run in self._runs(new):
             self._log(run)
         return new
@@ -170,10 +181,10 @@ def _goes_on(last: Violation, violation: Violation) -> bool:
     return violation.position == last.position + 1
 
 
-def _wrong(violation: Violation) -> Wrong:
-    """Return what has to be contained of a violation."""
+def _wrong(violation: Violation, first: int) -> Wrong:
+    """Return what has to be contained of a violation, whose blocks count from ``first`` on."""
     if violation.request is None or violation.kind in _PAST_CONTAINING:
         return Wrong()
-    block = frozenset(() if violation.block is None else (violation.block,))
+    block = frozenset(() if violation.block is None else (violation.block + first,))
     unnoticed = violation.kind == "changed" and violation.found == "bytes"
     return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())

@@ -98,6 +98,7 @@ class Watch:
         drafts_late: the drafter writes rows of its own after the sampling; bytes are known then.
         under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
+        finds_more: waits for a step and tells if more was found; None: waits for all, to contain.
         repeated: counts requests that were put back, and the rows that they compute again.
         on_violation: the argument; it may be changed between steps.
         begun: False until ``begin``, as while the engine warms up: no step is watched.
@@ -143,7 +144,7 @@ class Watch:
         self.transfers: TransferWatch | None = None
         self.weights: WeightWatch | None = None
         self.scrub: Scrub | None = None
-        self.drafts_late = False
+        self.drafts_late, self.asks_peers = False, True
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
         self.under_way: Step | None = None
         self.begun = drafts is None
@@ -153,13 +154,11 @@ class Watch:
         self.peers: RankAgreement | None = None
         if key is not None:
             self._agree(compares=True)
-        self.asks_peers = True
         self._own = RankReport()  # met since the ranks acted last
         self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
         self.stopped, self.steps = False, 0
-        self._most = most
         self._caches_prefixes = room.caches_prefixes
-        self._rank = rank
+        self._rank, self._most = rank, most
         self.on_violation = on_violation
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
@@ -173,6 +172,7 @@ class Watch:
             else PublishedBlocks(self.ledger, groups.values(), drafts)
         )
         self.found: Final = FoundViolations(self.ledger, rank)
+        self.finds_more: Callable[[], bool] | None = None
         self.repeated: Final = RepeatedWork()
         self.found.evicts_stale = stale == "contain"
 
@@ -507,16 +507,15 @@ class Watch:
         self._try(self._take_report)
         if self.peers is not None:
             self._ended += 1
-            if not self._meet(lambda peers: peers.after_step(*self._now())):
+            if not self._meet(
+                lambda peers: peers.after_step(self._ended, self._own, self.on_violation)
+            ):
                 return None
         # A failure after the ranks have met is reported when they meet next.
         own, self._own = self._own, RankReport(failure=self._own.failure)
         if own.violation is not None and self.on_violation == "raise":
             raise AuditError("audit", own.violation)
         return own.wrong if own.wrong.requests else None
-
-    def _now(self) -> tuple[int, RankReport, str]:
-        return self._ended, self._own, self.on_violation
 
     def _take_report(self) -> None:
         """Note what the violations found since the last call ask of all ranks."""
@@ -526,7 +525,8 @@ class Watch:
         """Wait for a GPU's violations, if they are contained; those of a CPU are found at once."""
         if self._counters is not None and self.on_violation == "contain" and not self.stopped:
             self._settle_loads()
-            self._say()
+            if self.finds_more is None or self.finds_more():
+                self._say()
 
     def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
         """Meet the other ranks, and do what all of them do; tell whether they met."""

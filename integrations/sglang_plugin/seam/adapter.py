@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...serving.ledger.part import LedgerPart
 from ...serving.ledger.violation_log import AuditError
+from .containment import Containment
 from .protocols import (
     ForwardBatch,
     GenerationBatchResult,
@@ -56,6 +57,9 @@ class Heard(Protocol):
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
         """Hear which slots have got the states of the step's requests, and after which lengths."""
 
+    def arrived(self, step: ForwardStep) -> None:
+        """Hear that the requests of a step with prompts are known, and its forward comes next."""
+
 
 class Adapter:
     """Tells a part what one scheduler and its target's runner do.
@@ -69,6 +73,7 @@ class Adapter:
         heard: hears of copies, and of states, that no step tells of.
         trees: rows of accepted drafts are moved, after the outcome of their step.
         states: reads the states of a hybrid; None if none are watched.
+        containment: hears of each forward, and ends the ledger's steps; None if ``part`` does.
     """
 
     def __init__(
@@ -82,7 +87,9 @@ class Adapter:
         *,
         trees: bool = False,
         states: StateReader | None = None,
+        containment: Containment | None = None,
     ) -> None:
+        self._containment: Final = containment
         self._runner: Final[ModelRunner] = scheduler.tp_worker.model_runner
         self._part: Final = part
         self._reader: Final = reader
@@ -162,8 +169,15 @@ class Adapter:
         finally:
             self._batch = None
         if not self._samples_later:
-            self._tell(partial(self._part.step_ended, result))
+            self._tell(partial(self._step_ended, result))
         return result
+
+    def _step_ended(self, result: object) -> None:
+        """End the step; where wrong rows are contained, the ledger's ends when it is taken in."""
+        if self._containment is None:
+            self._part.step_ended(result)
+        else:
+            self._part.launched()
 
     def _generated(
         self, generate: Callable[..., GenerationBatchResult], *args: object, **kwargs: object
@@ -186,7 +200,7 @@ class Adapter:
         """Sample a batch whose forward has run, and end its step."""
         done = sample()
         self._tell(partial(self._tell_sampled, result))
-        self._tell(partial(self._part.step_ended, result))
+        self._tell(partial(self._step_ended, result))
         return done
 
     def _tell_sampled(self, result: GenerationBatchResult) -> None:
@@ -233,7 +247,11 @@ class Adapter:
         keeps = getattr(scheduled, "mamba_track_mask_cpu", None)
         step = self._step = ForwardStep(batch, list(scheduled.reqs), keeps is None or any(keeps))
         self._part.requests_changed(partial(self._requests.changes, step))
+        if step.extends:
+            self._heard.arrived(step)
         self._part.forward_begins(step, {})
+        if self._containment is not None:
+            self._containment.read(step)
 
     # -- hook C: ends ------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from ...serving.step import Room
+from .pools import controller_of, is_of
 from .protocols import Scheduler
 
 
@@ -34,6 +35,7 @@ class EngineFacts:
         commits: states are written by a commit that tells which.
         strategy: by which a hybrid keeps states for the tree.
         copies: a hybrid has states in a format of the tree's.
+        host: what copies rows to the host and back does so by slots that are told.
         settings: the server's arguments, by name, that a rule names and that the user has set.
     """
 
@@ -53,6 +55,7 @@ class EngineFacts:
     commits: bool = True
     strategy: str = ""
     copies: bool = False
+    host: bool = False
     settings: frozenset[str] = frozenset()
 
     @property
@@ -93,6 +96,7 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
         commits=linear is None or _commits(backend),
         strategy=str(args.get("mamba_radix_cache_strategy") or ""),
         copies=getattr(scheduler.req_to_token_pool, "mamba_ckpt_pool", None) is not None,
+        host=_tells_copies(scheduler),
         settings=frozenset(name for name in names if _is_set(args, name)),
     )
 
@@ -102,6 +106,19 @@ def _commits(backend: object) -> bool:
     linear = getattr(backend, "linear_attn_backend", None)
     fused = getattr(linear, "accept_lens_pool", None) is not None
     return hasattr(backend, "update_mamba_state_after_mtp_verify") and not fused
+
+
+def _tells_copies(scheduler: Scheduler) -> bool:
+    """Tell whether HiCache's copies name the slots of each rank, as ``HostSlots`` hears them."""
+    controller = controller_of(scheduler)
+    engine = getattr(controller, "l2_transfer_engine", None)
+    if controller is None or engine is None or getattr(controller, "is_kv_sharded", False):
+        return False
+    rows = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    rows = getattr(rows, "full_kv_pool", rows)
+    entries = controller.mem_pool_host.entries
+    alone = all(getattr(each.host_pool, "dcp_size", 1) == 1 for each in entries)
+    return alone and any(is_of(each.device_pool, rows) for each in entries)
 
 
 def is_hybrid(scheduler: Scheduler) -> bool:

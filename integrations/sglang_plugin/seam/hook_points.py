@@ -14,6 +14,9 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _WEIGHTS: Final = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 )
+_RESULTS: Final = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 
 #: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
 HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -30,6 +33,19 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_SCHEDULER}.__init__": ("self", "server_args"),
     f"{_SCHEDULER}.get_internal_state": ("self", "recv_req"),
     f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
+}
+
+#: To contain wrong reads: a plan knows nothing of them, and no token that one of them has sampled
+#: is taken in. The last three are called, or changed.
+CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
+    f"{_SCHEDULER}.process_batch_result": ("self", "batch", "result"),
+    f"{_SCHEDULER}.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
+    "sglang.srt.managers.schedule_batch.retract_all": (
+        *("reqs", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache"),
+        *("hisparse_coordinator", "offload_kv"),
+    ),
+    "sglang.srt.disaggregation.utils.prepare_abort": ("req", "error_message", "status_code"),
+    f"{_RESULTS}.process_batch_result_decode": ("self", "batch", "result"),
 }
 
 Hook = Callable[..., object]

@@ -8,6 +8,7 @@ window: a map says which slot of that pool each number of the table stands for, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import attrs
@@ -17,7 +18,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ....errors import LayerError
 from ....layers import LayerRef
-from .protocols import RowPool, Scheduler
+from .protocols import HiCacheController, RowPool, Scheduler
 
 #: The groups of rows whose slots the table names, of rows in the pool of sliding windows, and of
 #: recurrent states.
@@ -34,6 +35,7 @@ class SlotSpace:
         group: of the ledger: one slot per block.
         pool: has the rows.
         layers: the number in the model of each of the pool's layers.
+        number: of slots on the device; those of the host's memory lie behind them.
         slot_map: int64 ``[n]``, the slot that each number in the table stands for, 0 for none;
             None: the number itself.
     """
@@ -41,6 +43,7 @@ class SlotSpace:
     group: RowGroup
     pool: RowPool = attrs.field(repr=False)
     layers: Sequence[int]
+    number: int
     slot_map: Tensor | None = attrs.field(default=None, repr=False)
 
     def slots(self, numbers: Tensor) -> Tensor:
@@ -55,6 +58,25 @@ class SlotSpace:
         return own.masked_fill_(own == 0, -1)
 
 
+def controller_of(scheduler: Scheduler) -> HiCacheController | None:
+    """Return what copies a scheduler's rows to the host; None without HiCache."""
+    tree = getattr(scheduler, "tree_cache", None)
+    found: HiCacheController | None = getattr(tree, "cache_controller", None)
+    return found
+
+
+def is_of(device_pool: object, pool: object) -> bool:
+    """Tell whether a pool on the device is the one with a group's slots, or is made of it."""
+    return device_pool is pool or getattr(device_pool, "full_kv_pool", None) is pool
+
+
+def host_slots(scheduler: Scheduler, pool: object) -> int:
+    """Return the number of the host's slots for the rows or states of a pool."""
+    controller = controller_of(scheduler)
+    entries = () if controller is None else controller.mem_pool_host.entries
+    return sum(int(each.host_pool.size) for each in entries if is_of(each.device_pool, pool))
+
+
 def slot_spaces(scheduler: Scheduler, *, windows: bool = True) -> list[SlotSpace]:
     """Return the spaces of slots of an engine, that of the table's own numbers first.
 
@@ -64,26 +86,27 @@ def slot_spaces(scheduler: Scheduler, *, windows: bool = True) -> list[SlotSpace
     """
     allocator = scheduler.token_to_kv_pool_allocator
     pool, page = allocator.get_kvcache(), max(int(allocator.page_size), 1)
-    kind = type(pool).__name__
+    kind, space = type(pool).__name__, partial(_space, scheduler)
     if kind == "HybridLinearKVPool":
         layers = [*pool.full_attention_layer_id_mapping]
-        return [_space(ROWS, pool.full_kv_pool, layers, int(allocator.size) + page)]
+        return [space(ROWS, pool.full_kv_pool, layers, int(allocator.size) + page)]
     if kind != "SWAKVPool":
-        return [_space(ROWS, pool, None, int(allocator.size) + page)]
+        return [space(ROWS, pool, None, int(allocator.size) + page)]
     near = [number for number, (_, slides) in pool.layers_mapping.items() if slides]
     full = [number for number, (_, slides) in pool.layers_mapping.items() if not slides]
     window = (scheduler.tp_worker.model_runner.sliding_window_size or 0) + 1
     number = int(allocator.size_swa) + page
     if type(allocator).__name__ == "PureSWATokenToKVPoolAllocator":
-        return [_space(ROWS, pool.swa_kv_pool, near, number, window)]
-    spaces = [_space(ROWS, pool.full_kv_pool, full, int(allocator.size_full) + page)]
+        return [space(ROWS, pool.swa_kv_pool, near, number, window)]
+    spaces = [space(ROWS, pool.full_kv_pool, full, int(allocator.size_full) + page)]
     if windows:
         there = pool.full_to_swa_index_mapping
-        spaces.append(_space(WINDOWS, pool.swa_kv_pool, near, number, window, there))
+        spaces.append(space(WINDOWS, pool.swa_kv_pool, near, number, window, there))
     return spaces
 
 
 def _space(
+    scheduler: Scheduler,
     name: str,
     pool: RowPool,
     layers: Sequence[int] | None,
@@ -96,11 +119,12 @@ def _space(
     SGLang's size of a window leaves the query out. With some kernels a step that decodes reads one
     row less; SGLang keeps that row as well.
     """
-    group = RowGroup(name, 1, number, window=window, drafter=False)
+    every = number + host_slots(scheduler, pool)
+    group = RowGroup(name, 1, every, window=window, drafter=False)
     if layers is None:
         first = int(getattr(pool, "start_layer", 0))
         layers = range(first, first + len(_buffers(pool)))
-    return SlotSpace(group, pool, layers, slot_map)
+    return SlotSpace(group, pool, layers, number, slot_map)
 
 
 def _buffers(pool: RowPool) -> Sequence[Tensor]:

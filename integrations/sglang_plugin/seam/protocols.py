@@ -77,9 +77,33 @@ class ForwardBatch(Protocol):
 
 
 class KvInfo(Protocol):
-    """``sglang.srt.managers.schedule_batch.ReqKvInfo``."""
+    """``sglang.srt.managers.schedule_batch.ReqKvInfo``.
+
+    Attributes:
+        req_pool_idx: the line of ``req_to_token``; None without rows.
+        kv_allocated_len: slots that the line names.
+    """
 
     kv_committed_len: int
+    kv_allocated_len: int
+    req_pool_idx: int | None
+
+
+class Grammar(Protocol):
+    """``sglang.srt.constrained.base_grammar_backend.BaseGrammarObject``."""
+
+    def rollback(self, k: int) -> None:
+        """Forget the last ``k`` tokens."""
+
+
+class FinishReason(Protocol):
+    """``sglang.srt.managers.schedule_batch.FINISH_ABORT``."""
+
+    message: str
+    status_code: int | None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the reason as clients get it."""
 
 
 class Req(Protocol):
@@ -90,6 +114,12 @@ class Req(Protocol):
         origin_input_ids: the prompt, with a hash of its content for each position of an image.
         output_ids: the tokens that the host has taken in; a step behind the device under overlap.
         input_embeds: vectors in place of tokens, if any.
+        is_retracted: it waits to be computed again; results of its steps are passed over.
+        return_logprob: its client wants logprobs.
+        skip_radix_cache_insert: none of its rows get into the tree.
+        inflight_middle_chunks: steps under way that compute a part of its prompt.
+        to_finish: why it ends with its next result, such as an abort; None if it does not.
+        finished_reason: why it is done; None while it is not.
     """
 
     rid: str
@@ -99,6 +129,17 @@ class Req(Protocol):
     input_embeds: object | None
     positional_embed_overrides: object | None
     kv: KvInfo
+    is_retracted: bool
+    inflight_middle_chunks: int
+    return_logprob: bool
+    skip_radix_cache_insert: bool
+    _compute_max_prefix_len: Callable[[int], int]
+    grammar: Grammar | None
+    to_finish: FinishReason | None
+    finished_reason: FinishReason
+
+    def __hash__(self) -> int:
+        """Return a hash of the object."""
 
     def finished(self) -> bool:
         """Tell whether the request is done; False for a retracted one."""
@@ -108,6 +149,130 @@ class ScheduleBatch(Protocol):
     """``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
 
     reqs: Sequence[Req]
+    batch_is_full: bool
+
+    def filter_batch(self, *, keep_indices: list[int]) -> None:
+        """Keep some requests, by their numbers."""
+
+
+class NextBatchPlan(Protocol):
+    """``sglang.srt.managers.scheduler.NextBatchPlan``."""
+
+    batch_to_run: ScheduleBatch | None
+
+
+class L2Transfer(Protocol):
+    """``sglang.srt.mem_cache.l2_transfer.L2Transfer``: a copy between the device and the host.
+
+    Attributes:
+        host_pool: the pool in the host's memory.
+        host_indices: int64 ``[n]``, its slots.
+        device_indices: int64 ``[n]``, the slots on the device.
+        is_draft: the rows are a drafter's.
+    """
+
+    host_pool: object
+    host_indices: Tensor
+    device_indices: Tensor
+    is_draft: bool
+
+
+class HostPool(Protocol):
+    """``sglang.srt.mem_cache.pool_host.base.HostKVCache``.
+
+    Attributes:
+        size: slots.
+        alloc: gives slots away, int64 ``[n]`` on the host; None if there are too few.
+    """
+
+    size: int
+    alloc: Callable[..., Tensor | None]
+
+
+class HostPoolEntry(Protocol):
+    """``sglang.srt.mem_cache.pool_host.group.PoolEntry``."""
+
+    host_pool: HostPool
+    device_pool: object
+
+
+class HostPoolGroup(Protocol):
+    """``sglang.srt.mem_cache.pool_host.group.HostPoolGroup``."""
+
+    entries: Sequence[HostPoolEntry]
+
+
+class TransferEngine(Protocol):
+    """``sglang.srt.mem_cache.l2_transfer.L2TransferEngine``.
+
+    Attributes:
+        submit_device_to_host: launches copies; takes ``L2Transfer`` ones.
+        submit_host_to_device: likewise, the other way.
+    """
+
+    submit_device_to_host: Callable[..., object]
+    submit_host_to_device: Callable[..., object]
+
+
+class HiCacheController(Protocol):
+    """``sglang.srt.managers.cache_controller.HiCacheController``.
+
+    Attributes:
+        enable_storage: a storage behind the host's memory brings rows, too.
+    """
+
+    mem_pool_host: HostPoolGroup
+    l2_transfer_engine: TransferEngine
+    enable_storage: bool
+
+
+class TreeCache(Protocol):
+    """``sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache``.
+
+    Attributes:
+        tree_components: the kinds of what it has; only of ``UnifiedRadixCache``.
+    """
+
+    tree_components: Sequence[object]
+
+    def evict_host(self, num_tokens: int, component_type: object) -> int:
+        """Let slots of the host's memory go; only of ``UnifiedRadixCache``."""
+
+    def supports_prefix_sharing(self) -> bool:
+        """Tell whether requests find rows of others."""
+
+    def supports_swa(self) -> bool:
+        """Tell whether it has rows with a window."""
+
+    def supports_mamba(self) -> bool:
+        """Tell whether it has recurrent states."""
+
+    def evictable_size(self) -> int:
+        """Return the rows that no request has locked."""
+
+    def full_evictable_size(self) -> int:
+        """Return those of them without a window."""
+
+    def swa_evictable_size(self) -> int:
+        """Return those of them with a window."""
+
+    def mamba_evictable_size(self) -> int:
+        """Return the states that no request has locked."""
+
+    def protected_size(self) -> int:
+        """Return the rows that requests have locked."""
+
+    def all_values_flatten(self) -> Tensor:
+        """Return all slots, int64 ``[n]``; an empty ``RadixCache`` raises."""
+
+    def evict(self, params: object) -> object:
+        """Let rows leave, those that were used last at last."""
+
+    def session_records(self) -> Mapping[str, KvInfo]:
+        """Return the rows that streaming sessions hold."""
+
+    def release_session(self, session_id: str) -> None:
+        """Let a streaming session give back its rows; its next turn computes them."""
 
 
 class GenerationBatchResult(Protocol):
@@ -275,6 +440,9 @@ class Scheduler(Protocol):
     Attributes:
         enable_overlap: forwards run on ``forward_stream``; else on the current stream.
         model_worker: runs a step's forwards; with drafts the drafter, which has the target.
+        running_batch: the requests that decode.
+        last_batch: the batch that was launched last; None when nothing ran.
+        chunked_req: the request whose prompt goes on in the next step.
     """
 
     server_args: object
@@ -287,7 +455,18 @@ class Scheduler(Protocol):
     model_worker: ModelWorker
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Allocator
-    tree_cache: object
+    tree_cache: TreeCache
+    running_batch: ScheduleBatch
+    last_batch: ScheduleBatch | None
+    chunked_req: Req | None
+    waiting_queue: list[Req]
+    batch_result_processor: object
+
+    def send_abort_output(self, abort_req: object, req: Req) -> None:
+        """Tell a client that its request has ended."""
+
+    def _release_aborted_request(self, req: Req) -> None:
+        """Let go of what an aborted request has beside its rows."""
 
 
 class ServedModel(Protocol):

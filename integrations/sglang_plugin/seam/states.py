@@ -19,7 +19,7 @@ from torch import Tensor
 from ....audit import StateGroup
 from ....errors import KVTxnError
 from ...serving.step import Rows, States
-from .pools import STATES
+from .pools import STATES, host_slots
 from .protocols import ForwardBatch, ReqToTokenPool, Scheduler
 from .steps import MAX_REMEMBERED, ForwardStep
 
@@ -36,7 +36,13 @@ Copied = Callable[[Callable[[], dict[str, tuple[Tensor, Tensor]]]], None]
 
 def state_group(scheduler: Scheduler) -> StateGroup:
     """Return the group of a hybrid's states: a slot has those of all layers; slot 0 is padding."""
-    return StateGroup(STATES, int(scheduler.req_to_token_pool.mamba_allocator.size) + 1)
+    own, pool = state_slots(scheduler), scheduler.req_to_token_pool.mamba_pool
+    return StateGroup(STATES, own + host_slots(scheduler, pool))
+
+
+def state_slots(scheduler: Scheduler) -> int:
+    """Return the number of a hybrid's slots of states on the device."""
+    return int(scheduler.req_to_token_pool.mamba_allocator.size) + 1
 
 
 class StateReader:

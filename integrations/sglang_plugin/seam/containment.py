@@ -1,0 +1,354 @@
+"""``Containment``: wrong reads in SGLang's scheduler; nobody reads the rows again.
+
+    get_next_batch_to_run    a batch is planned
+    run_batch                its step is launched; the ledger's passes are in front of the forward
+    process_batch_result     its tokens are taken in: under overlap, once the next step is launched
+
+So it is known what a step has read wrongly before its tokens are taken in. Then its readers'
+tokens are dropped, in this step and in those that were launched since. SGLang passes over a
+request that is retracted, so such a request looks retracted while a step is taken in. Behind that
+it is retracted. As SGLang has to sample a batch as it was launched, and to run one as it was
+planned, a request of such a batch waits for the next plan.
+
+SGLang cannot drop one node of its radix tree. So if a wrong row is in the tree, all rows leave it
+that no request has locked; whoever had locked a wrong one has been retracted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import Final, TypeVar
+
+import attrs
+from torch import Tensor
+
+from ....audit import Ledger
+from ....audit.counter_copy import CounterCopy
+from ....log import get_logger
+from ...serving.ledger.rank_agreement import Wrong
+from ...serving.ledger.violation_log import UNKNOWN_BLOCK
+from . import retraction
+from .pools import STATES, SlotSpace
+from .protocols import GenerationBatchResult, NextBatchPlan, Req, ScheduleBatch, Scheduler
+from .steps import ForwardStep
+
+Result = TypeVar("Result")
+
+log = get_logger()
+
+#: A request that reads wrong rows for the second time ends.
+_ONCE: Final = 1
+#: Looks at the tree until rows that others than requests have locked are given up; all ranks have
+#: to give up at the same one.
+_MOST_TRIES: Final = 128
+#: The attribute by which a request has the number of its steps that read wrong rows.
+_TIMES: Final = "kvtxn_contained"
+
+_TWICE: Final = "computing it again did not help"
+_CHANGED: Final = "rows that it may have read before have changed"
+_SESSION: Final = "SGLang computes no turn of a streaming session again"
+
+
+@attrs.define(eq=False)
+class UnderWay:
+    """A step that was launched and whose result is not taken in.
+
+    Attributes:
+        batch: SGLang's; its requests may leave it later.
+        requests: the requests as the step was launched.
+        numbers: the numbers in the table of the rows that it writes, int64 ``[num_rows]``; None if
+            the ledger was not told of it.
+        rows: rows of each request; empty if the ledger was not told of the step.
+        counters: what was found until then.
+        result: SGLang's.
+        dropped: the requests whose tokens are dropped.
+    """
+
+    batch: ScheduleBatch
+    requests: list[Req]
+    numbers: Tensor | None = None
+    rows: Sequence[int] = ()
+    counters: CounterCopy | None = None
+    result: object = None
+    dropped: set[Req] = attrs.field(factory=set)
+
+
+class Containment:
+    """Contains what the steps of one scheduler read wrongly.
+
+    Args:
+        scheduler: SGLang's.
+        ledger: the ledger over its rows.
+        spaces: the spaces of slots that are watched.
+        states: slots of recurrent states are watched.
+
+    Attributes:
+        first_blocks: by group, the number of its slot 0 among those of all groups.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, ledger: Ledger, spaces: Sequence[SlotSpace], *, states: bool
+    ) -> None:
+        self._scheduler: Final = scheduler
+        self._ledger: Final = ledger
+        self._spaces: Final = spaces
+        self._states: Final = states
+        first, firsts = 0, {}
+        for space in spaces:
+            firsts[space.group.name] = first
+            first += space.group.num_blocks
+        self.first_blocks: Final[Mapping[str, int]] = {**firsts, STATES: first}
+        self._under_way: Final[deque[UnderWay]] = deque()
+        self._spare: list[CounterCopy] = []
+        self._taken: UnderWay | None = None
+        self._planned: ScheduleBatch | None = None
+        #: Requests to be computed again; the reason of one that ends instead.
+        self._again: Final[dict[Req, str | None]] = {}
+        #: Places of wrong rows that may be in the tree; None if every row of it is in doubt.
+        self._suspects: set[int] | None = set()
+        self._tries = 0
+        retraction.pass_over_retracted(scheduler)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def launch(self, run: Callable[[], Result], batch: ScheduleBatch) -> Result:
+        """Run a step; SGLang may let grammars take in tokens of the steps before it.
+
+        Args:
+            run: SGLang's own ``run_batch``, with its arguments.
+            batch: the step's.
+        """
+        self._planned = None
+        before = {req for step in self._under_way for req in step.dropped}
+        requests = list(batch.reqs)
+        step = UnderWay(batch, requests, dropped={req for req in requests if req in self._again})
+        self._under_way.append(step)
+        try:
+            with retraction.hidden(before):
+                step.result = result = run()
+        except BaseException:
+            self._under_way.pop()
+            raise
+        return result
+
+    def read(self, step: ForwardStep) -> None:
+        """Hear that the ledger's passes over a forward were launched, and the forward comes next.
+
+        Args:
+            step: the forward.
+        """
+        now, batch = self._under_way[-1], step.batch
+        now.numbers = batch.out_cache_loc.clone()
+        spans = batch.extend_seq_lens_cpu if step.extends else None
+        now.rows = [step.drafts + 1] * len(step.requests) if spans is None else list(spans)
+        spare = self._spare.pop() if self._spare else None
+        now.counters = self._ledger.copy_counters(spare, prints=False)
+
+    def finds_more(self) -> bool:
+        """Wait for the step that is taken in, and tell whether more was found until it ran."""
+        step = self._taken
+        if step is None or step.counters is None:
+            return False
+        copy, step.counters = step.counters, None
+        copy.wait()
+        self._spare.append(copy)
+        return self._ledger.findings.has_more(copy)
+
+    def take_in(
+        self,
+        run: Callable[[], Result],
+        batch: ScheduleBatch,
+        result: object,
+        verdict: Callable[[], Wrong | None],
+    ) -> Result:
+        """Let SGLang take in the result of a step, without what was sampled of wrong rows.
+
+        Args:
+            run: SGLang's own ``process_batch_result``, with its arguments.
+            batch: the step's.
+            result: likewise.
+            verdict: ends the ledger's step; every rank has to call it. Returns what all ranks have
+                read wrongly.
+        """
+        step = self._taken = self._step_of(result)
+        wrong = verdict()
+        if wrong is not None:
+            self._try(lambda: self._contain(step, wrong))
+        dropped = set[Req]() if step is None else step.dropped
+        with retraction.hidden(dropped, prompts=retraction.has_input_logprobs(batch)):
+            done = run()
+        self._taken = None
+        self._try(self._compute_again)
+        return done
+
+    def _step_of(self, result: object) -> UnderWay | None:
+        """Return the step that a result is of; steps before it had none that was taken in."""
+        if not any(step.result is result for step in self._under_way):
+            return None
+        while (step := self._under_way.popleft()).result is not result:
+            pass
+        return step
+
+    def plan(self, run: Callable[[], NextBatchPlan]) -> NextBatchPlan:
+        """Let SGLang plan a step; before, nobody waits for the last one any more.
+
+        Args:
+            run: SGLang's own ``get_next_batch_to_run``, with its arguments.
+        """
+        self._planned = None
+        self._try(self._compute_again)
+        plan = run()
+        self._planned = getattr(plan, "batch_to_run", None)
+        return plan
+
+    def forget(self) -> None:
+        """Hear that the caches were emptied; no request runs."""
+        self._under_way.clear()
+        self._again.clear()
+        self._suspects, self._planned = set(), None
+
+    def _try(self, call: Callable[[], object]) -> None:
+        """Call something; an error of the audit's own leaves wrong rows where they are."""
+        try:
+            call()
+        except Exception as error:
+            say_logged_alone(f"containing failed: {error!r}", error)
+
+    # -- what is spoilt ----------------------------------------------------------------------
+
+    def _contain(self, step: UnderWay | None, wrong: Wrong) -> None:
+        """Find the requests that wrong rows spoil; their tokens are dropped from now on.
+
+        A request is spoilt if it read a wrong row, or if its table has a wrong one, or one that a
+        spoilt request has written since.
+        """
+        steps = [*([] if step is None else [step]), *self._under_way]
+        known = set() if step is None else {req.rid for req in step.dropped}
+        readers = wrong.requests
+        live = {req: self._places_of(req) for req in self._live(steps)}
+        places = set(wrong.blocks) - {UNKNOWN_BLOCK} - {*self.first_blocks.values()}
+        for each in steps:
+            places |= self._written(each, lambda req: req.rid in readers)
+        unknown, spoilt, grown = UNKNOWN_BLOCK in wrong.blocks, set[Req](), True
+        while grown:
+            found = {
+                req
+                for req, own in live.items()
+                if unknown or req.rid in readers or not places.isdisjoint(own)
+            } - spoilt
+            for each in steps:
+                places |= self._written(each, found.__contains__)
+            spoilt, grown = spoilt | found, bool(found)
+        # What was retracted since the step, and reads again, may have read wrongly then or now.
+        counted = readers - known
+        ends = {req: self._why_ends(req, counted, live[req] & wrong.changed) for req in spoilt}
+        again = {req: why for req, why in ends.items() if not retraction.searches_beams(req)}
+        if len(again) < len(spoilt):
+            say_logged_alone("a request that searches beams cannot be computed again")
+        for each in steps:
+            mine = {req for req in each.requests if req in again}
+            retraction.take_back_grammars(each.requests, mine - each.dropped, each.result)
+            each.dropped |= mine
+        self._again.update({req: self._again.get(req) or why for req, why in again.items()})
+        states = self.first_blocks[STATES]
+        every = unknown or bool(wrong.changed) or any(block >= states for block in places)
+        self._suspects = None if every or self._suspects is None else self._suspects | places
+        log.warning(
+            "kvtxn.audit_contained",
+            requests=sorted(req.rid for req in again),
+            blocks=sorted(wrong.blocks),
+        )
+
+    def _live(self, steps: Sequence[UnderWay]) -> set[Req]:
+        """Return the requests that hold rows and go on."""
+        batches = (self._scheduler.running_batch, self._scheduler.last_batch, self._planned)
+        running = [[*batch.reqs] for batch in batches if batch is not None]
+        every = chain(*running, *(step.requests for step in steps), [self._scheduler.chunked_req])
+        return {req for req in every if req is not None and retraction.holds_rows(req)}
+
+    def _places(self, numbers: Tensor) -> set[int]:
+        """Return the places that numbers of the table lead to, of all groups; none of padding."""
+        found: set[int] = set()
+        for space in self._spaces:
+            first = self.first_blocks[space.group.name]
+            found.update(first + slot for slot in space.slots(numbers).tolist() if slot > 0)
+        return found
+
+    def _places_of(self, req: Req) -> set[int]:
+        """Return the places of a request's rows, and of its state."""
+        pool, line = self._scheduler.req_to_token_pool, req.kv.req_pool_idx
+        found = self._places(pool.req_to_token[line, : req.kv.kv_allocated_len])
+        if self._states:
+            slot = int(pool.req_index_to_mamba_index_mapping[line])
+            found |= {self.first_blocks[STATES] + slot} if slot > 0 else set()
+        return found
+
+    def _written(self, step: UnderWay, chosen: Callable[[Req], bool]) -> set[int]:
+        """Return the places of the rows that a step has written for some of its requests."""
+        found: set[int] = set()
+        if step.numbers is None:
+            return found
+        parts = step.numbers[: sum(step.rows)].split(list(step.rows))
+        for req, part in zip(step.requests, parts, strict=False):  # beams' rows lie behind
+            if chosen(req):
+                found |= self._places(part)
+        return found
+
+    def _why_ends(self, req: Req, readers: Collection[str], changed: Collection[int]) -> str | None:
+        """Return why a spoilt request ends; None if it is computed again."""
+        times = getattr(req, _TIMES, 0) + (req.rid in readers)
+        setattr(req, _TIMES, times)
+        if times > _ONCE:
+            return _TWICE
+        if changed:
+            return _CHANGED
+        return _SESSION if retraction.is_session(req) else None
+
+    # -- what is done ------------------------------------------------------------------------
+
+    def _compute_again(self) -> None:
+        """Retract the spoilt requests of no batch that is still to be launched or sampled."""
+        if not self._again and self._suspects == set():
+            return
+        batches = [step.batch for step in self._under_way if _is_unsampled(step.result)]
+        batches += [] if self._planned is None else [self._planned]
+        waiting = {req for batch in batches for req in batch.reqs}
+        ready = {req: why for req, why in self._again.items() if req not in waiting}
+        for req in ready:
+            del self._again[req]
+        every = [step.batch for step in self._under_way]
+        retraction.retract(self._scheduler, ready, every)
+        if self._again:
+            return
+        suspects, self._suspects = self._suspects, set()
+        if suspects is None or retraction.has(self._scheduler, self._places, suspects):
+            retraction.empty_tree(self._scheduler)
+            if suspects and retraction.has(self._scheduler, self._places, suspects):
+                self._keep_trying(suspects)
+            else:
+                self._tries = 0
+        running = self._live(list(self._under_way))
+        retraction.end_sessions(self._scheduler, self._places, suspects, running)
+
+    def _keep_trying(self, suspects: set[int]) -> None:
+        """Look again at the next plan: copies to the host lock rows for a while."""
+        self._tries += 1
+        if self._tries < _MOST_TRIES:
+            self._suspects = suspects
+            return
+        self._tries = 0
+        say_logged_alone("wrong rows of the radix tree are locked by others than requests")
+
+
+def _is_unsampled(result: object) -> bool:
+    """Tell whether a step is sampled later."""
+    found: GenerationBatchResult | None = result  # type: ignore[assignment]
+    return getattr(found, "delay_sample_func", None) is not None
+
+
+def say_logged_alone(why: str, error: Exception | None = None) -> None:
+    """Log that what the audit finds is not contained, and why."""
+    effect = "wrong rows are logged and not contained"
+    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)

@@ -1,0 +1,244 @@
+"""How SGLang computes a request again or ends it, and how rows leave its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Final
+
+from torch import Tensor
+
+from ....log import get_logger
+from .pools import controller_of
+from .protocols import Req, ScheduleBatch, Scheduler
+
+log = get_logger()
+
+#: More slots than a host has.
+_EVERY: Final = 1 << 40
+#: What the client of a request that ends is told.
+WHY_ENDED: Final = (
+    "The request read wrong rows of the KV cache, and {why}. "
+    "The server's log has the rows, as kvtxn.audit_violation."
+)
+
+
+def pass_over_retracted(scheduler: Scheduler) -> None:
+    """Let SGLang pass over retracted requests when it takes a step in, without overlap as with it.
+
+    Without overlap none is retracted while its step is under way, so it does not look.
+    """
+    object.__setattr__(scheduler.batch_result_processor, "enable_overlap", True)
+
+
+@contextmanager
+def hidden(requests: Collection[Req], *, prompts: bool = False) -> Iterator[None]:
+    """Let SGLang pass over some requests, as it does over those that it has retracted.
+
+    Args:
+        requests: the requests.
+        prompts: the step has logprobs of prompts. SGLang cuts these out one request after another,
+            and forgets those of a retracted one. Of a prompt that goes on it takes them off.
+    """
+    before = [
+        (req, req.is_retracted, req.inflight_middle_chunks, req.return_logprob) for req in requests
+    ]
+    for req, *_ in before:
+        req.is_retracted = req.is_retracted if prompts else True
+        if prompts:
+            req.inflight_middle_chunks, req.return_logprob = (
+                max(req.inflight_middle_chunks, 1),
+                False,
+            )
+    try:
+        yield
+    finally:
+        for req, retracted, chunks, logprobs in before:
+            req.is_retracted, req.inflight_middle_chunks = retracted, chunks
+            req.return_logprob = logprobs
+
+
+def has_input_logprobs(batch: ScheduleBatch) -> bool:
+    """Tell whether a step has computed logprobs of prompts."""
+    extends = getattr(getattr(batch, "forward_mode", None), "name", "") in ("EXTEND", "MIXED")
+    return extends and bool(getattr(batch, "return_logprob", False))
+
+
+def holds_rows(req: Req) -> bool:
+    """Tell whether a request has a line of the table, and goes on."""
+    return req.kv.req_pool_idx is not None and not req.finished()
+
+
+def searches_beams(req: Req) -> bool:
+    """Tell whether a request has beams, whose rows SGLang does not give back at a retraction."""
+    return getattr(req, "beam_group", None) is not None
+
+
+def is_session(req: Req) -> bool:
+    """Tell whether a request is a turn of a streaming session, which keeps its rows."""
+    return bool(getattr(getattr(req, "session", None), "streaming", False))
+
+
+def take_back_grammars(requests: Sequence[Req], dropped: Collection[Req], result: object) -> None:
+    """Let grammars forget the tokens that a step has sampled, where they have taken them in.
+
+    Args:
+        requests: the step's.
+        dropped: those whose tokens are dropped.
+        result: the step's; with drafts its tokens may be taken in while the next step is launched.
+    """
+    if not getattr(result, "grammar_advanced", False):
+        return
+    kept = getattr(result, "grammar_retained_tokens", None)
+    for number, req in enumerate(requests):
+        tokens = int(req.inflight_middle_chunks <= 0) if kept is None else len(kept[number] or ())
+        if req in dropped and req.grammar is not None and tokens:
+            req.grammar.rollback(tokens)
+
+
+def retract(
+    scheduler: Scheduler, requests: Mapping[Req, str | None], batches: Iterable[ScheduleBatch]
+) -> None:
+    """Compute requests again, or end them; a request that SGLang fails to retract ends.
+
+    Args:
+        scheduler: SGLang's.
+        requests: the requests, and why one of them ends.
+        batches: the batches that are under way.
+    """
+    from sglang.srt.managers.schedule_batch import retract_all
+
+    here = {req: why for req, why in requests.items() if holds_rows(req)}
+    if not here:
+        return
+    for batch in {
+        id(b): b for b in (*batches, scheduler.running_batch, scheduler.last_batch)
+    }.values():
+        if batch is not None and not here.keys().isdisjoint(batch.reqs):
+            keep = [number for number, req in enumerate(batch.reqs) if req not in here]
+            batch.filter_batch(keep_indices=keep)
+            batch.batch_is_full = False
+    if scheduler.chunked_req in here:
+        scheduler.chunked_req = None
+    again, aborted = [], getattr(scheduler, "_pending_chunked_abort_req", None)
+    for req, why in here.items():
+        if why is None and req.to_finish is None and req is not aborted:
+            try:
+                retract_all(
+                    reqs=[req],
+                    req_to_token_pool=scheduler.req_to_token_pool,
+                    token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+                    tree_cache=scheduler.tree_cache,
+                    hisparse_coordinator=None,
+                    offload_kv=False,
+                )
+            except Exception as error:
+                why = "SGLang could not retract it"
+                log.warning("kvtxn.audit_not_retracted", request=req.rid, exc_info=error)
+            else:
+                _keep_apart(req)
+                again.append(req)
+                continue
+        _end(scheduler, req, why)
+    scheduler.waiting_queue[:0] = again
+
+
+def _keep_apart(req: Req) -> None:
+    """Let a request read no row of a cache, and leave none there; SGLang knows such requests.
+
+    Rows of a tree that cannot be emptied yet would come back to it, by a hit or as it is inserted.
+    """
+    req.skip_radix_cache_insert = True
+    req._compute_max_prefix_len = _no_prefix  # hides the method of this request alone
+
+
+def _no_prefix(input_len: int) -> int:
+    """Return the rows of a prompt that may be found in a cache."""
+    return 0
+
+
+def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
+    """End a request; it gives its rows back, and none gets into the tree.
+
+    Args:
+        scheduler: SGLang's.
+        req: the request.
+        why: what its client is told; None: it was aborted meanwhile.
+    """
+    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.managers.scheduler import _make_abort_req
+    from sglang.srt.mem_cache import common
+
+    given, status = req.to_finish, None if why is None else int(HTTPStatus.INTERNAL_SERVER_ERROR)
+    message = "Aborted" if why is None else WHY_ENDED.format(why=why)
+    if why is None and given is not None:
+        message, status = given.message, given.status_code
+    prepare_abort(req, message, status)
+    req.to_finish = None
+    scheduler._release_aborted_request(req)
+    if req.kv.req_pool_idx is not None:
+        common.release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
+    reason = req.finished_reason.to_json()
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+
+
+# -- the prefix cache ------------------------------------------------------------------------
+
+
+def has(
+    scheduler: Scheduler, places: Callable[[Tensor], set[int]], suspects: Collection[int]
+) -> bool:
+    """Tell whether some rows are in the tree.
+
+    Args:
+        scheduler: SGLang's.
+        places: returns the places that numbers of the table lead to.
+        suspects: the places of the rows.
+    """
+    tree = scheduler.tree_cache
+    if not suspects or not tree.supports_prefix_sharing():
+        return False
+    if not tree.evictable_size() + tree.protected_size():
+        return False
+    return not places(tree.all_values_flatten()).isdisjoint(suspects)
+
+
+def empty_tree(scheduler: Scheduler) -> None:
+    """Let all rows leave the tree that nobody has locked, and their copies on the host."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    tree = scheduler.tree_cache
+    if not tree.supports_prefix_sharing():
+        return
+    windows = tree.swa_evictable_size() if tree.supports_swa() else 0
+    states = tree.mamba_evictable_size() if tree.supports_mamba() else 0
+    rows = max(tree.evictable_size(), tree.full_evictable_size())
+    tree.evict(EvictParams(num_tokens=rows, swa_num_tokens=windows, mamba_num=states))
+    if controller_of(scheduler) is not None:
+        for component in tree.tree_components:
+            tree.evict_host(_EVERY, component)
+
+
+def end_sessions(
+    scheduler: Scheduler,
+    places: Callable[[Tensor], set[int]],
+    suspects: Collection[int] | None,
+    running: Iterable[Req],
+) -> None:
+    """Let streaming sessions between two turns give back their rows if some are in doubt.
+
+    Args:
+        scheduler: SGLang's.
+        places: as for ``has``.
+        suspects: likewise; None: every row is in doubt.
+        running: requests that run; one of them may be a session's turn.
+    """
+    tree, table = scheduler.tree_cache, scheduler.req_to_token_pool.req_to_token
+    held = {req.kv.req_pool_idx for req in running}
+    for name, kv in tree.session_records().items():
+        if kv.req_pool_idx is None or kv.req_pool_idx in held:
+            continue
+        own = places(table[kv.req_pool_idx, : kv.kv_allocated_len])
+        if suspects is None or not own.isdisjoint(suspects):
+            tree.release_session(name)
