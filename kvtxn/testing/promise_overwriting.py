@@ -31,6 +31,7 @@ from .mixed_layers import (
     faulty_mixed_rig,
     mixed_rig,
     need_kinds,
+    specs_for,
 )
 from .number_formats import FORMATS
 from .promise_device import no_host_sync, replayed_commit, window_without_sync
@@ -309,7 +310,7 @@ class Overwriting(KitBase):
             rig.open(rig.batch(((1,), (9,)), padding=0.0))
         assert rig.manager.current is None
         with pytest.raises(BackendUnavailableError, match="recurrent state"):
-            kit.rig("undo", MIXED)
+            kit.rig("undo", specs_for(kit, "deferred"))
 
     @pytest.mark.parametrize("kind", ["ring", "recurrent", "replayed"])
     def test_denied_kinds(self, kit: Kit, kind: str) -> None:
