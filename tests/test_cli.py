@@ -457,10 +457,8 @@ def test_the_matrix_of_an_integration_that_is_missing(capsys, without):
     printed = capsys.readouterr()
     assert "backend   torch on cpu" in printed.out
     said = " ".join(printed.err.split())
-    assert said == (
-        "kvtxn doctor: there is no matrix to print; vllm is not installed; pip install "
-        "'kvtxn[vllm]' brings it"
-    )
+    assert said.startswith("kvtxn doctor: there is no matrix to print; ")
+    assert said.endswith("; vllm is not installed; pip install 'kvtxn[vllm]' brings it")
 
 
 def test_bench_host_says_what_it_lacks_before_it_measures(monkeypatch, capsys):

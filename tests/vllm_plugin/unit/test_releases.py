@@ -196,13 +196,13 @@ def unlisted(tmp_path, monkeypatch):
 def test_the_doctor_says_what_moved(unlisted, monkeypatch, capsys):
     entry = SimpleNamespace(name="vllm", load=lambda: report.report)
     monkeypatch.setattr(doctor, "entry_points", lambda group: [entry])
-    assert doctor.run(SimpleNamespace(engine_args=None, json=False, matrix=False)) == 0
+    assert doctor.run(SimpleNamespace(url=None, engine_args=None, json=False, matrix=False)) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     flat = " ".join(printed.split())
     assert f"{supported.RELEASES[-1]}, the nearest release that was checked: " in flat
     assert "vllm moved: gone: vllm.v1.worker.worker_base.WorkerWrapperBase.init_device" in flat
-    doctor.run(SimpleNamespace(engine_args=None, json=True, matrix=False))
+    doctor.run(SimpleNamespace(url=None, engine_args=None, json=True, matrix=False))
     found = json.loads(capsys.readouterr().out)["vllm"]
     assert len(found["moved"]) > 40
     assert all(line.startswith("gone: vllm.") for line in found["moved"])
