@@ -153,7 +153,8 @@ def test_commands_take_these_arguments(words):
         command, words = import_module(f"kvtxn.benchmarks.{module}"), words[1:]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    parser.parse_args(words[1:])
+    _, unknown = parser.parse_known_args(words[1:])
+    assert unknown == []
 
 
 def test_folders_exist():

@@ -22,7 +22,7 @@ _LISTS: Final = ("cells", "rows", "pieces")
 
 
 def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one result of those that several parts have of one name: their lists one by one."""
+    """Join the results of parts that measured one thing in pieces: their lists, end to end."""
     first = dict(results[0])
     for name in _LISTS:
         if name in first:

@@ -122,7 +122,11 @@ def test_a_row_leaves_once_its_request_has_given_its_lock_back(engine):
 
 
 def test_a_session_between_turns_is_asked_for(engine):
+    """SGLang's own tree answers; no session is there, so no slot is given back."""
+    free = engine.token_to_kv_pool_allocator.available_size()
     retraction.end_sessions(engine, places, {1}, [])
+    assert not engine.tree_cache.session_records()
+    assert engine.token_to_kv_pool_allocator.available_size() == free
 
 
 class Anything:

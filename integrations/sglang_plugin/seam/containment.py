@@ -4,11 +4,11 @@
     run_batch                its step is launched; the ledger's passes are in front of the forward
     process_batch_result     its tokens are taken in: under overlap, once the next step is launched
 
-So it is known what a step has read wrongly before its tokens are taken in. Then its readers'
-tokens are dropped, in this step and in those that were launched since. SGLang passes over a
-request that is retracted, so such a request looks retracted while a step is taken in. Behind that
-it is retracted. As SGLang has to sample a batch as it was launched, and to run one as it was
-planned, a request of such a batch waits for the next plan.
+So the ledger knows which requests have read wrong rows in a step before SGLang takes in the tokens
+of that step. These requests lose their tokens of that step, and of each later step that is already
+launched. SGLang takes in no token of a retracted request, so these requests are marked as retracted
+while a step is taken in, and are retracted afterwards. SGLang has to sample a batch as it was
+launched, and to run one as it was planned, so a request of such a batch waits for the next plan.
 
 SGLang cannot drop one node of its radix tree. So if a wrong row is in the tree, all rows leave it
 that no request has locked; whoever had locked a wrong one has been retracted.

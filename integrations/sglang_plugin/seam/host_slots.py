@@ -2,8 +2,8 @@
 
 A slot of the host's is one more of its group, behind those of the device. What is copied keeps its
 identity. SGLang hands the slots of each copy to one engine of transfers; the ledger hears of the
-copies there, in the order of the forwards: a copy to the host is behind those that were launched,
-a copy to the device is in front of those that are launched next. So SGLang orders them, too.
+copies there. SGLang runs a copy to the host after the forwards that are launched already, and a
+copy to the device before the next forward; the ledger hears of both in this order.
 
 Of what a storage brings into a slot of the host's nobody knows the identity. Once it is copied to
 the device, it is taken for what the request that comes with it should have there, and counted.

@@ -266,7 +266,7 @@ class TreeCache(Protocol):
         """Return all slots, int64 ``[n]``; an empty ``RadixCache`` raises."""
 
     def evict(self, params: object) -> object:
-        """Let rows leave, those that were used last at last."""
+        """Let rows leave, the least recently used ones first."""
 
     def session_records(self) -> Mapping[str, KvInfo]:
         """Return the rows that streaming sessions hold."""

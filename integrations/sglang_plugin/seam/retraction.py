@@ -1,4 +1,4 @@
-"""How SGLang computes a request again or ends it, and how rows leave its prefix cache."""
+"""Retracting and ending requests of SGLang, and taking rows out of its prefix cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pass_over_retracted(scheduler: Scheduler) -> None:
 
 @contextmanager
 def hidden(requests: Collection[Req], *, prompts: bool = False) -> Iterator[None]:
-    """Let SGLang pass over some requests, as it does over those that it has retracted.
+    """Mark requests as retracted for a while: SGLang takes in no token of a retracted request.
 
     Args:
         requests: the requests.
