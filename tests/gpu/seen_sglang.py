@@ -24,6 +24,12 @@ running engines, one after the other. *Found* is the kind of the violation that 
 planted. *Named* means that the violation names one, and that the script knows none to compare it
 with. *Writer* is the request that wrote the row; - is a row that nobody wrote.
 """
+CONTAINED: Final = """### Faults contained beside SGLang
+
+The same with `"on_violation": "contain"`. *Contained* is how often blocks were taken out and their
+readers computed again, and *given up* how many requests ended since they read wrong rows again.
+Texts of all others are compared with those of the engine without kvtxn and without faults.
+"""
 COST: Final = """### Cost beside SGLang
 
 `python tests/gpu/sglang_cost.py OUT`: engines with the weights' shapes of Llama 3 8B, stock, with
@@ -65,6 +71,8 @@ def engines(report: Mapping[str, Any]) -> dict[str, Any]:
             "wrong": each["violations"],
             "tokens": same.get("tokens", 0),
             "same": same.get("first_equal", 0),
+            "contained": each.get("contained", 0),
+            "given_up": each.get("given_up") or 0,
             "faults": [_fault(fault) for fault in each.get("faults", ())],
         }
     return found
@@ -183,7 +191,19 @@ def drawn_engines(found: Mapping[str, Any]) -> str:
     total = {key: sum(each[key] for each in clean.values()) for key in ("rows", "wrong", "tokens")}
     says = f"Together {total['rows']} rows read, {total['wrong']} wrong, and {total['tokens']}"
     parts = [table(header, rows), f"{says} tokens compared.", FAULTS + drawn_faults(found)]
+    parts += [CONTAINED + contained] if (contained := drawn_contained(found)) else []
     return "\n\n".join([*parts, drawn_commands(found)])
+
+
+def drawn_contained(found: Mapping[str, Any]) -> str:
+    """Tabulate engines that went on after faults; empty if there are none."""
+    rows = [
+        [name, *(str(each[key]) for key in ("contained", "given_up"))]
+        + [f"{each['same']} / {each['tokens']}"]
+        for name, each in found.items()
+        if each.get("contained")
+    ]
+    return "\n" + table(["engine", "contained", "given up", "same tokens"], rows) if rows else ""
 
 
 def drawn_faults(found: Mapping[str, Any]) -> str:

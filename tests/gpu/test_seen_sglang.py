@@ -12,6 +12,7 @@ from gpu_seen import PAGE, RECORD
 SEEN = json.loads(RECORD.read_text())
 ENGINES, COST, RINGS = (SEEN[kind] for kind in ("sglang", "sglang_cost", "sglang_rings"))
 BEGINS = ("state_clear", "state_copy", "state_other")
+HOST = ("host_page", "host_slot", "host_write")
 PAGES = Path(__file__).parents[2] / "integrations"
 
 
@@ -39,8 +40,15 @@ def test_every_fault_is_found(engine):
         begins = fault["fault"] in BEGINS  # of a state that belongs to no request
         assert {named[0], named[2]} <= {"yes", "named"}, fault
         assert named[1] in ("yes", "named") or begins, fault
-        nobody = fault["found"] == "unwritten" or begins
+        # The host's rows outlive what is known of their writers.
+        nobody = fault["found"] == "unwritten" or begins or fault["fault"] in HOST
         assert named[3] in (("-", "named") if nobody else ("yes", "named"))
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if ENGINES[name].get("contained")])
+def test_a_request_is_given_up_at_most_after_it_was_computed_again(engine):
+    assert ENGINES[engine]["given_up"] < ENGINES[engine]["contained"]
+    assert ENGINES[engine]["tokens"] > 1000
 
 
 @pytest.mark.parametrize("cell", COST)
