@@ -198,8 +198,10 @@ def drawn_engines(found: Mapping[str, Any]) -> str:
 def drawn_contained(found: Mapping[str, Any]) -> str:
     """Tabulate engines that went on after faults; empty if there are none."""
     rows = [
-        [name, *(str(each[key]) for key in ("contained", "given_up"))]
-        + [f"{each['same']} / {each['tokens']}"]
+        [
+            *(name, str(each["contained"]), str(each["given_up"])),
+            f"{each['same']} / {each['tokens']}",
+        ]
         for name, each in found.items()
         if each.get("contained")
     ]
