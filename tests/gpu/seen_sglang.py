@@ -46,6 +46,13 @@ is full; kvtxn moves each state at each commit. *k* is the number of drafts. Tim
 {rounds} rounds; ratios have their 20th and 80th percentile. *GB moved* is what each must read and
 write in a step, each number once.
 """
+MAMBA: Final = """### Mamba-2: SGLang's states of each draft beside kvtxn's kernels
+
+`python tests/gpu/sglang_mamba.py OUT`: what a verify step and its commit launch for Mamba-2 layers
+of Nemotron-H 8B, in microseconds, without the convolution. SGLang writes the state behind each
+draft, and copies the last accepted one; kvtxn keeps the drafts' rows, and takes the accepted ones
+in. *Beside the states* is what the running requests need beyond one state each, in MiB.
+"""
 
 
 def _by_kind(name: str, kind: str, ranks: int) -> str:
@@ -174,6 +181,21 @@ def rings(report: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def mamba(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce what ``sglang_mamba.py`` wrote, of cells in which both were near the recurrence."""
+    return {
+        f"k {cell['drafts']}, {cell['requests']} requests": {
+            **_where(report),
+            **{key: cell[key] for key in ("drafts", "requests", "beside_mib")},
+            **{side: cell["us_per_step"][side]["median"] for side in ("kvtxn", "sglang")},
+            "ratio": [cell["us_per_step"]["ratio"][key] for key in ("median", "p20", "p80")],
+            "parts": {part: each["ratio"]["median"] for part, each in cell["parts"].items()},
+        }
+        for cell in report["cells"]
+        if all(each["ok"] for each in cell["check"].values())
+    }
+
+
 # -- the page -------------------------------------------------------------------------
 
 
@@ -276,3 +298,19 @@ def drawn_rings(found: Mapping[str, Any]) -> str:
     header = ["k", "requests", "ring", "kvtxn", "SGLang", "kvtxn / SGLang", "of verify"]
     header += ["of commit", "GB moved, kvtxn / SGLang", "folds a step"]
     return f"{table(header, rows)}\n\n{drawn_commands(found)}"
+
+
+def drawn_mamba(found: Mapping[str, Any]) -> str:
+    """Tabulate steps of both kernels, and what they keep."""
+    rows = [
+        [
+            *(str(cell[key]) for key in ("drafts", "requests")),
+            *(f"{cell[side]:.0f}" for side in ("kvtxn", "sglang")),
+            *(ratio(cell["ratio"]), *(f"{cell['parts'][p]:.2f}" for p in ("verify", "commit"))),
+            " / ".join(f"{cell['beside_mib'][side]:.0f}" for side in ("kvtxn", "sglang")),
+        ]
+        for cell in found.values()
+    ]
+    header = ["k", "requests", "kvtxn", "SGLang", "kvtxn / SGLang", "of verify", "of commit"]
+    drawn = table([*header, "beside the states, kvtxn / SGLang"], rows)
+    return f"{drawn}\n\n{drawn_commands(found)}"

@@ -63,7 +63,7 @@ def test_a_step_takes_no_longer_than_with_the_ring(cell):
     assert RINGS[cell]["ratio"][0] <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["sglang", "sglang_cost", "sglang_rings"])
+@pytest.mark.parametrize("kind", ["sglang", "sglang_cost", "sglang_rings", "sglang_mamba"])
 def test_a_record_says_where_it_is_from(kind):
     for found in SEEN[kind].values():
         assert found["commit"]
@@ -86,6 +86,11 @@ def test_pages_have_the_records_numbers():
     says = words("SGLANG.md")
     assert f"whole step takes {min(ratios):.2f} to {max(ratios):.2f} of the time" in says
     assert f"verify takes {min(verify):.2f} to {max(verify):.2f} of the time" in says
+    mamba = SEEN["sglang_mamba"].values()
+    states = [cell["ratio"][0] for cell in mamba]
+    assert f"takes {min(states):.2f} to {max(states):.2f} of the time of SGLang's" in says
+    kept = [cell["beside_mib"]["sglang"] / cell["beside_mib"]["kvtxn"] for cell in mamba]
+    assert f"{min(kept):.0f} times the memory" in says
     faults = [fault for each in ENGINES.values() for fault in each["faults"]]
     assert f"All {len(faults)} were found" in says
     for page in ("KV_CANARY.md", "SGLANG.md"):
