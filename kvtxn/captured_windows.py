@@ -96,7 +96,7 @@ class CapturedWindows:
             turn.check_free()
         self._no_marks = torch.full((max_rows,), -1, dtype=torch.int64, device=context.device)
         position = self._no_marks.clone() if position is None else position
-        self.marks, self.position = turn.marks.of(position), position[:max_rows]
+        self.marks, self.position = turn.marks_of(position), position[:max_rows]
         counters = context.metrics.under_policy
         if rows is not None:
             counters = context.metrics.in_spare_slots

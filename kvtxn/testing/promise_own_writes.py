@@ -198,7 +198,8 @@ def attend_and_compare(
             if views:
                 given, table, seq_lens = views[index](given), views[index](table), spread(seq_lens)
             out = window.attend(cache.ref, given, table, seq_lens, **settings)
-            expected = attention(full, cache, sequences, query, forest=forest, **settings)
+            stored = sequences.stored(full, cache)
+            expected = attention(cache, stored, batch, query, forest=forest, **settings)
             assert out.dtype is dtype
             assert out.shape == expected.shape
             wrong = (out.double().cpu() - expected).abs()

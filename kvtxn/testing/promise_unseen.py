@@ -19,7 +19,7 @@ from torch import Tensor
 from .batches import Batch
 from .caches import LayerSpec, TestCache
 from .kit import Kit, KitBase
-from .naive import Sequences, make_sequences
+from .naive import Sequences, branch, make_sequences
 from .number_formats import FORMATS
 from .rig import Rig
 from .trees import lengths
@@ -145,11 +145,8 @@ def _seen(
     if forest is None or row < start:
         rows = [*range(first, row + 1)]
     else:
-        node, branch = row - start, []
-        while node >= 0:
-            branch.append(start + node)
-            node = forest[request][node]
-        rows = [*range(first, start), *reversed(branch)]
+        own = branch(forest[request], row - start)
+        rows = [*range(first, start), *(start + node for node in own)]
     everything: list[tuple[str, int]] = [("past", position) for position in range(past)]
     everything += [("row", each) for each in rows]
     if sliding_window is not None:
