@@ -254,7 +254,8 @@ class CapturedWindows:
                     window.save()
         except Exception as error:
             if self.deferred:
-                window._life.or_fail(self.unmark)  # rows that stayed marked would be in no cache
+                # Rows that stayed marked would be in no cache.
+                window._life.or_fail(partial(self.mark, None))
             window.save_failed(error)
         except BaseException:
             window._life.finish(Event.FAIL)
@@ -300,10 +301,6 @@ class CapturedWindows:
         assert marks is not None
         self.marks.show(plan, marks, self.position)
 
-    def unmark(self) -> None:
-        """Let the next forward write every row into the cache, drafts included."""
-        self.mark(None)
-
     # -- before the first step ---------------------------------------------------------------
 
     def warm_up(self, layouts: Sequence[RowLayout]) -> None:
@@ -329,7 +326,7 @@ class CapturedWindows:
             if layout.num_rows <= self._room:
                 self._launch_padding(self._prepared(layout))
         if self.deferred:
-            self.unmark()
+            self.mark(None)
 
     def _launch_padding(self, plan: StepPlan) -> None:
         """Save and commit once while every slot is -1; nothing is counted."""

@@ -118,19 +118,6 @@ def test_layers_must_fit_together():
     TransactionManager([one, LayerRef("b", key, value, group="other")])
 
 
-def test_one_window_at_a_time(layers):
-    """The second is refused until the first is resolved."""
-    manager = TransactionManager(layers)
-    first = manager.window(1, torch.tensor([0, 1]))
-    with pytest.raises(WindowStateError, match="window 0 is still OPEN"):
-        manager.window(1, torch.tensor([2, 3]))
-    assert manager.current is first
-    first.abort()
-    second = manager.window(1, torch.tensor([2, 3]))
-    assert second.number == 1
-    second.abort()
-
-
 def test_the_caller_cannot_write_deferred_rows(layers):
     """Foreign writes and deferral contradict each other."""
     manager = TransactionManager(layers, TxnConfig(policy="deferred"))

@@ -127,25 +127,6 @@ def test_one_commit_takes_rows_and_states(way, policy):
     assert rig.count("fallbacks_total") == 0
 
 
-@each_policy
-@each_way
-def test_an_abort_leaves_no_trace(way, policy):
-    """Nor does the step behind it find anything of the one that was aborted."""
-    rig = Rig(way, policy)
-    for _ in range(3):
-        window = rig.begin()
-        expected = rig.states.expected(None)
-        window.abort()
-        rig.check(expected, set())
-        assert rig.states.calls == []
-        assert not rig.states.waits
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    window.commit_sampled(rig.counts())
-    rig.check(expected, KEPT)
-    assert rig.count("windows_total_aborted") == 3
-
-
 @pytest.mark.parametrize("done", [0, 1, 2])
 @each_policy
 @each_way
@@ -188,18 +169,6 @@ def break_rows(rig, window, monkeypatch) -> None:
         monkeypatch.setattr(rig.manager.executor, "commit", failing)
     else:
         window.plan.launches.fails = True
-
-
-@each_policy
-@each_way
-def test_rows_that_fail_behind_states_are_finished(way, policy, monkeypatch):
-    rig = Rig(way, policy)
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    break_rows(rig, window, monkeypatch)
-    assert window.commit_sampled(rig.counts()) is FELL_BACK
-    rig.check(expected, KEPT)
-    assert (rig.states.calls, window.fallback_reason) == (["commit"], "commit")
 
 
 @each_policy
