@@ -197,7 +197,7 @@ def test_rows_of_another_dtype(dtype):
 def test_a_refused_tensor_is_named_by_its_shape(forward):
     """Not by its content."""
     one = torch.zeros(MAX_ROWS, HEADS, HEAD_SIZE)
-    with pytest.raises(LayerError, match=r"got \[8, \d, \d+\] torch.float32 on cpu"):
+    with pytest.raises(LayerError, match=r"got torch.float32 \[8, \d, \d+\] on cpu"):
         forward.manager.captured_windows(forward.slots, dict.fromkeys(forward.manager.layers, one))
     sparse = {ref.name: (one.to_sparse(), one) for ref in forward.layers}
     with pytest.raises(LayerError, match="do not fit the layer"):

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..config import TxnConfig
 from ..executor import Executor, Txn
+from ..layers import LayerRef
+from ..manager import TransactionManager
 from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
 from .caches import LAYOUTS, LayerSpec
 from .kit import Kit, KitBase
@@ -216,22 +219,20 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
         """If the caller writes rows itself, the window only takes rejected ones back."""
-        batch = rig.batch(((1, 2), (4, 3)))
-        slots = rig.slots(batch)
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
-        _write_as_an_engine(rig, batch)
-        window.commit(rig.accepted([1, 3]))
-        rig.expect_committed(batch, batch.kept([1, 3]))
-        rig.check("after commit")
-        if policy == "direct":
-            return
-        batch = rig.batch(((1, 2), (4, 3)))
-        slots = rig.slots(batch)
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
-        _write_as_an_engine(rig, batch)
-        window.abort()
-        rig.expect_committed(batch, [False] * batch.num_rows)
-        rig.check("after abort")
+        for end in ("commit", "abort") if policy == "undo" else ("commit",):
+            batch = rig.batch(((1, 2), (4, 3)))
+            slots = rig.slots(batch)
+            window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
+            rig.expect_staged(batch)
+            rig.truth.impose()  # all rows, as an engine without the library writes them
+            rig.check("the kit's own writes")
+            if end == "commit":
+                window.commit(rig.accepted([1, 3]))
+                rig.expect_committed(batch, batch.kept([1, 3]))
+            else:
+                window.abort()
+                rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.check(f"after {end}")
 
     def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
         """The torch executor, given the same program, leaves the same memory word for word."""
@@ -295,19 +296,8 @@ def _check_refused(rig: Rig) -> None:
     assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
 
 
-def _write_as_an_engine(rig: Rig, batch: Batch) -> None:
-    """Write all rows into the caches without the library."""
-    rig.expect_staged(batch)
-    rig.truth.impose()
-    rig.check("the kit's own writes")
-
-
 def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None:
     """Run one window at the end of a huge cache; compare on the device, as integers."""
-    from ..config import TxnConfig
-    from ..layers import LayerRef
-    from ..manager import TransactionManager
-
     if policy not in kit.capabilities.policies:
         pytest.skip(f"{kit.name} does not declare {policy!r}")
     shape = (2, blocks, spec.block_size, spec.heads, spec.size)

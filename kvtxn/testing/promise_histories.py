@@ -116,7 +116,7 @@ class LongRuns(KitBase):
         past: str,
     ) -> None:
         """Attention to a ring equals attention over all tokens so far, laps included."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
         shape = ((extra + 1, 1 if extra else 0), (0, 2 * window + 3 if extra < 5 else 3))
         rows = max(shape[0]) if policy == "deferred" else max(map(sum, zip(*shape, strict=True)))
@@ -129,7 +129,7 @@ class LongRuns(KitBase):
 
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
         """After a fallback drafts still wait outside the ring, so no visible row is evicted."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
         spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
         for at in ("attend", "stage"):

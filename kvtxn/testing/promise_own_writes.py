@@ -78,7 +78,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:
         """Grouped queries over mixed lengths, with sliding windows and soft caps, are right."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [
             _spec(fmt="fp32", size=8),
             _spec(fmt="fp32", heads=1, size=8, value_size=4),
@@ -92,7 +92,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, how: dict[str, Any]
     ) -> None:
         """Query heads find their KV head, and a prefix of many blocks is read to its start."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [_spec(fmt="fp32", heads=heads, size=8, num_blocks=60) for heads, _ in _GROUPINGS]
         rig = kit.rig(policy, specs)
         groups = [queries for _, queries in _GROUPINGS]
@@ -102,7 +102,7 @@ class OwnWrites(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_strided_arguments(self, kit: Kit, attention_tolerance: float, policy: str) -> None:
         """Queries, block tables and lengths may be strided views."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
         views = (_slice, turned, spread)
         attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
@@ -112,7 +112,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, fmt: str, layout: str
     ) -> None:
         """Own rows are read as the cache would store them: quantised once, scaled back."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [
             _spec(layout, fmt, size=8),
             _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=40),
@@ -127,13 +127,13 @@ class OwnWrites(KitBase):
         self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
     ) -> None:
         """The output has the query's dtype, and is right to its precision."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(fmt=fmt, size=16)])
         attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
 
     def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
         """Attention between the stagings changes neither caches nor commit nor counters."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(), _spec("hnd")])
         sequences = make_sequences(rig, *PASTS["uneven"], "native")
         batch = sequences.batch

@@ -39,8 +39,7 @@ class TreeAttention(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:
         """Grouped queries, sliding windows and soft caps over uneven trees."""
-        kit.need_attention()
-        kit.need_trees()
+        kit.need("attention", "trees")
         specs = [
             _spec(fmt="fp32", size=8),
             _spec(fmt="fp32", heads=1, size=8, value_size=4),
@@ -55,8 +54,7 @@ class TreeAttention(KitBase):
         self, kit: Kit, attention_tolerance: float, fmt: str, layout: str
     ) -> None:
         """Staged rows are read as the cache would store them, in groups of their own."""
-        kit.need_attention()
-        kit.need_trees()
+        kit.need("attention", "trees")
         specs = [
             _spec(layout, fmt, size=8),
             _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48),
@@ -69,8 +67,7 @@ class TreeAttention(KitBase):
     @pytest.mark.parametrize("nodes", [17, 40])
     def test_a_wide_tree(self, kit: Kit, attention_tolerance: float, nodes: int) -> None:
         """More nodes than a block of a kernel has rows."""
-        kit.need_attention()
-        kit.need_trees()
+        kit.need("attention", "trees")
         rig = kit.rig("deferred", [_spec(fmt="fp32", size=8, num_blocks=40)], seed=nodes)
         forest = [[rig.rng.randint(-1, node - 1) for node in range(n)] for n in (nodes, 3)]
         for how in ({}, {"sliding_window": 5}):

@@ -76,7 +76,7 @@ class EvictingTrees(KitBase):
         self, kit: Kit, policy: str, at: str, when: str
     ) -> None:
         """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
-        kit.need_trees()
+        kit.need("trees")
         rig, faults = faulty_mixed_rig(kit, policy, on_error="fallback")
         offloader = Offloader(rig)
         forest = [(-1, -1, 0, 1, 1), (-1, 0, 0)]
@@ -107,9 +107,9 @@ class EvictingTrees(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, name: str
     ) -> None:
         """Each branch attends to a ring as if it were alone: past, settled rows, ancestors."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
-        kit.need_trees()
+        kit.need("trees")
         settled, forest = FORESTS[name]
         for size in (3, 8):
             most = size + max(map(sum, zip(settled, map(len, forest), strict=True)))
@@ -141,5 +141,5 @@ def _one_window(rig: Rig) -> None:
 
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
-    kit.need_trees()
+    kit.need("trees")
     return mixed_rig(kit, policy, **config)
