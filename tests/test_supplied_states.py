@@ -127,24 +127,6 @@ def test_one_commit_takes_rows_and_states(way, policy):
     assert rig.count("fallbacks_total") == 0
 
 
-@pytest.mark.parametrize("done", [0, 1, 2])
-@each_policy
-@each_way
-def test_a_commit_of_states_that_stops_half_way_is_finished(way, policy, done):
-    """Before any state, and between two: the supplier goes on, and the reference has the rows."""
-    rig = Rig(way, policy)
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    rig.states.fails = {"commit": done}
-    assert window.commit_sampled(rig.counts()) is FELL_BACK
-    assert window.fallback_reason == "states"
-    rig.check(expected, KEPT)
-    assert rig.states.calls == ["commit", "repeat"]
-    assert rig.count("fallbacks_total_states") == 1
-    assert rig.count("rows_committed_total") == 3
-    assert rig.count("rows_rejected_total") == 2
-
-
 @each_policy
 @each_way
 def test_a_state_that_stays_behind_ends_in_failed(way, policy):
