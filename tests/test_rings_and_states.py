@@ -160,16 +160,6 @@ def test_undo_takes_back_no_lap():
     owner.window(3, [0, 1, 2, 3]).abort()
 
 
-def test_auto_defers_states():
-    """With or without attention; never undo."""
-    blind = Capabilities(attention=False)
-    assert choose_policy("auto", blind, {"recurrent"})[0] == "deferred"
-    assert (
-        choose_policy("auto", Capabilities(attention=True), {"recurrent", "paged"})[0] == "deferred"
-    )
-    assert choose_policy("auto", blind, {"ring"})[0] == "undo"
-
-
 def test_auto_has_nothing_for_states_beside_rows_that_nobody_can_read():
     """Written through, a rejected state would take the place of the live one."""
     problem = r"found no safe policy.*cannot read staged rows"
