@@ -27,9 +27,9 @@ test: $(READY) $(REAL_MODEL)
 interpreted: $(READY)
 	$(BIN)/pytest tests/backends --interpret-all
 
-# The documentation as a site, in site/index.html; a broken link is an error.
+# The documentation as a site, in site/index.html; a broken link is an error, which --quiet would hide.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

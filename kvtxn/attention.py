@@ -17,6 +17,7 @@ from torch import Tensor
 from .cache_planes import decoded
 from .errors import LayerError
 from .executor import AttentionArgs
+from .host_values import described
 from .layers import LayerRef, Plane
 from .layout import RowLayout
 from .row_io import read
@@ -165,7 +166,7 @@ def check_query(
             f"query does not fit layer {ref.name!r}",
             expected=f"floating [{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}] on "
             f"{ref.device}, and a layer with keys and values",
-            got=_describe(query),
+            got=described(query, where=True),
         )
     for name, tensor, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         fits = (
@@ -181,7 +182,7 @@ def check_query(
                 "attend",
                 f"{name} does not fit the window",
                 expected=f"int32 or int64 {shape} on {ref.device}",
-                got=_describe(tensor),
+                got=described(tensor, where=True),
             )
     if ref.device.type == "cpu":
         lengths = seq_lens.tolist()
@@ -197,11 +198,7 @@ def check_query(
 def _check_lengths(layout: RowLayout, room: int, lengths: list[int], fresh: bool) -> list[int]:
     """Refuse lengths out of range; return how many tokens of each request the table leads to.
 
-    Args:
-        layout: the window's rows.
-        room: slots of a request's blocks.
-        lengths: tokens per request.
-        fresh: the window's own rows are not read through the table.
+    A request's blocks have ``room`` slots; ``fresh`` rows of the window are not read through them.
     """
     ends = []
     for request, length in enumerate(lengths):
@@ -253,12 +250,6 @@ def check_scores(scale: object, sliding_window: object, soft_cap: object) -> Non
                 expected=f"a finite{'' if least is None else ' positive'} number, or None",
                 got=repr(value),
             )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
-    return type(value).__name__
 
 
 def _prefix(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayerError, SlotMappingError
+from .host_values import described, is_plain
 from .layers import LayerRef, Plane
 from .memory_overlap import begin, end, overlap, overlaps_itself
 from .recurrence import RowPart
@@ -19,16 +20,7 @@ _ALIGNED: Final = 256
 
 
 def check_slots(slots: object, groups: int, device: torch.device) -> None:
-    """Refuse an engine's slot mappings that launches could not read in place.
-
-    Args:
-        slots: int64 ``[num_groups, n]``, each line contiguous.
-        groups: the number of groups.
-        device: the device of the caches.
-
-    Raises:
-        SlotMappingError: ``slots`` is not such a tensor.
-    """
+    """Refuse, with a SlotMappingError, slot mappings that launches could not read in place."""
     if (
         isinstance(slots, Tensor)
         and slots.dtype is torch.int64
@@ -38,9 +30,9 @@ def check_slots(slots: object, groups: int, device: torch.device) -> None:
         and slots.device == device
     ):
         return
-    got: object = type(slots).__name__
-    if isinstance(slots, Tensor):
-        got = f"{slots.dtype} {list(slots.shape)}, strides {slots.stride()}, on {slots.device}"
+    got = described(slots, where=True)
+    if isinstance(slots, Tensor) and is_plain(slots):
+        got += f", strides {slots.stride()}"
     raise SlotMappingError(
         "captured_windows",
         "the slot mappings cannot be read in place",
@@ -53,11 +45,8 @@ def check_slots(slots: object, groups: int, device: torch.device) -> None:
 def check_rows(refs: Sequence[LayerRef], rows: LayerRows, max_rows: int) -> None:
     """Refuse row storage that does not fit the layers.
 
-    Args:
-        refs: the layers.
-        rows: by layer name at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``, in
-            the part's dtype; of planes also its bits as integers of the same width.
-        max_rows: the most rows that a window may have.
+    A layer has at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``, in the part's
+    dtype; of planes also its bits as integers of the same width.
 
     Raises:
         LayerError: a layer has no tensors, or tensors of another shape, dtype or device; or two
@@ -89,9 +78,9 @@ def check_rows(refs: Sequence[LayerRef], rows: LayerRows, max_rows: int) -> None
                 f"the tensors given to hold the rows of layer {ref.name!r} do not fit the layer",
                 expected=f"one tensor per {'part of a row' if ref.replay else 'plane'}: {shapes} "
                 f"or more rows, on {ref.device}",
-                got=[_shown(part) for part in parts]
+                got=[described(part, where=True) for part in parts]
                 if isinstance(parts, Sequence)
-                else _shown(parts),
+                else described(parts, where=True),
                 hint="size them by max_rows, in the dtype of the cache",
             )
 
@@ -133,24 +122,8 @@ def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.devi
     )
 
 
-def _shown(part: object) -> str:
-    if not isinstance(part, Tensor):
-        return type(part).__name__
-    return f"{list(part.shape)} {part.dtype} on {part.device}"
-
-
 def check_position(position: object, slots: Tensor, max_rows: int, device: torch.device) -> None:
-    """Refuse a tensor of marks that windows could not fill.
-
-    Args:
-        position: int64, at least ``[max_rows]``, in memory of its own.
-        slots: the engine's slot mappings.
-        max_rows: the most rows that a window may have.
-        device: the device of the caches.
-
-    Raises:
-        LayerError: ``position`` is not such a tensor.
-    """
+    """Refuse, with a LayerError, a tensor of marks that windows could not fill."""
     if (
         isinstance(position, Tensor)
         and position.dtype is torch.int64
@@ -165,7 +138,7 @@ def check_position(position: object, slots: Tensor, max_rows: int, device: torch
         "captured_windows",
         "position cannot hold the marks of draft rows",
         expected=f"int64, contiguous, [{max_rows}] or longer, on {device}, beside the slots",
-        got=_shown(position),
+        got=described(position, where=True),
         hint="pass the tensor that the captured forward reads, or leave position out",
     )
 

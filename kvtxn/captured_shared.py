@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
+import attrs
 from torch import Tensor
 
 from .captured_launches import CapturedPlaces, LayoutLaunches
@@ -21,35 +22,29 @@ STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]
 _MOST_SIZES: Final = 64
 
 
+@attrs.define(eq=False)
 class StepPlan:
     """The facts about windows of one layout that are known before their steps.
 
     Attributes:
         windows: the ``CapturedWindows`` that made the plan, and that it is for.
         layout: the layout; the window's rows are the first rows of the batch.
-        num_requests: requests of the window.
         launches: the executor's prepared launches; None if it has none.
         marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
         stage_operations: number of rows x number of layers whose drafts wait for commit, those
             with states of a supplier included.
+        num_requests: requests of the window.
     """
 
-    __slots__ = ("launches", "layout", "marks", "num_requests", "stage_operations", "windows")
+    windows: object
+    layout: RowLayout
+    launches: LayoutLaunches | None
+    marks: Tensor | None
+    stage_operations: int
+    num_requests: int = attrs.field(init=False)
 
-    def __init__(
-        self,
-        windows: object,
-        layout: RowLayout,
-        launches: LayoutLaunches | None,
-        marks: Tensor | None,
-        stage_operations: int,
-    ) -> None:
-        self.windows = windows
-        self.layout = layout
-        self.num_requests = layout.num_requests
-        self.launches = launches
-        self.marks = marks
-        self.stage_operations = stage_operations
+    def __attrs_post_init__(self) -> None:
+        self.num_requests = self.layout.num_requests
 
 
 class SharedPlaces:
@@ -108,8 +103,7 @@ class SharedPlaces:
     def save(self, launches: LayoutLaunches | None) -> None:
         """Copy the step's slots, where an abort may need them, and its old rows by a launch.
 
-        Args:
-            launches: of the step's layout; None: the caller copies the rows.
+        Without ``launches`` of the step's layout the caller copies the rows.
         """
         filled, saved = self._filled, self._saved_slots
         if filled is not None and saved is not None and not (launches and launches.saves_slots):
@@ -118,12 +112,7 @@ class SharedPlaces:
             launches.save()
 
     def fill(self, txn: Txn, *, saved: bool) -> None:
-        """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window.
-
-        Args:
-            txn: the window's.
-            saved: the rows of the step were saved, if any are to be.
-        """
+        """Set a ``Txn``'s counters, slots and, if they were ``saved``, its old rows."""
         txn.counters, txn.pattern = self.counters, self.pattern
         layout, slots = txn.layout, self.slots
         if saved and self._saved_slots is not None:

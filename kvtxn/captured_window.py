@@ -19,11 +19,12 @@ from torch import Tensor
 from . import recovery
 from .captured_launches import LayoutLaunches
 from .captured_shared import OPEN, STAGED, SharedPlaces, StepPlan
-from .commit_input import SIGNED, Accepted, as_accepted, described, is_plain
+from .commit_input import SIGNED, Accepted, as_accepted
 from .compile_guard import never_compiled
 from .context import WindowContext
 from .errors import AcceptanceError, WindowStateError, shown
 from .executor import Txn
+from .host_values import described, is_plain
 from .layers import LayerRef
 from .layout import RowLayout
 from .lifecycle import Lifecycle
@@ -295,10 +296,8 @@ class CapturedWindow(Window):
     ) -> WindowState | None:
         """Commit the states, and with them the rows, if one launch commits both or there are none.
 
-        Everything that can refuse the commit comes first.
-
-        Returns:
-            The final state of the window; None if its rows are still to be committed.
+        Everything that can refuse the commit comes first. Returns the final state of the window;
+        None if its rows are still to be committed.
         """
         plan, launches, state = self.plan, self.plan.launches, self._state
         ends = state is STAGED or (state is OPEN and not self._noted)  # as after a replay
@@ -450,11 +449,7 @@ class CapturedWindow(Window):
             life.refuse_commit("commit_sampled", self._to_stage)
 
     def _check(self, sampled: object) -> None:
-        """Refuse numbers of sampled tokens that no launch could read.
-
-        Raises:
-            AcceptanceError: ``sampled`` is not as ``commit_sampled`` takes it.
-        """
+        """Refuse, with an AcceptanceError, what ``commit_sampled`` does not take."""
         if (
             isinstance(sampled, Tensor)
             and sampled.dtype in SIGNED
@@ -465,14 +460,11 @@ class CapturedWindow(Window):
             and sampled.is_cpu == self._shared.on_host
         ):
             return
-        got = described(sampled)
-        if isinstance(sampled, Tensor):
-            got += f" on {sampled.device}"
         raise AcceptanceError(
             "commit_sampled",
             "sampled does not fit the window",
             expected=f"signed int [{self.plan.num_requests}] or longer on {self._context.device}",
-            got=got,
+            got=described(sampled, where=True),
             hint="pass the number of tokens sampled for each request: its accepted drafts and one "
             "more; commit() takes accepted drafts in other forms",
         )

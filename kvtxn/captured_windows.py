@@ -40,20 +40,9 @@ _MOST_PLANS: Final = 1024
 class CapturedWindows:
     """The windows over one captured forward; made by ``TransactionManager.captured_windows``.
 
-    Args:
-        context: the manager's context.
-        turn: the manager's ``Turn``, which lets one window at a time be open.
-        slots: int64 ``[num_groups, n]`` on the caches' device, in the order of the manager's
-            groups; the engine fills the slots of a step before ``begin``, -1 is padding. They are
-            read in place. A group has one slot per row, or, of recurrent layers, one per request.
-        rows: by layer name at least ``[max_rows, *row_shape]`` per part of ``LayerRef.kept``, any
-            strides: the tensors in which the forward leaves drafts, or all rows of layers with
-            states; under ``deferred`` alone. None allocates them.
-        position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if it
-            was captured already; None allocates it. All of it becomes -1. Windows over several
-            graphs may share one.
-        slots_stay: the engine leaves ``slots`` alone while a window is open. Else it may fill them
-            for its next step before it aborts a window: that one is aborted in its own slots.
+    Windows over several graphs may share one ``position``. With ``slots_stay`` the engine leaves
+    ``slots`` alone while a window is open. Else it may fill them for its next step before it aborts
+    a window: that one is aborted in its own slots.
 
     Attributes:
         context: as given.
@@ -67,12 +56,6 @@ class CapturedWindows:
         on_commit: a live view of the callbacks given to ``manager.on_commit``.
         stored: function of a number of rows; returns that many rows of each layer, by layer name,
             as ``StagedLayer``.
-
-    Raises:
-        SlotMappingError: ``slots`` are not as described.
-        LayerError: ``rows`` or ``position`` do not fit.
-        ConfigError: ``rows`` are given, and drafts do not wait under the policy.
-        WindowStateError: ``position`` is given while a window is open.
     """
 
     def __init__(
@@ -96,7 +79,7 @@ class CapturedWindows:
             turn.check_free()
         self._no_marks = torch.full((max_rows,), -1, dtype=torch.int64, device=context.device)
         position = self._no_marks.clone() if position is None else position
-        self.marks, self.position = turn.marks.of(position), position[:max_rows]
+        self.marks, self.position = turn.marks_of(position), position[:max_rows]
         counters = context.metrics.under_policy
         if rows is not None:
             counters = context.metrics.in_spare_slots
@@ -254,7 +237,8 @@ class CapturedWindows:
                     window.save()
         except Exception as error:
             if self.deferred:
-                window._life.or_fail(self.unmark)  # rows that stayed marked would be in no cache
+                # Rows that stayed marked would be in no cache.
+                window._life.or_fail(partial(self.mark, None))
             window.save_failed(error)
         except BaseException:
             window._life.finish(Event.FAIL)
@@ -300,10 +284,6 @@ class CapturedWindows:
         assert marks is not None
         self.marks.show(plan, marks, self.position)
 
-    def unmark(self) -> None:
-        """Let the next forward write every row into the cache, drafts included."""
-        self.mark(None)
-
     # -- before the first step ---------------------------------------------------------------
 
     def warm_up(self, layouts: Sequence[RowLayout]) -> None:
@@ -329,7 +309,7 @@ class CapturedWindows:
             if layout.num_rows <= self._room:
                 self._launch_padding(self._prepared(layout))
         if self.deferred:
-            self.unmark()
+            self.mark(None)
 
     def _launch_padding(self, plan: StepPlan) -> None:
         """Save and commit once while every slot is -1; nothing is counted."""

@@ -11,14 +11,14 @@ the executors clamp counts and cut paths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import attrs
 import torch
 from torch import Tensor
 
 from .errors import AcceptanceError
-from .host_values import to_device
+from .host_values import described, is_plain, to_device
 from .layout import RowLayout
 
 #: dtypes of accepted counts, paths and token ids.
@@ -61,16 +61,9 @@ def as_counts(accepted: Tensor | SampledIds) -> Tensor:
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor | SampledIds:
     """Turn the argument of ``commit`` into one of the four forms that executors take.
 
-    ``Window.commit`` calls it first, so that a wrong argument changes nothing. Values of the host
-    are checked in full. A tensor on the device is checked only by shape and dtype, since reading
-    its values would wait for the device. It is returned as it is.
-
-    Args:
-        accepted: an int for every request, a sequence or tensor of counts, a mask of rows, the
-            sampled ids, or, for draft trees, paths. A window without a tree, or whose trees do not
-            branch, takes every form; a window with branches takes only paths.
-        layout: the requests and rows of the window.
-        device: the device of the caches.
+    ``Window.commit`` calls it first, so that a wrong argument changes nothing. A window without a
+    tree, or whose trees do not branch, takes every form; a window with branches takes only paths. A
+    tensor on the device is returned as it is.
 
     Returns:
         int64 ``[num_requests]`` counts, bool ``[num_rows]``, int ``[num_requests, columns]`` paths,
@@ -137,18 +130,6 @@ def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
     return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
-def _without_array(accepted: object) -> Any:
-    """Return another library's array as Python numbers; torch cannot read all of them."""
-    if isinstance(accepted, Tensor) or not hasattr(accepted, "__array__"):
-        return accepted
-    return accepted.tolist() if hasattr(accepted, "tolist") else accepted
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's numbers lie in memory; not if sparse, nested or quantised."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
 def _check_shape(accepted: Tensor, layout: RowLayout) -> None:
     mask = accepted.dtype is torch.bool
     expected = (layout.num_rows if mask else layout.num_requests,)
@@ -200,7 +181,8 @@ def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tenso
     """Return paths, int ``[num_requests, columns]``; host values have -1 only at their ends."""
     if isinstance(accepted, SampledIds):
         _refuse_path(layout, "SampledIds")
-    accepted = _without_array(accepted)
+    if hasattr(accepted, "__array__") and not isinstance(accepted, Tensor):
+        accepted = accepted.tolist() if hasattr(accepted, "tolist") else accepted
     if isinstance(accepted, Tensor):
         plain = is_plain(accepted)
         fits = plain and accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
@@ -302,13 +284,6 @@ def check_ids(operation: str, ids: Tensor) -> None:
             got=described(ids),
             hint="add the request dimension, or pass counts to commit() directly",
         )
-
-
-def described(ids: object) -> str:
-    """Return dtype and shape of a tensor, or the type of anything else, for a message."""
-    if not isinstance(ids, Tensor):
-        return type(ids).__name__
-    return f"{ids.dtype} {list(ids.shape) if is_plain(ids) else ids.layout}"
 
 
 def check_settings(operation: str, placeholder: object, vocab_size: object) -> None:

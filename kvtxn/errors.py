@@ -93,60 +93,12 @@ class WindowStateError(KVTxnError, RuntimeError):
     default_hint = "open a new window"
 
 
-def not_allowed(
-    operation: str, state: str, wanted: str, final: bool, detail: str = ""
-) -> WindowStateError:
-    """Build the error for an event that the state table does not allow."""
-    return WindowStateError(
-        operation,
-        f"{detail + ' ' if detail else ''}is not allowed in state {state}",
-        expected=wanted,
-        got=state,
-        state=state,
-        hint="a window is single-use: open a new one" if final else "commit or abort this one",
-    )
-
-
 class IncompleteWindowError(WindowStateError):
     """Commit was asked for while layers are still missing; nothing was written."""
 
 
-def incomplete(
-    operation: str, state: str, missing: list[str], total: int, to_stage: str
-) -> IncompleteWindowError:
-    """Build the error for a commit while ``missing`` of ``total`` layers are not staged.
-
-    Args:
-        operation: the call.
-        state: the name of the window's state.
-        missing: names of the layers that are missing.
-        total: the number of the manager's layers.
-        to_stage: the call that stages a layer in a window of this kind.
-    """
-    return IncompleteWindowError(
-        operation,
-        f"{len(missing)} of {total} layers are missing in state {state}, first {missing[0]!r}",
-        expected=f"{total} layers",
-        got=total - len(missing),
-        state=state,
-        hint=f"{to_stage}, or abort; nothing was written",
-    )
-
-
 class UnresolvedWindowError(WindowStateError):
     """The ``with`` block ended without commit or abort; the window was aborted."""
-
-
-def unresolved(state: str) -> UnresolvedWindowError:
-    """Build the error for a block that ended in a state without commit or abort."""
-    return UnresolvedWindowError(
-        "with",
-        f"the block ended in state {state} without commit or abort",
-        expected="commit(accepted) or abort() in the block",
-        got="neither",
-        state=state,
-        hint="call one of them; the window was aborted",
-    )
 
 
 class SlotMappingError(KVTxnError, ValueError):

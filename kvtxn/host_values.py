@@ -1,4 +1,4 @@
-"""Values from the host on their way to a device."""
+"""Values that callers give: on their way to a device, checked for their kind, named in messages."""
 
 from __future__ import annotations
 
@@ -20,3 +20,33 @@ def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch
         return host.to(device)
     pinned = torch.empty_like(host, pin_memory=True).copy_(host)
     return pinned.to(device, non_blocking=True)
+
+
+def ints(values: object) -> Tensor:
+    """Return int32 or int64 in one dimension: a tensor as it is, other values on the host.
+
+    Raises:
+        ValueError: ``values`` are others; the message says what came.
+    """
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(type(values).__name__) from None
+    if not isinstance(values, Tensor) and tensor.shape == (0,):
+        return tensor.to(torch.int64)  # torch's guess for an empty list is a float
+    if not is_plain(tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
+        raise ValueError(described(tensor))
+    return tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers lie in memory; not if sparse, nested or quantised."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def described(value: object, *, where: bool = False) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else; ``where``: its device."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    text = f"{value.dtype} {list(value.shape) if is_plain(value) else value.layout}"
+    return f"{text} on {value.device}" if where else text

@@ -105,8 +105,7 @@ class RowLayout:
     def sources(self, accepted: Tensor) -> Tensor | None:
         """Return the row that a commit moves to each row position, or -1; None if no row moves.
 
-        Args:
-            accepted: counts, a mask or a path, as for ``kept``; only paths of a tree move rows.
+        Only paths of a tree move rows.
         """
         if accepted.ndim != 2:
             return None
@@ -132,10 +131,6 @@ class RowLayout:
 
 def parse_lengths(what: str, value: Lengths) -> int | tuple[int, ...]:
     """Return ``value`` as one int for every request, or as a tuple of one int per request.
-
-    Args:
-        what: the name of the argument, for messages: ``"draft_len"`` or ``"settled"``.
-        value: the argument.
 
     Raises:
         SlotMappingError: ``value`` is not an int or ints, or an int is negative.
@@ -164,12 +159,7 @@ def parse_lengths(what: str, value: Lengths) -> int | tuple[int, ...]:
 
 
 def spread_lengths(what: str, lengths: int | tuple[int, ...], num_requests: int) -> tuple[int, ...]:
-    """Return one length per request; an int counts for every request.
-
-    Args:
-        what: the name of the argument, for messages.
-        lengths: the lengths, from ``parse_lengths``.
-        num_requests: requests of the window.
+    """Return one length per request, from ``parse_lengths``; an int counts for every request.
 
     Raises:
         SlotMappingError: a tuple does not have one length per request.

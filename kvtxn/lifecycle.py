@@ -15,7 +15,7 @@ from torch import Tensor
 from . import recovery
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
-from .errors import incomplete, not_allowed, shown
+from .errors import IncompleteWindowError, WindowStateError, shown
 from .executor import StagedLayer, Txn
 from .hooks import Moment, ended
 from .log import DEBUG, get_logger, shows
@@ -66,19 +66,31 @@ class Lifecycle:
 
     def refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
         """Raise the WindowStateError for an event that the state table does not allow."""
-        wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
-        raise not_allowed(operation, self.state.name, wanted, self.state.is_final, detail)
+        state = self.state
+        raise WindowStateError(
+            operation,
+            f"{detail + ' ' if detail else ''}is not allowed in state {state.name}",
+            expected=" or ".join(each.name for each in WindowState if allowed(each, event)),
+            got=state.name,
+            state=state.name,
+            hint="a window is single-use: open a new one"
+            if state.is_final
+            else "commit or abort this one",
+        )
 
     def refuse_commit(self, operation: str, to_stage: str) -> NoReturn:
-        """Raise the error for a commit that is not allowed now.
-
-        Args:
-            operation: the call.
-            to_stage: the next step if a layer is missing.
-        """
+        """Raise the error for a commit now; ``to_stage``: the next step if a layer is missing."""
         if self.missing and not self.state.is_final:
-            total = len(self.context.layers)
-            raise incomplete(operation, self.state.name, list(self.missing), total, to_stage)
+            missing, total = list(self.missing), len(self.context.layers)
+            raise IncompleteWindowError(
+                operation,
+                f"{len(missing)} of {total} layers are missing in state {self.state.name}, "
+                f"first {missing[0]!r}",
+                expected=f"{total} layers",
+                got=total - len(missing),
+                state=self.state.name,
+                hint=f"{to_stage}, or abort; nothing was written",
+            )
         self.refuse(operation, Event.COMMIT)
 
     # -- failures ------------------------------------------------------------------
@@ -86,12 +98,8 @@ class Lifecycle:
     def go_direct(self, operation: str, error: Exception, *layers: StagedLayer) -> None:
         """Go to state DIRECT after a failure before commit, or end the window and raise.
 
-        Rows of staged layers that wait are written now, since an accepted row may be among them.
-
-        Args:
-            operation: the operation that failed.
-            error: the error that it raised.
-            layers: layers that are not among ``txn.staged`` yet.
+        Rows of staged layers that wait are written now, since an accepted row may be among them;
+        ``layers`` are not among ``txn.staged`` yet.
         """
         context, txn = self.context, self.txn
         assert txn is not None  # the executor acts on windows with slots only
@@ -128,9 +136,7 @@ class Lifecycle:
     def finish(self, event: Event, accepted: Tensor | SampledIds | None = None) -> None:
         """Set the final state, call the hooks, count the window, and let go of its rows.
 
-        Args:
-            event: ``COMMIT``, ``ABORT`` or ``FAIL``; no hook is called for the last.
-            accepted: the counts, mask, path or ids that were committed; None without a commit.
+        No hook is called for ``FAIL``.
         """
         self.go(event)
         try:

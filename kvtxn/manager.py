@@ -262,6 +262,7 @@ class TransactionManager:
                 does not look again: the captured forward has the caches' addresses as well.)
             ConfigError: ``rows`` are given, and drafts do not wait under the policy; or ``states``
                 is no ``StateSupplier``.
+            WindowStateError: ``position`` is given while a window is open.
         """
         self._memory.check("captured_windows")
         turn, context = self._turn, self.context

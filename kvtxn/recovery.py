@@ -66,12 +66,7 @@ def go_direct(
 ) -> Failure:
     """Deal with a failure before commit: write rows straight through from now on, or restore.
 
-    Args:
-        context: the manager's context.
-        txn: the window.
-        operation: the operation that failed.
-        error: the error that the operation raised.
-        layers: the layers staged so far; rows of these layers that wait are written now.
+    Rows of ``layers``, the layers staged so far, that wait are written now.
     """
 
     def write_on() -> None:
@@ -93,7 +88,8 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
     counted = txn.counters.clone() if context.may_stop_halfway else None
     try:
         if context.reads_back and txn.waits:
-            before = read_back(txn)
+            layers = state_advance.moved(txn.staged.values())
+            before = read_layers((layer.ref for layer in layers), txn.slots)
         if txn.pattern is None:
             txn.pattern = context.stager.layout_token
         if context.replays:
@@ -116,11 +112,6 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
 
     The states are copied to ``txn.states_before`` first: without the copies they could not be
     undone, nor advanced again after a failure. Sets ``txn.advanced`` once the executor returned.
-
-    Args:
-        context: the manager's context.
-        txn: the window.
-        accepted: counts, a mask, a path or sampled ids.
     """
     if state_advance.replayed(txn.staged.values()):
         txn.states_before = state_advance.read_states(txn)
@@ -130,11 +121,6 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
 
 def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -> Exception | None:
     """Let the supplier commit its states; if that fails half-way, let it commit the others.
-
-    Args:
-        context: the manager's context, which has a supplier.
-        number: the window's.
-        sampled: as for ``StateSupplier.commit``.
 
     Returns:
         The error after which the supplier had to go on, counted as a fallback; None without any.
@@ -161,14 +147,7 @@ def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -
 
 
 def finish_rows(context: WindowContext, txn: Txn, accepted: Tensor, error: Exception) -> Failure:
-    """Commit the rows by the reference, after the commit of states raised ``error`` and went on.
-
-    Args:
-        context: the manager's context.
-        txn: the window.
-        accepted: counts.
-        error: as ``commit_states`` returned it.
-    """
+    """Commit the rows by the reference, after the commit of states raised ``error`` and went on."""
     finish_commit(txn, accepted, txn.saved)
     txn.count(txn.kept(accepted))
     if context.on_error == "raise":
@@ -186,15 +165,9 @@ def commit_failed(
 ) -> Failure:
     """Finish a commit that failed and counted nothing, or restore the caches.
 
-    Args:
-        context: the manager's context.
-        txn: the window.
-        accepted: the argument of the commit.
-        before: the rows that the caches held before the commit, by layer name; empty if none were
-            read or saved.
-        error: the error that the executor raised.
-        sampled: what states of a supplier are to take in, which the failed commit was to commit as
-            well; None if they are in, or if there are none.
+    ``before`` has the rows that the caches held before the commit, by layer name, if any were read
+    or saved. ``sampled`` is what states of a supplier are to take in, which the failed commit was
+    to commit as well; None if they are in, or if there are none.
     """
 
     def finish_it() -> None:
@@ -237,15 +210,11 @@ def _recover(
         context: the manager's context.
         txn: the window.
         operation: the operation that failed.
-        error: the error that the operation raised.
+        error: its error, which the caller raises if the caches were restored.
         repair: does the operation's work by the torch reference.
         before: the rows to put back, by layer name; empty if the operation had read none yet.
         layers: the staged layers. The failed operation may have half written the settled rows of
             rings among them, which are written again.
-
-    Returns:
-        What failed, and the event that the window takes: it fell back, it is aborted with the
-        caches restored, or, if restoring failed as well, it failed. The caller raises the error.
     """
     if context.on_error != "raise" or txn.states_in:
         context.note_fallback(txn.number, operation, error)
@@ -318,10 +287,7 @@ def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]
 def finish_direct(context: WindowContext, txn: Txn, accepted: Tensor | None) -> None:
     """End a window that fell back: write the rows that rings, states and trees held, and count.
 
-    Args:
-        context: the manager's context.
-        txn: the window.
-        accepted: counts, a mask or a path; None for an abort.
+    An abort has no acceptance.
     """
     before = {
         ref.name: txn.saved[ref.name]
@@ -364,15 +330,8 @@ def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
 
 
 def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
-    """Bring the caches to where the executor's commit should have brought them.
-
-    Args:
-        txn: the window.
-        accepted: counts, a mask or a path: the argument of the commit.
-        before: rows read before the commit, or saved at begin, by layer name; may be empty.
-    """
-    waiting = txn.staged.values() if txn.holds_rows else ()
-    finish(txn, accepted, before, waiting)
+    """Bring the caches to where the executor's commit should have brought them."""
+    finish(txn, accepted, before, txn.staged.values() if txn.holds_rows else ())
 
 
 def finish(
@@ -413,20 +372,11 @@ def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
         write_layers(rows, before, txn.slots, txn.permit(draft) if mask is None else mask)
 
 
-def read_back(txn: Txn) -> LayerRows:
-    """Return copies of the window's rows as the caches hold them now, for the staged layers."""
-    return read_layers((layer.ref for layer in state_advance.moved(txn.staged.values())), txn.slots)
-
-
 def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     """Compare the caches with the bytes that a commit must leave. Waits for the device.
 
     Kept rows are compared if the window holds them; under ``undo`` it does so for trees only.
-
-    Args:
-        txn: the window, after its executor's commit.
-        accepted: counts, a mask or a path: the argument of the commit.
-        before: the rows the caches held before the window wrote drafts.
+    ``before`` has the rows that the caches held before the window wrote drafts.
 
     Raises:
         RuntimeError: a layer's bytes differ; the message names the layers.

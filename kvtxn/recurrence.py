@@ -9,6 +9,7 @@ shapes, and how a state takes in one row.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -55,10 +56,7 @@ class RowPart:
     @property
     def row_bytes(self) -> int:
         """Bytes that the part of one row takes."""
-        count = 1
-        for size in self.row_shape:
-            count *= size
-        return count * self.format.dtype.itemsize
+        return math.prod(self.row_shape) * self.format.dtype.itemsize
 
 
 class Recurrence(abc.ABC):
@@ -111,16 +109,7 @@ class Recurrence(abc.ABC):
 
 
 def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
-    """Refuse a ``replay`` argument that is not one recurrence per state.
-
-    Args:
-        layer: the layer's name, for messages.
-        replay: the argument of ``LayerRef.recurrent``, as a tuple.
-        states: the layer's states.
-
-    Raises:
-        LayerError: ``replay`` is not so, or a recurrence does not fit its state.
-    """
+    """Refuse, with a LayerError, a ``replay`` that is not one fitting recurrence per state."""
     if not isinstance(replay, tuple) or not all(isinstance(each, Recurrence) for each in replay):
         raise LayerError(
             "LayerRef",
@@ -141,11 +130,7 @@ def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
 
 
 def check_state(layer: str, state: Tensor, shape: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a state of another rank than ``shape`` shows, or of another dtype than ``dtypes``.
-
-    Raises:
-        LayerError: ``state`` is such a state.
-    """
+    """Refuse a state of another rank than ``shape`` shows, or of another dtype than ``dtypes``."""
     if state.ndim != shape.count(",") + 1 or state.dtype not in dtypes:
         raise LayerError(
             "LayerRef",
@@ -157,11 +142,7 @@ def check_state(layer: str, state: Tensor, shape: str, dtypes: Sequence[torch.dt
 
 
 def check_heads(layer: str, what: str, heads: int, of_state: int) -> None:
-    """Refuse key heads or groups that do not divide the heads of the state.
-
-    Raises:
-        LayerError: the key heads or groups do not divide the heads.
-    """
+    """Refuse key heads or groups that do not divide the heads of the state."""
     if of_state % heads:
         raise LayerError(
             "LayerRef",
@@ -172,11 +153,7 @@ def check_heads(layer: str, what: str, heads: int, of_state: int) -> None:
 
 
 def positive(recurrence: object, attribute: attrs.Attribute[int], value: object) -> None:
-    """Validate an attribute that is a positive int.
-
-    Raises:
-        LayerError: ``value`` is not a positive int.
-    """
+    """Validate an attribute that is a positive int; raise LayerError for another value."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LayerError(
             type(recurrence).__name__,

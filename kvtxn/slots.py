@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .draft_tree import KnownParents
 from .errors import CapacityError, SlotMappingError
-from .host_values import to_device
+from .host_values import ints, to_device
 from .layers import SlotKind
 from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
 from .state_slots import Crossings, StateSlots, bounds_of, check_shared
@@ -318,24 +318,14 @@ class SlotMappings:
                 )
             slots = slots.slots
         try:
-            tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
+            tensor = ints(slots)
+        except ValueError as error:
             raise SlotMappingError(
                 self.operation,
                 f"slots of group {group!r} are malformed",
                 expected="int32 or int64 [num_rows]",
-                got=type(slots).__name__,
+                got=str(error),
             ) from None
-        if not isinstance(slots, Tensor) and tensor.shape == (0,):
-            tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
-        dense = tensor.layout is torch.strided and not tensor.is_nested
-        if not dense or tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
-            raise SlotMappingError(
-                self.operation,
-                f"slots of group {group!r} are malformed",
-                expected="int32 or int64 [num_rows]",
-                got=f"{tensor.dtype} {list(tensor.shape) if dense else tensor.layout}",
-            )
         if not tensor.is_cpu and tensor.device != self._rules.device:
             raise SlotMappingError(
                 self.operation,

@@ -18,14 +18,7 @@ def check_ref(
     missing: Mapping[str, object],
     written_by: str = "window",
 ) -> None:
-    """Refuse a layer that the manager does not know, or that is in the window already.
-
-    Args:
-        ref: the first argument of ``stage``.
-        layers: the manager's layers by name.
-        missing: names of the layers that are not staged yet.
-        written_by: ``"caller"`` if the caller writes the rows; then no layer is staged.
-    """
+    """Refuse a layer that the manager does not know, or that is in the window already."""
     name = getattr(ref, "name", None)
     if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
         raise LayerError(

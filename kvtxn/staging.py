@@ -172,13 +172,9 @@ class Stager:
         return StagedLayer(ref, rows)
 
     def check_unchanged(self, layers: Container[str] | None = None) -> None:
-        """Refuse the commit if a tensor taken by reference was written to since.
+        """Refuse, with a WindowStateError, a commit if a tensor held was written to since.
 
-        Args:
-            layers: names of the layers whose rows still wait; None for all.
-
-        Raises:
-            WindowStateError: a tensor was written to; the commit has changed no cache.
+        ``layers`` have rows that still wait; None: all.
         """
         for tensor, version, name in self._held:
             if tensor._version != version and (layers is None or name in layers):

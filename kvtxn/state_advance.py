@@ -51,12 +51,7 @@ def moved(layers: Iterable[StagedLayer]) -> tuple[StagedLayer, ...]:
 
 
 def advance(txn: Txn, accepted: Tensor) -> None:
-    """Let the state of every staged replayed layer take in its settled and its kept rows.
-
-    Args:
-        txn: the window.
-        accepted: as for ``Executor.commit``.
-    """
+    """Let the state of every staged replayed layer take in its settled and its kept rows."""
     layers = replayed(txn.staged.values())
     if not layers or not txn.layout.num_rows:
         return
@@ -91,9 +86,7 @@ def finish(txn: Txn, accepted: Tensor) -> None:
 def wrong_states(txn: Txn, accepted: Tensor) -> list[str]:
     """Name the layers whose states a commit left wrong. Waits for the device.
 
-    Args:
-        txn: the window, after its commit; ``txn.states_before`` has the states before the commit.
-        accepted: counts, a mask or a path: the argument of the commit.
+    ``txn.states_before`` has the states before the commit.
     """
     if not txn.states_before:
         return []
@@ -184,13 +177,7 @@ def _turns(txn: Txn, accepted: Tensor) -> _Turns:
 
 
 def _after(layer: StagedLayer, before: tuple[Tensor, ...], turns: _Turns) -> list[Tensor]:
-    """Compute the states after the turns, ``[num_requests, *row_shape]``, as words.
-
-    Args:
-        layer: the layer, with the rows that wait.
-        before: words of each state, ``[num_requests, *row_shape]``.
-        turns: the rows that each request takes in.
-    """
+    """Compute the states after the turns, ``[num_requests, *row_shape]``, as words."""
     after, rows = [], list(layer.rows)
     for recurrence, state, plane, stored in zip(
         layer.ref.replay, layer.ref.states, layer.ref.planes, before, strict=True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import SlotMappingError
-from .host_values import to_device
+from .host_values import described, ints, to_device
 
 _Ints = Tensor | Sequence[int]
 
@@ -67,13 +67,8 @@ class Crossings:
     ) -> Crossings:
         """Check the boundaries given by the caller, as far as they are on the host; copy them.
 
-        Args:
-            group: the group's name, for messages.
-            boundary: from ``bounds_of``.
-            beyond: from ``bounds_of``.
-            slots: the requests' own slots, checked; a list if they came from the host.
-            limit: slots of the group's smallest cache.
-            device: the caches' device.
+        ``slots`` are the requests' own, checked; a list if they came from the host. The group's
+        smallest cache has ``limit`` slots.
 
         Raises:
             SlotMappingError: on the host, a negative boundary, a slot outside the cache, a slot
@@ -122,16 +117,7 @@ def _readers(boundary: Tensor, beyond: Tensor) -> set[int]:
 
 
 def check_shared(group: str, slots: Sequence[int], readers: Collection[int] = ()) -> None:
-    """Refuse a state that several requests have, unless all of them only read it.
-
-    Args:
-        group: the group's name, for messages.
-        slots: the slot of each request's state; -1 is padding.
-        readers: the requests that only read their state.
-
-    Raises:
-        SlotMappingError: a request writes a state that another one has, too.
-    """
+    """Refuse a state that several requests have, unless all of them are among ``readers``."""
     first: dict[int, int] = {}
     for request, slot in enumerate(slots):
         other = first.setdefault(slot, request)
@@ -163,15 +149,11 @@ def bounds_of(
 def _checked(group: str, name: str, value: _Ints, count: int, device: torch.device) -> Tensor:
     """Return ``value`` as an int tensor ``[num_requests]``, of the host or of the device."""
     try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise _bad(group, name, "int [num_requests]", type(value).__name__) from None
-    if not isinstance(value, Tensor) and tensor.shape == (0,):
-        tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
-    dense = tensor.layout is torch.strided and not tensor.is_nested
-    if not dense or tensor.shape != (count,) or tensor.dtype not in (torch.int64, torch.int32):
-        shape = list(tensor.shape) if dense else tensor.layout
-        raise _bad(group, name, f"int [{count}]", f"{tensor.dtype} {shape}")
+        tensor = ints(value)
+    except ValueError as error:
+        raise _bad(group, name, "int [num_requests]", str(error)) from None
+    if tensor.shape != (count,):
+        raise _bad(group, name, f"int [{count}]", described(tensor))
     if not tensor.is_cpu and tensor.device != device:
         raise _bad(group, name, f"a tensor on {device} or the host", tensor.device)
     return tensor

@@ -18,7 +18,13 @@ from . import attention, recovery
 from .commit_input import Accepted, SampledIds, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
-from .errors import KVTxnError, LayerError, ManagerCopyError, WindowStateError, unresolved
+from .errors import (
+    KVTxnError,
+    LayerError,
+    ManagerCopyError,
+    UnresolvedWindowError,
+    WindowStateError,
+)
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
@@ -391,7 +397,15 @@ class Window:
             except Exception as failure:  # the body's exception always wins
                 error.add_note(f"kvtxn: abort raised as well: {failure!r}")
             return
-        ended = unresolved(self._life.state.name)
+        state = self._life.state.name
+        ended = UnresolvedWindowError(
+            "with",
+            f"the block ended in state {state} without commit or abort",
+            expected="commit(accepted) or abort() in the block",
+            got="neither",
+            state=state,
+            hint="call one of them; the window was aborted",
+        )
         try:
             self.abort()
         except Exception as failure:

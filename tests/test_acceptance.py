@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtxn import AcceptanceError, BackendUnavailableError, ConfigError, TransactionManager
+from kvtxn import AcceptanceError, BackendUnavailableError, ConfigError
 from kvtxn.acceptance import Acceptance
-from kvtxn.layout import RowLayout
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -71,13 +70,6 @@ def test_from_match(acceptance, drafts, targets, draft_len, expected):
     assert counts.tolist() == expected
 
 
-def test_kept_rows_clamps(acceptance):
-    """Counts beyond the drafts keep all of them, negative ones none."""
-    layout = RowLayout.build((2, 2, 0), (1, 1, 1), acceptance.device)
-    kept = layout.kept(ids([9, -3, 1], acceptance))
-    assert kept.tolist() == [False, True, True, False, False, False, False]
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -121,13 +113,6 @@ def test_vectorized_equals_the_readable_loop(data):
     first = loop.from_ids(one, lengths, vocab_size=vocab)
     assert torch.equal(first, vector.from_ids(one, lengths, vocab_size=vocab))
     assert torch.equal(loop.from_match(one, two, lengths), vector.from_match(one, two, lengths))
-
-
-def test_the_manager_brings_one(layers):
-    """In the configured mode, on its device."""
-    manager = TransactionManager(layers)
-    counts = manager.acceptance.from_ids(torch.tensor([[4, 5, -1]]), 2)
-    assert counts.tolist() == [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

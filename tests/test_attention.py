@@ -5,89 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
-from small_caches import BLOCK_SIZE, HEAD_SIZE, HEADS, make_layers, noise, rows
+from small_caches import make_layers, noise, rows
 
-from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig, registry
+from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.attention import merge, partial_attention
 from kvtxn.executor import AttentionArgs
+from kvtxn.testing import registered
 
 TABLE = torch.tensor([[3, 0, 0], [1, 5, 0]])
 LENGTHS = torch.tensor([3, 7])  # 3 rows in the window each: prefixes of 0 and 4
 SLOTS = [[12, 13, 14], [20, 21, 22]]
-
-
-def naive(query, key, value, window=None, cap=None):
-    """Attention of the last rows of a sequence, straight from the definition."""
-    groups = query.shape[1] // key.shape[1]
-    start = key.shape[0] - query.shape[0]
-    out = torch.empty(*query.shape[:2], value.shape[2])
-    for i in range(query.shape[0]):
-        first = 0 if window is None else max(0, start + i + 1 - window)
-        for head in range(query.shape[1]):
-            keys = key[first : start + i + 1, head // groups]
-            scores = keys @ query[i, head] / query.shape[2] ** 0.5
-            scores = scores if cap is None else cap * torch.tanh(scores / cap)
-            out[i, head] = torch.softmax(scores, 0) @ value[first : start + i + 1, head // groups]
-    return out
-
-
-@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
-@pytest.mark.parametrize("query_heads", [2, 6])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (2, None), (4, None), (None, 0.7)])
-def test_own_writes(policy, query_heads, window, cap):
-    """Every policy sees prefix and window, grouped queries, sliding window and soft cap."""
-    ref = make_layers(1)[0]
-    manager = TransactionManager([ref], TxnConfig(policy=policy))
-    key, value = rows(6)
-    query = noise(6, query_heads, HEAD_SIZE)
-    prefix = [ref.key_cache[1].clone(), ref.value_cache[1].clone()]
-    with manager.window(2, torch.tensor(SLOTS).flatten()) as w:
-        w.stage(ref, key, value)
-        out = w.attend(ref, query, TABLE, LENGTHS, sliding_window=window, soft_cap=cap)
-        w.commit(0)
-    first = naive(query[:3], key[:3], value[:3], window, cap)
-    second = naive(
-        query[3:],
-        torch.cat([prefix[0], key[3:]]),
-        torch.cat([prefix[1], value[3:]]),
-        window,
-        cap,
-    )
-    torch.testing.assert_close(out, torch.cat([first, second]), rtol=1e-5, atol=1e-5)
-
-
-def test_nan_in_stale_rows_does_not_leak():
-    """Rows past the prefix are masked, whatever they hold."""
-    ref = make_layers(1)[0]
-    ref.key_cache[3], ref.value_cache[3] = torch.nan, torch.inf
-    manager = TransactionManager([ref], TxnConfig(policy="deferred"))
-    with manager.window([2], torch.tensor(SLOTS[0])) as w:
-        w.stage(ref, *rows(3))
-        out = w.attend(ref, noise(3, HEADS, HEAD_SIZE), TABLE[:1], LENGTHS[:1])
-        w.abort()
-    assert out.isfinite().all()
-
-
-def test_quantised_rows_read_as_they_will_be_stored():
-    """An own read before commit equals a read after it."""
-    cache = torch.zeros(6, BLOCK_SIZE, HEADS, HEAD_SIZE, dtype=torch.int8)
-    ref = LayerRef("a", cache, cache.clone(), k_scale=0.02, v_scale=0.03)
-    query = noise(3, HEADS, HEAD_SIZE)
-    manager = TransactionManager([ref], TxnConfig(policy="deferred"))
-    outputs = []
-    staged = rows(3)
-    for accepted in (2, 2):
-        with manager.window([2], torch.tensor(SLOTS[0])) as w:
-            w.stage(ref, *staged)
-            outputs.append(w.attend(ref, query, TABLE[:1], LENGTHS[:1]))
-            w.commit(accepted)
-    direct = TransactionManager([ref], TxnConfig(policy="direct"))
-    with direct.window([2], torch.tensor(SLOTS[0])) as w:
-        w.stage(ref, *staged)
-        outputs.append(w.attend(ref, query, TABLE[:1], LENGTHS[:1]))
-        w.commit(2)
-    torch.testing.assert_close(outputs[0], outputs[2], rtol=1e-5, atol=1e-6)
-    assert torch.equal(outputs[0], outputs[1])
 
 
 def test_merging_with_an_empty_part_changes_nothing():
@@ -136,6 +63,8 @@ def test_a_layer_must_be_staged_first():
 class Failing(TorchExecutor):
     """Fails at one operation."""
 
+    name = "failing"
+
     at = ""
 
     def stage(self, txn, layer):
@@ -149,27 +78,18 @@ class Failing(TorchExecutor):
         return super().attend(txn, layer, query, args)
 
 
-@pytest.fixture
-def failing():
-    """The name of an executor that fails where it is told."""
-    registry.register("failing", Failing)
-    yield "failing"
-    registry.unregister("failing")
-
-
 @pytest.mark.parametrize("own_block", [1, -1, 999])
 @pytest.mark.parametrize("slots", [[16, 17, 18, 19], [16, -1, 18, -1]])
 @pytest.mark.parametrize("at", ["stage", "attend"])
-def test_after_a_fallback_attention_reads_what_it_read_before(
-    monkeypatch, failing, at, slots, own_block
-):
+def test_after_a_fallback_attention_reads_what_it_read_before(monkeypatch, at, slots, own_block):
     """Also where the table need not name the window's own blocks, and rows have no slot."""
     seen = []
     for fails in ("", at):
         monkeypatch.setattr(Failing, "at", fails)
         torch.manual_seed(0)
         refs = [LayerRef(name, *torch.randn(2, 8, 16, 2, 8)) for name in "ab"]
-        manager = TransactionManager(refs, TxnConfig(policy="deferred", backend=failing))
+        with registered(Failing) as backend:
+            manager = TransactionManager(refs, TxnConfig(policy="deferred", backend=backend))
         table = torch.tensor([[0, own_block]], dtype=torch.int32)
         with manager.window(3, slots) as window:
             for ref in refs:

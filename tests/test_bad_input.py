@@ -160,6 +160,8 @@ def test_layers_that_are_none(layers_given):
     """A tensor is iterable, or says so."""
     with pytest.raises(LayerError, match="TransactionManager"):
         TransactionManager(layers_given)
+    with pytest.raises(ConfigError, match="config is not a TxnConfig"):
+        TransactionManager([], {"policy": "undo"})
 
 
 @pytest.mark.parametrize("state", [None, 5, 1.5, object(), "xy"])
@@ -210,14 +212,6 @@ def test_more_sampled_ids_than_drafts(window):
     says(caught, "more sampled ids", "commit")
     assert window.state is WindowState.STAGED
     window.commit(SampledIds(torch.tensor([[5, 7, 8, -1, -1]])))
-
-
-def test_counts_without_memory(window):
-    """The window stays as it is."""
-    with pytest.raises(AcceptanceError) as caught:
-        window.commit(torch.tensor([1]).to_sparse())
-    says(caught, "accepted is not valid", "commit")
-    assert window.state is WindowState.STAGED
 
 
 def test_a_hook_that_opens_a_window(manager, layers):

@@ -14,6 +14,7 @@ from kvtxn import (
     AcceptanceError,
     ConfigError,
     LayerError,
+    LayerRef,
     TransactionManager,
     TxnConfig,
     WindowState,
@@ -77,12 +78,6 @@ def forward(request):
     return Forward(prepared=request.param)
 
 
-def test_rows_wait_in_the_caches_own_dtype(forward):
-    """So that a forward may assign them."""
-    for ref in forward.layers:
-        assert [part.dtype for part in forward.windows.rows[ref.name]] == [torch.float32] * 2
-
-
 # -- sampled ---------------------------------------------------------------------------------------
 
 
@@ -96,6 +91,10 @@ def test_rows_wait_in_the_caches_own_dtype(forward):
         torch.tensor([2, 2], dtype=torch.uint8),
         torch.tensor(2),
         torch.tensor([2, 2], device="meta"),
+        torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])]),
+        torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged),
+        torch.tensor([1, 2]).to_sparse(),
+        torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 1, 0, torch.qint32),
         [2, 1],
         2,
         None,
@@ -130,15 +129,12 @@ def test_sampled_tokens_of_more_requests(forward):
         assert forward.shown()[:3] == [10.0, 11.0, 12.0]
 
 
-def test_a_window_that_is_over_refuses_sampled_tokens(forward):
-    """By its state."""
-    window = forward.begin(2)
-    window.abort()
-    with pytest.raises(WindowStateError, match="ABORTED"):
-        window.commit_sampled(torch.tensor([1]))
-
-
 # -- plans and begin -------------------------------------------------------------------------------
+
+
+def test_layouts_take_the_forms_that_windows_take():
+    """Lists, and one number of settled rows for all requests."""
+    assert build([3, 2], 1).settled == build((3, 2), (1, 1)).settled == (1, 1)
 
 
 def test_draft_trees_are_refused(forward):
@@ -179,10 +175,33 @@ def test_warming_up_takes_any_layout(policy, width):
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def given_rows(layers):
+def given_rows(layers, dtype=torch.float32):
     """A tensor for each plane."""
-    make = partial(torch.zeros, MAX_ROWS, HEADS, HEAD_SIZE)
+    make = partial(torch.zeros, MAX_ROWS, HEADS, HEAD_SIZE, dtype=dtype)
     return {ref.name: (make(), make()) for ref in layers}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint16])
+def test_rows_of_another_dtype(dtype):
+    """Their bits would be read as numbers of the cache's dtype; bits may be given as integers."""
+    cache = partial(torch.zeros, 4, 16, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    layers = [LayerRef("one", cache(), cache())]
+    manager = TransactionManager(layers, TxnConfig(policy="deferred", max_rows=MAX_ROWS))
+    slots = full((1, MAX_ROWS), -1)
+    with pytest.raises(LayerError, match=r"expected one tensor per plane: torch.bfloat16 \[8, "):
+        manager.captured_windows(slots, given_rows(layers, dtype))
+    for known in (torch.bfloat16, torch.int16):
+        manager.captured_windows(slots, given_rows(layers, known))
+
+
+def test_a_refused_tensor_is_named_by_its_shape(forward):
+    """Not by its content."""
+    one = torch.zeros(MAX_ROWS, HEADS, HEAD_SIZE)
+    with pytest.raises(LayerError, match=r"got torch.float32 \[8, \d, \d+\] on cpu"):
+        forward.manager.captured_windows(forward.slots, dict.fromkeys(forward.manager.layers, one))
+    sparse = {ref.name: (one.to_sparse(), one) for ref in forward.layers}
+    with pytest.raises(LayerError, match="do not fit the layer"):
+        forward.manager.captured_windows(forward.slots, sparse)
 
 
 def test_rows_that_share_memory(forward):
@@ -252,6 +271,41 @@ def test_windows_beside_each_other(prepared):
     assert forward.manager.snapshot()["kvtxn_rows_rejected_total"] == 3
 
 
+# -- marks -----------------------------------------------------------------------------------------
+
+
+def test_graphs_that_share_their_marks(forward):
+    """The marks are those of the step that is under way, whichever graph ran before."""
+    position, first = forward.windows.position, forward.windows
+    rows = given_rows(forward.layers)
+    second = forward.manager.captured_windows(forward.slots, rows, position)
+    for windows, drafts, value in ((first, (2, 2), 1.0), (second, (3,), 2.0), (first, (2, 2), 3.0)):
+        forward.windows, before = windows, copies(forward.layers)
+        window = forward.begin(*drafts)
+        forward.run(value)
+        window.commit_sampled(torch.ones(len(drafts), dtype=torch.int32))
+    assert changed_slots(forward.layers, before) == [{0, 3}] * 4
+    assert [forward.shown()[slot] for slot in (0, 3)] == [3.0, 6.0]
+
+
+def test_marks_are_not_taken_from_an_open_window(forward):
+    """They would all become -1 under it."""
+    position = forward.windows.position
+    with forward.begin(2) as window:
+        marked = position.clone()
+        with pytest.raises(WindowStateError, match="is still OPEN"):
+            forward.manager.captured_windows(forward.slots, position=position)
+        assert torch.equal(position, marked)
+        window.abort()
+
+
+def test_marks_beside_the_slots(forward):
+    """A line of the slots holds no marks."""
+    with pytest.raises(LayerError, match="beside the slots"):
+        forward.manager.captured_windows(forward.slots, position=forward.slots[0])
+    assert not (forward.slots + 1).any()
+
+
 # -- the end of a step -----------------------------------------------------------------------------
 
 
@@ -274,7 +328,7 @@ def test_falling_back_before_the_first_layer(forward):
     before = copies(forward.layers)
     window.fall_back("attend", RuntimeError("in the first layer"), replayed=False)
     assert changed_slots(forward.layers, before) == [set()] * 4
-    forward.windows.unmark()
+    forward.windows.mark(None)
     forward.run(10.0)
     assert window.commit_sampled(torch.tensor([4])) is WindowState.FELL_BACK
     assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]
@@ -311,8 +365,9 @@ def test_a_refused_note_leaves_no_trace(forward):
     """The graph was replayed, and its rows are committed; the layer was another manager's."""
     window = forward.begin(3)
     forward.run(10.0)
-    with pytest.raises(LayerError):
-        window.note_staged(make_layers(1)[0])
+    for ref in (make_layers(1)[0], None):
+        with pytest.raises(LayerError):
+            window.note_staged(ref)
     assert window.missing == ("layer.0", "layer.1")
     assert window.commit_sampled(torch.tensor([4])) is WindowState.COMMITTED
     assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]

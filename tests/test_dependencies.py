@@ -80,30 +80,13 @@ def test_what_is_declared_is_imported(extra):
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 #: Extras that the tests are run with; "dev" asks for some of them itself.
 TESTED_WITH = (
-    *(
-        "dev",
-        "bench",
-        "completion",
-        "doctor",
-        "numba",
-        "redis",
-        "testing",
-        "transformers",
-        "triton",
-        "vllm",
-    ),
+    *("dev", "bench", "completion", "doctor", "numba", "redis", "testing", "transformers"),
+    *("triton", "vllm"),
     "sglang",  # scripts on a GPU
 )
 #: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
 TOOLS = {
-    "build",
-    "check-jsonschema",
-    "mypy",
-    "pip",
-    "pytest-timeout",
-    "ruff",
-    "setuptools",
-    "twine",
+    *("build", "check-jsonschema", "mypy", "pip", "pytest-timeout", "ruff", "setuptools", "twine"),
     "types-cachetools",
 }
 

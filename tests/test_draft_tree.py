@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
-from small_caches import changed_slots, copies, rows
+from small_caches import rows
 
 from kvtxn import (
     AcceptanceError,
@@ -19,49 +19,13 @@ from kvtxn import (
     TreeError,
     TxnConfig,
     WindowStateError,
-    kv_window,
 )
 from kvtxn.draft_tree import as_parents
 from kvtxn.executor import Capabilities, SampledIds
-from kvtxn.layout import RowLayout
 from kvtxn.testing import registered
-from kvtxn.testing.trees import padded
 
 CPU = torch.device("cpu")
 TREE = (-1, -1, 0, 1, 3)
-
-
-def layout_of(parents=((-1, -1, 0, 1, 3), (-1, 0)), settled=(1, 2)):
-    return RowLayout.build(tuple(map(len, parents)), settled, CPU, parents)
-
-
-def test_a_tree_knows_ways_depths_and_what_is_seen():
-    """Of a branching request after one settled row, and of a chain after two."""
-    tree = layout_of().tree
-    assert (tree.depth, tree.is_chain) == (3, False)
-    assert tree.order.tolist() == [0, 1, 1, 2, 2, 3, 0, 1, 2, 3]
-    assert tree.chain[1:6].tolist() == [[0, -1, -1], [1, -1, -1], [0, 2, -1], [1, 3, -1], [1, 3, 4]]
-    assert tree.visible[5].tolist() == [True, False, True, False, True, True]
-    assert tree.visible[9].tolist() == [True, True, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("path", "sources"),
-    [
-        ([[1, 3, 4], [0, 1]], [-1, 2, 4, 5, -1, -1, -1, -1, 8, 9]),
-        ([[0, 3, 4], [-1, 1]], [-1, 1, -1, -1, -1, -1, -1, -1, -1, -1]),
-        ([[1, 3, 99], [0, -7]], [-1, 2, 4, -1, -1, -1, -1, -1, 8, -1]),
-        ([[5], [2]], [-1] * 10),
-        ([[], []], [-1] * 10),
-    ],
-    ids=["paths", "leaves its tree", "out of range", "another request's rows", "no columns"],
-)
-def test_a_path_is_cut_where_it_stops_being_one(path, sources):
-    """Place by place, the row that belongs there; -1 where nothing does."""
-    layout = layout_of()
-    path = padded(path, CPU)
-    assert layout.sources(path).tolist() == sources
-    assert layout.kept(path).tolist() == [source >= 0 for source in sources]
 
 
 @pytest.mark.parametrize(
@@ -95,22 +59,6 @@ def test_a_tree_has_one_parent_per_draft(layers):
             w.stage(ref, *rows(12), list(range(12)))
         w.commit([[1, 3], []])
     assert manager.snapshot()["kvtxn_rows_committed_total"] == 2
-
-
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
-def test_the_path_moves_to_the_next_slots(layers, policy):
-    """The guide's picture: settled row, then the path, and nothing else."""
-    manager, before = TransactionManager(layers, TxnConfig(policy=policy)), copies(layers)
-    staged = []
-    with manager.activate(), kv_window(5, list(range(6)), tree=TREE) as w:
-        for ref in layers:
-            staged.append(rows(6))
-            w.stage(ref, *staged[-1])
-        w.commit(torch.tensor([[1, 3, -1]]))
-    assert changed_slots(layers, before) == [{0, 1, 2}] * 6
-    for ref, (key, value) in zip(layers, staged, strict=True):
-        assert torch.equal(ref.key_cache[0, :3], key[[0, 2, 4]])
-        assert torch.equal(ref.value_cache[0, :3], value[[0, 2, 4]])
 
 
 def test_what_a_tree_window_cannot_be(layers):

@@ -47,19 +47,6 @@ def test_what_a_hook_is_told(manager, layers):
     assert window.stored().tolist() == [0, 1, -1, 10, 11, -1]
 
 
-def test_an_abort_keeps_nothing(manager, layers):
-    """Settled rows count as stored once every layer has them, and not before."""
-    told = []
-    manager.on_abort(told.append)
-    run(manager, layers, None)
-    with manager.window(2, SLOTS) as w:
-        w.stage(layers[0], *rows(6))
-        w.abort()
-    assert [window.state for window in told] == [WindowState.ABORTED] * 2
-    assert told[0].stored().tolist() == [0, -1, -1, 10, -1, -1]
-    assert told[1].stored().tolist() == [-1] * 6
-
-
 def test_every_way_to_abort_is_told(manager, layers):
     """By an exception of the body, or by leaving the block without a verdict."""
     told = []
@@ -94,10 +81,6 @@ def test_what_cannot_be_called_is_refused(manager, callback):
     """At once, not at the first commit."""
     with pytest.raises(ConfigError, match="cannot be called"):
         manager.on_commit(callback)
-
-
-def test_the_same_hook_twice_is_refused(manager):
-    """Two calls for one window would store every row twice."""
     told = []
     manager.on_commit(told.append)
     with pytest.raises(ConfigError, match="registered already"):
@@ -145,20 +128,6 @@ def test_an_interrupt_in_a_hook_comes_through(manager, layers):
         run(manager, layers)
     assert manager.current is None
     assert manager.snapshot()["kvtxn_windows_total_committed"] == 1
-
-
-def test_a_hook_cannot_open_a_window(manager, layers):
-    """One window at a time, also from inside."""
-    errors = []
-
-    def nest(window):
-        with pytest.raises(WindowStateError) as caught:
-            manager.window(2, SLOTS)
-        errors.append(caught.value)
-
-    manager.on_commit(nest)
-    run(manager, layers)
-    assert len(errors) == 1
 
 
 def test_groups_have_slots_of_their_own():

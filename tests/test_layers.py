@@ -109,6 +109,10 @@ def test_offset_table_addresses_single_elements():
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8), kv_dtype="fp8"), "not fit"),
         (lambda: LayerRef("a", None, noise(2, 4, 2, 8)), "misshapen"),
         (lambda: LayerRef.latent("a", noise(2, 4, 2, 8)), "misshapen"),
+        # uint8 alone does not say what it holds
+        (lambda: LayerRef("a", *torch.zeros(2, 2, 4, 2, 8).byte()), "could be any 8-bit format"),
+        # neither one scale nor one per head
+        (lambda: LayerRef("a", *torch.zeros(2, 2, 4, 2, 8).char(), k_scale=torch.ones(3)), "scale"),
     ],
 )
 def test_misfits_are_refused(build, message):
@@ -117,34 +121,20 @@ def test_misfits_are_refused(build, message):
         build()
 
 
-def test_bytes_without_a_format_are_refused():
-    """uint8 alone does not say what it holds."""
+def test_a_format_and_scales_may_be_said():
+    """What bytes hold; one scale, or one per head."""
     cache = torch.zeros(2, 4, 2, 8, dtype=torch.uint8)
-    with pytest.raises(LayerError, match="could be any 8-bit format"):
-        LayerRef("a", cache, cache.clone())
     assert LayerRef("a", cache, cache.clone(), kv_dtype="fp8").planes[0].format.quantised
+    LayerRef("a", *torch.zeros(2, 2, 4, 2, 8).char(), k_scale=torch.tensor([1.0, 2.0]), v_scale=0.5)
 
 
-def test_scales_are_one_or_one_per_head():
-    """Anything else is refused."""
-    cache = torch.zeros(2, 4, 2, 8, dtype=torch.int8)
-    LayerRef("a", cache, cache.clone(), k_scale=torch.tensor([1.0, 2.0]), v_scale=0.5)
-    with pytest.raises(LayerError, match="scale"):
-        LayerRef("a", cache, cache.clone(), k_scale=torch.ones(3))
-
-
-@pytest.mark.parametrize("change", ["outside", "twice", "misshapen", "single"])
-def test_bad_offset_tables_are_refused(change):
+@pytest.mark.parametrize(
+    "other",
+    [lambda table: table + 65, lambda table: table, lambda table: table[0], lambda table: None],
+    ids=["outside", "twice", "misshapen", "single"],
+)
+def test_bad_offset_tables_are_refused(other):
     """A table that is not one-to-one would corrupt a neighbour."""
     cache, table = noise(3, 128), transposed_offsets(4, 2, 8)
-    tables = {"key_offsets": table, "value_offsets": table + 64}
-    if change == "outside":
-        tables["value_offsets"] = table + 65
-    elif change == "twice":
-        tables["value_offsets"] = table
-    elif change == "misshapen":
-        tables["value_offsets"] = table[0]
-    else:
-        tables["value_offsets"] = None
     with pytest.raises(LayerError, match="offset"):
-        LayerRef("a", cache, cache, **tables)
+        LayerRef("a", cache, cache, key_offsets=table, value_offsets=other(table))

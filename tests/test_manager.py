@@ -82,17 +82,20 @@ def test_auto_does_not_defer_latents(layers):
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "policy"),
+    ("capabilities", "kinds", "policy"),
     [
-        (Capabilities(attention=True), "deferred"),
-        (Capabilities(), "undo"),
-        (Capabilities(attention=True, policies=frozenset({"undo"})), "undo"),
-        (Capabilities(policies=frozenset({"direct"})), "direct"),
+        (Capabilities(attention=True), {"paged"}, "deferred"),
+        (Capabilities(), {"paged"}, "undo"),
+        (Capabilities(attention=True, policies=frozenset({"undo"})), {"paged"}, "undo"),
+        (Capabilities(policies=frozenset({"direct"})), {"paged"}, "direct"),
+        (Capabilities(), {"ring"}, "undo"),
+        (Capabilities(), {"recurrent"}, "deferred"),
+        (Capabilities(attention=True), {"recurrent", "paged"}, "deferred"),
     ],
 )
-def test_auto_policy_follows_capabilities(capabilities, policy):
-    """deferred, else undo, else direct."""
-    assert choose_policy("auto", capabilities)[0] == policy
+def test_auto_policy_follows_capabilities(capabilities, kinds, policy):
+    """deferred, else undo, else direct; never undo for states."""
+    assert choose_policy("auto", capabilities, kinds)[0] == policy
 
 
 def test_a_named_policy_never_falls_back():
@@ -116,19 +119,6 @@ def test_layers_must_fit_together():
         with pytest.raises(LayerError, match=message):
             TransactionManager(layers)
     TransactionManager([one, LayerRef("b", key, value, group="other")])
-
-
-def test_one_window_at_a_time(layers):
-    """The second is refused until the first is resolved."""
-    manager = TransactionManager(layers)
-    first = manager.window(1, torch.tensor([0, 1]))
-    with pytest.raises(WindowStateError, match="window 0 is still OPEN"):
-        manager.window(1, torch.tensor([2, 3]))
-    assert manager.current is first
-    first.abort()
-    second = manager.window(1, torch.tensor([2, 3]))
-    assert second.number == 1
-    second.abort()
 
 
 def test_the_caller_cannot_write_deferred_rows(layers):

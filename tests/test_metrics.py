@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from small_caches import HEAD_SIZE, HEADS, make_layers, rows
+from small_caches import HEAD_SIZE, HEADS, rows
 
 from kvtxn import TransactionManager, TxnConfig
 from kvtxn.layout import RowLayout
@@ -163,21 +163,6 @@ def test_outcomes_and_bypasses_have_labels(layers):
     assert all(re.fullmatch(r"[a-zA-Z0-9_]+[a-zA-Z0-9]_?", name) for name in counts)
 
 
-def test_groups_count_a_row_once():
-    """Two groups of different padding: rows once per window, bytes per group."""
-    layers = make_layers(2, groups=("a", "b"))
-    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
-    slots = {"a": torch.tensor([0, 1, 2]), "b": torch.tensor([0, 1, -1])}
-    with manager.window(2, slots) as w:
-        for ref in layers:
-            w.stage(ref, *rows(3))
-        w.commit(2)
-    counts = manager.snapshot()
-    assert counts["kvtxn_rows_staged_total"] == 2
-    assert counts["kvtxn_rows_committed_total"] == 2
-    assert counts["kvtxn_bytes_written_total"] == (2 + 1) * ROW_BYTES
-
-
 def test_nothing_yet(layers):
     """A fresh manager divides by nothing."""
     counts = TransactionManager(layers).snapshot()
@@ -200,12 +185,6 @@ def test_every_count_belongs_to_a_family(layers):
     for family in FAMILIES:
         values = [value for _, value in family.values(counts)]
         assert sum(values) == counts[family.name]
-
-
-def test_known_labels_begin_at_zero(layers):
-    counts = TransactionManager(layers).snapshot()
-    for name in ("fallbacks_total_commit", "windows_total_failed", "hook_errors_total_on_abort"):
-        assert counts[f"kvtxn_{name}"] == 0
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])

@@ -113,24 +113,20 @@ def run_kit(
     return outcomes
 
 
+CASES = [
+    *CAUGHT_BY.items(),
+    *mutants_captured.CAPTURED_CAUGHT_BY.items(),  # of launches over a captured forward
+    # Random tests find these without being told what to look for.
+    *((executor, "test_random_program") for executor in mutants.FOUND_BY_CHANCE),
+    *((executor, "test_random_histories") for executor in mutants_overwriting.BY_CHANCE),
+]
+
+
 @pytest.mark.parametrize(
-    ("executor", "test"),
-    CAUGHT_BY.items(),
-    ids=[executor.__name__ for executor in CAUGHT_BY],
+    ("executor", "test"), CASES, ids=[f"{executor.__name__}-{test}" for executor, test in CASES]
 )
 def test_a_defect_is_seen(tmp_path: Path, executor: type, test: str) -> None:
     """The kit goes red, by the test that is there for it."""
-    (failed,) = run_kit(tmp_path, executor, [test]).failed
-    assert f"TestMutant::{test}" in failed
-
-
-@pytest.mark.parametrize(
-    ("executor", "test"),
-    mutants_captured.CAPTURED_CAUGHT_BY.items(),
-    ids=[executor.__name__ for executor in mutants_captured.CAPTURED_CAUGHT_BY],
-)
-def test_a_defect_of_prepared_launches_is_seen(tmp_path: Path, executor: type, test: str) -> None:
-    """The kit goes red for windows over a captured forward, by the test that is there for it."""
     (failed,) = run_kit(tmp_path, executor, [test]).failed
     assert f"TestMutant::{test}" in failed
 
@@ -183,22 +179,6 @@ def test_a_defect_is_seen_on_a_gpu(tmp_path: Path, executor: type, test: str) ->
     assert run_kit(tmp_path, mutants.Sound, [test], "cuda").failed == []
     (failed,) = run_kit(tmp_path, executor, [test], "cuda").failed
     assert f"TestMutant::{test}" in failed
-
-
-@pytest.mark.parametrize("executor", mutants.FOUND_BY_CHANCE, ids=lambda mutant: mutant.__name__)
-def test_the_random_program_finds_defects(tmp_path: Path, executor: type) -> None:
-    """Without being told what to look for."""
-    (failed,) = run_kit(tmp_path, executor, ["test_random_program"]).failed
-    assert "TestMutant::test_random_program" in failed
-
-
-@pytest.mark.parametrize(
-    "executor", mutants_overwriting.BY_CHANCE, ids=lambda mutant: mutant.__name__
-)
-def test_random_histories_find_defects(tmp_path: Path, executor: type) -> None:
-    """Without being told what to look for, either."""
-    (failed,) = run_kit(tmp_path, executor, ["test_random_histories"]).failed
-    assert "TestMutant::test_random_histories" in failed
 
 
 def test_a_sound_executor_passes(tmp_path: Path) -> None:

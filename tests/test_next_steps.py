@@ -7,7 +7,6 @@ import torch
 from small_caches import make_layers, rows
 
 from kvtxn import (
-    AcceptanceError,
     CapacityError,
     IncompleteWindowError,
     SlotMappingError,
@@ -25,26 +24,6 @@ def captured_window(policy="deferred"):
     windows = manager.captured_windows(torch.arange(8).view(1, 8))
     layout = RowLayout.build((1, 1), 1, torch.device("cpu"))
     return windows.begin(windows.plan(layout)), layers
-
-
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
-@pytest.mark.parametrize(
-    "sampled",
-    [
-        torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])]),
-        torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged),
-        torch.tensor([1, 2]).to_sparse(),
-        torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 1, 0, torch.qint32),
-    ],
-    ids=["nested", "jagged", "sparse", "quantised"],
-)
-def test_sampled_tokens_without_plain_memory(policy, sampled):
-    """They are refused like those of another shape, and the window stays open."""
-    window, _ = captured_window(policy)
-    state = window.state
-    with pytest.raises(AcceptanceError, match="commit_sampled: sampled does not fit"):
-        window.commit_sampled(sampled)
-    assert window.state is state
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])

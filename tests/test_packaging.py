@@ -38,32 +38,28 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     assert "kvtxn/py.typed" in names
 
 
-def test_wheel_holds_the_demo_model(wheel):
-    """The demo works from an installed package; its corpus stays in the repository."""
+#: Files that an installed package reads: the demo's model, the audit's page, and measurements.
+DATA = [
+    "integrations/demo/model/model.safetensors",
+    "integrations/demo/prompts.json",
+    *(f"integrations/vllm_plugin/policy/{name}.json" for name in ("measured", "releases")),
+    *(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()
+    ),
+]
+
+
+def test_wheel_holds_data_and_no_documents(wheel):
+    """Documents, results and the demo's corpus are for those who have the repository."""
+    assert {f"kvtxn/{name}" for name in DATA} <= set(wheel.namelist())
+    for name in DATA:
+        assert wheel.read(f"kvtxn/{name}") == (ROOT / name).read_bytes()
     model = [i for i in wheel.infolist() if i.filename.startswith("kvtxn/integrations/demo/model/")]
-    assert "model.safetensors" in {Path(i.filename).name for i in model}
     assert sum(i.file_size for i in model) < 6 * 2**20
-    assert not any("corpus" in name for name in wheel.namelist())
-
-
-def test_wheel_holds_the_page_of_an_audit(wheel):
-    """``kvtxn audit`` writes its page from an installed package, too."""
-    folder = "integrations/audit_command/assets"
-    expected = {f"kvtxn/{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
-    assert len(expected) > 4
-    assert expected <= set(wheel.namelist())
-
-
-@pytest.mark.parametrize("name", ["measured", "releases"])
-def test_wheel_holds_the_data_of_the_policy(wheel, name):
-    """Without it the plug-in knows no release of vLLM, and its rules no measurement."""
-    name = f"integrations/vllm_plugin/policy/{name}.json"
-    assert wheel.read(f"kvtxn/{name}") == (ROOT / name).read_bytes()
-
-
-def test_wheel_holds_no_documents_or_results(wheel):
-    """They are for those who have the repository, or a source distribution."""
-    assert not any("results" in name or name.endswith(".md") for name in wheel.namelist())
+    assert not any(
+        "corpus" in name or "results" in name or name.endswith(".md") for name in wheel.namelist()
+    )
 
 
 def test_the_source_distribution_is_whole(tmp_path):
@@ -73,15 +69,7 @@ def test_the_source_distribution_is_whole(tmp_path):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
-    expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
-    expected |= {
-        f"integrations/vllm_plugin/policy/{name}.json" for name in ("measured", "releases")
-    }
-    expected |= {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()
-    }
-    expected |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    expected |= {*DATA} | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     expected |= {"README.md", "benchmarks/README.md", "mkdocs.yml"}
     expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
@@ -102,8 +90,8 @@ def test_entry_points_are_declared(wheel):
 
 
 def test_importing_the_library_is_light(tmp_path):
-    """No engine, no kernels, no test tools."""
-    heavy = "{'vllm', 'triton', 'pytest', 'hypothesis', 'transformers'}"
+    """No engine, no kernels, no compiler, no test tools."""
+    heavy = "{'vllm', 'triton', 'torch._dynamo', 'pytest', 'hypothesis', 'transformers'}"
     code = f"import kvtxn, kvtxn.cli, sys; print(sorted({heavy} & set(sys.modules)))"
     assert python(code, tmp_path).strip() == "[]"
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtxn.integrations.transformers_cache.paged_sequences import PagedSequences
-from kvtxn.integrations.transformers_cache.ring_storage import Region, Shape
+from kvtxn.integrations.transformers_cache.ring_storage import Shape
 
-from kvtxn import CapacityError, IncompleteWindowError, LayerError, TxnConfig, WindowStateError
+from kvtxn import CapacityError, IncompleteWindowError, LayerError, TxnConfig
 
 WINDOWS = (4, None, 7)
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 2
@@ -167,26 +167,6 @@ def test_max_drafts_can_always_be_taken_back(window, drafts, steps):
     assert model.sequences.seq_length == len(model.tokens)
 
 
-def test_region_slots():
-    """Sequences have runs of their own, rows go round, and the first of too many have no slot."""
-    region = Region(window=3, num_rows=4)
-    assert region.slots(2, 3, 2).tolist() == [3, 0, 7, 4]
-    assert region.slots(1, 1, 5).tolist() == [-1, 2, 3, 0, 1]
-    assert (region.first_seen(1), region.first_seen(9), Region(None, 8).first_seen(9)) == (0, 7, 0)
-
-
-def test_a_full_cache_says_so_and_loses_nothing():
-    """The rows that came before stay; a shorter forward still fits."""
-    model = Model(max_tokens=8, max_drafts=2)
-    model.forward(8)
-    with pytest.raises(CapacityError, match=r"full: 8 tokens are in, and 3 more.*max_tokens"):
-        model.forward(3)
-    model.check()
-    model.next -= 3
-    model.forward(2)
-    model.check()
-
-
 def test_a_crop_too_deep_says_so_and_loses_nothing():
     """A sliding window would reach rows that later ones replaced."""
     model = Model()
@@ -219,15 +199,6 @@ def test_a_misshapen_layer_drops_the_forward():
         model.sequences.take(layer, key, value)
     model.forward(2)
     model.check()
-
-
-def test_pending_rows_are_not_copied():
-    """Whose they would be is not decided."""
-    model = Model()
-    model.sequences.recording = True
-    model.forward(3)
-    with pytest.raises(WindowStateError, match="commit"):
-        model.sequences.clone()
 
 
 @pytest.mark.parametrize("policy", ["direct", "undo"])

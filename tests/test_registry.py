@@ -20,6 +20,7 @@ from kvtxn import (
     registry,
 )
 from kvtxn.executor import Capabilities, Executor
+from kvtxn.testing import registered
 from kvtxn.testing.kit import Kit
 
 CPU = torch.device("cpu")
@@ -75,36 +76,28 @@ class Installed:
         return self.loaded
 
 
-@pytest.fixture
-def nowhere():
-    registry.register("nowhere", Nowhere)
-    yield
-    registry.unregister("nowhere")
-
-
 def test_installed_backends_are_found_by_entry_point():
     """The torch executor is one plug-in among others."""
     assert "torch" in registry.names()
     assert registry.load("torch") is TorchExecutor
 
 
-@pytest.mark.usefixtures("nowhere")
 def test_a_backend_that_cannot_run_says_why(layers):
     """Asking for it by name raises; "auto" passes it over."""
-    assert "quantum" in registry.why_not("nowhere", CPU)
-    config = TxnConfig(backend="nowhere")
-    with pytest.raises(BackendUnavailableError, match="quantum computer, not cpu"):
-        TransactionManager(layers, config)
-    assert TransactionManager(layers).executor.name != "nowhere"
+    with registered(Nowhere) as name:
+        assert "quantum" in registry.why_not(name, CPU)
+        with pytest.raises(BackendUnavailableError, match="quantum computer, not cpu"):
+            TransactionManager(layers, TxnConfig(backend=name))
+        assert TransactionManager(layers).executor.name != "nowhere"
 
 
-@pytest.mark.usefixtures("nowhere")
 def test_names_are_not_taken_over():
     """The same pair again is harmless, another class is refused."""
-    registry.register("nowhere", Nowhere)
-    for name in ("nowhere", "torch", "auto"):
-        with pytest.raises(ValueError, match="taken"):
-            registry.register(name, type("Other", (TorchExecutor,), {}))
+    with registered(Nowhere) as known:
+        registry.register(known, Nowhere)
+        for name in (known, "torch", "auto"):
+            with pytest.raises(ValueError, match="taken"):
+                registry.register(name, type("Other", (TorchExecutor,), {}))
 
 
 def test_unregister_forgets():
@@ -148,11 +141,8 @@ class TakesAnything(TorchExecutor):
 
 
 def test_an_executor_may_take_more_than_it_is_given(layers):
-    registry.register("anything", TakesAnything)
-    try:
-        assert TransactionManager(layers, TxnConfig(backend="anything")).executor.name == "torch"
-    finally:
-        registry.unregister("anything")
+    with registered(TakesAnything) as name:
+        assert TransactionManager(layers, TxnConfig(backend=name)).executor.name == "torch"
 
 
 NO_EXECUTORS = [
@@ -173,15 +163,11 @@ NO_EXECUTORS = [
 
 
 @pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
-def test_what_is_no_executor_is_refused_when_registered(loaded, problem):
+def test_what_is_no_executor_is_refused(monkeypatch, layers, loaded, problem):
+    """When it is registered, or when its entry point is loaded; the doctor goes on."""
     with pytest.raises(ConfigError, match=re.escape(problem)):
         registry.register("mine", loaded)
     assert "mine" not in registry.names()
-
-
-@pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
-def test_what_is_no_executor_is_refused_when_loaded(monkeypatch, layers, loaded, problem):
-    """An entry point says nothing until it is loaded; the doctor goes on."""
     real = backend_names.installed()
     monkeypatch.setattr(backend_names, "installed", lambda: real | {"mine": Installed(loaded)})
     with pytest.raises(BackendUnavailableError, match=re.escape(problem)):
@@ -227,27 +213,21 @@ def test_a_name_is_a_word(name):
 )
 def test_an_executor_that_fails_at_the_start_is_unavailable(layers, executor, why):
     """Whatever it raises: one error says whose it is, and the cause is kept."""
-    registry.register(executor.name, executor)
-    try:
-        with pytest.raises(BackendUnavailableError, match=f"'{executor.name}'.*{why}"):
-            TransactionManager(layers, TxnConfig(backend=executor.name))
-    finally:
-        registry.unregister(executor.name)
+    says = f"'{executor.name}.*{why}"
+    with registered(executor) as name, pytest.raises(BackendUnavailableError, match=says):
+        TransactionManager(layers, TxnConfig(backend=name))
 
 
 @pytest.mark.parametrize("answer", [False, True, "", 3])
 def test_an_answer_that_is_no_sentence_is_refused(layers, answer):
     """False is not None: neither the registry nor the kit takes it for either."""
     vague = type("Vague", (TorchExecutor,), {"unavailable": classmethod(lambda cls, _: answer)})
-    registry.register("vague", vague)
-    try:
-        words = rf"unavailable\(\) of 'vague' returned {answer!r}, neither None nor a sentence"
+    with registered(vague) as name:
+        words = rf"unavailable\(\) of '{name}' returned {answer!r}, neither None nor a sentence"
         with pytest.raises(BackendUnavailableError, match=words):
-            TransactionManager(layers, TxnConfig(backend="vague"))
+            TransactionManager(layers, TxnConfig(backend=name))
         with ExitStack() as stack, pytest.raises(BackendUnavailableError, match=words):
-            Kit("vague", CPU, stack)
-    finally:
-        registry.unregister("vague")
+            Kit(name, CPU, stack)
 
 
 @pytest.mark.parametrize(
@@ -270,13 +250,10 @@ def test_capabilities_know_their_names(field, names, words):
 def test_layers_that_an_executor_cannot_hold_are_named(layers):
     """The message expects what the layers need."""
     able = Capabilities(kinds=frozenset({"ring"}))
-    registry.register("rings", type("Rings", (TorchExecutor,), {"capabilities": able}))
     words = "expected an executor for layers of kind paged, got one for ring"
-    try:
-        with pytest.raises(BackendUnavailableError, match=words):
-            TransactionManager(layers, TxnConfig(backend="rings"))
-    finally:
-        registry.unregister("rings")
+    rings = type("Rings", (TorchExecutor,), {"capabilities": able})
+    with registered(rings) as name, pytest.raises(BackendUnavailableError, match=words):
+        TransactionManager(layers, TxnConfig(backend=name))
 
 
 def first(saved):
@@ -324,15 +301,13 @@ def test_a_wrong_save_is_named_when_the_window_begins(layers, how):
         def save(self, txn, group):
             return change(super().save(txn, group))
 
-    registry.register("saves-wrongly", SavesWrongly)
-    try:
-        config = TxnConfig(policy="undo", backend="saves-wrongly", on_error="raise")
-        manager = TransactionManager(layers, config)
-        before = [ref.key_cache.clone() for ref in layers]
-        with pytest.raises(KVTxnError) as caught:
-            manager.window(2, torch.tensor([4, 5, 6]))
-    finally:
-        registry.unregister("saves-wrongly")
+    with registered(SavesWrongly) as name:
+        manager = TransactionManager(
+            layers, TxnConfig(policy="undo", backend=name, on_error="raise")
+        )
+    before = [ref.key_cache.clone() for ref in layers]
+    with pytest.raises(KVTxnError) as caught:
+        manager.window(2, torch.tensor([4, 5, 6]))
     said = str(caught.value)
     assert said.startswith("save: the executor 'torch' did not return the rows that its save has")
     assert expected in said

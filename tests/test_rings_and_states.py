@@ -12,7 +12,6 @@ import torch
 from kvtxn import (
     BackendUnavailableError,
     CapacityError,
-    IncompleteWindowError,
     LayerError,
     LayerRef,
     SlotMappingError,
@@ -24,7 +23,7 @@ from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
 from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
-from kvtxn.recurrent import Mamba2, ShortConv
+from kvtxn.recurrent import Mamba2
 from kvtxn.testing import registered
 from kvtxn.window_states import WindowState
 
@@ -117,54 +116,6 @@ def test_kinds_have_groups_of_their_own():
         manager(ring, larger)
 
 
-def test_a_ring_is_lapped_within_one_window():
-    """Positions 6 to 11 of a ring of 4: kept rows in their places, none lost to a rejected one."""
-    ring = make_ring()
-    ring.key_cache.fill_(-1)
-    with manager(ring).window(5, [(6 + i) % 4 for i in range(6)]) as window:
-        stage(window, ring)
-        assert held(ring) == [-1, -1, 1, -1, *[-1] * 4]
-        window.commit(4)
-    assert held(ring) == [3, 4, 5, 2, *[-1] * 4]
-
-
-@pytest.mark.parametrize(("accepted", "left"), [(0, 1), (1, 2), (3, 4)])
-def test_commit_selects_a_state(accepted, left):
-    """The state after the last accepted draft, or the settled one; nothing before the commit."""
-    state = make_state()
-    with manager(state).window([3, 0], [2, -1], settled=[1, 0]) as window:
-        stage(window, state)
-        assert held(state) == [0, 0, 0]
-        window.commit([accepted, 0])
-    assert held(state) == [0, 0, left]
-
-
-@pytest.mark.parametrize("replayed", [True, False])
-def test_an_exception_between_two_layers_tears_no_state(replayed):
-    """The abort leaves every state as it was, so that the step can be repeated."""
-    caches = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
-    replay = ShortConv(4) if replayed else None
-    layers = [LayerRef.recurrent(f"s{i}", c, replay=replay) for i, c in enumerate(caches)]
-    row = torch.ones(3, 4) if replayed else torch.ones(3, 3, 4)
-    owner = manager(*layers)
-    told = []
-    owner.on_abort(lambda ended: told.append(ended.stored().tolist()))
-    for staged in range(3):
-        window = owner.window(draft_len=2, slots=[1])
-        for ref in layers[:staged]:
-            window.stage(ref, row)
-        with pytest.raises(ZeroDivisionError), window:
-            raise ZeroDivisionError
-        assert window.state is WindowState.ABORTED
-        assert not any(cache.any() for cache in caches)
-    assert told == [[-1, -1, -1]] * 3
-    with owner.window(draft_len=2, slots=[1]) as window:
-        for ref in layers:
-            window.stage(ref, row)
-        window.commit(0)
-    assert all(cache[1].any() for cache in caches)
-
-
 def test_an_abort_after_a_fallback_keeps_the_states():
     """Whatever happened to the rows, which the caller writes itself from then on."""
     state, ring = make_state(), make_ring()
@@ -176,44 +127,6 @@ def test_an_abort_after_a_fallback_keeps_the_states():
     assert window.state is WindowState.FELL_BACK
     assert held(state) == [0, 0, 0]
     assert held(ring)[:2] == [1, 0]
-
-
-def test_direct_leaves_the_last_state_as_stock_does():
-    state = make_state()
-    with manager(state, policy="direct").window(2, [1], settled=1) as window:
-        stage(window, state)
-        window.commit(0)
-    assert held(state) == [0, 3, 0]
-
-
-def test_bytes_and_rows():
-    """A row counts once per window, a state once per request, a lapped slot once."""
-    ring, state = make_ring(), make_state()
-    owner = manager(ring, state)
-    slots = {"ring": torch.arange(6) % 4, "state": torch.tensor([1])}
-    with owner.window(5, slots) as window:
-        stage(window, ring, state)
-        window.commit(5)
-    flat = owner.snapshot()
-    assert flat["kvtxn_rows_committed_total"] == 5
-    assert flat["kvtxn_bytes_written_total"] == 4 * ring.row_bytes + state.row_bytes
-    assert flat["kvtxn_bytes_avoided_total"] == 0
-
-
-def test_nothing_is_written_where_a_layer_is_missing():
-    """Rings, states and paged rows are one transaction."""
-    caches = torch.zeros(2, 2, 4, 1, 2)
-    layers = LayerRef("rows", *caches), make_ring(), make_state()
-    slots = {"default": [3, 4], "ring": [0, 1], "state": [0]}
-    mapping = {group: torch.tensor(each) for group, each in slots.items()}
-    with manager(*layers).window(2, mapping, settled=0) as window:
-        for index, ref in enumerate(layers):
-            with pytest.raises(IncompleteWindowError):
-                window.commit(1)
-            stage(window, ref)
-            assert not any(held(each)[0] for each in layers[: index + 1])
-        window.commit(1)
-    assert held(layers[0])[3] == held(layers[1])[0] == held(layers[2])[0] == 1
 
 
 def test_slots_of_a_state_are_one_per_request():
@@ -236,9 +149,6 @@ def test_slots_of_a_state_are_one_per_request():
 def test_a_slot_twice_is_a_mistake_unless_a_ring_apart(slots):
     with pytest.raises(SlotMappingError, match="4 rows apart"):
         manager(make_ring()).window([len(slots)], slots, settled=0)
-
-
-def test_two_requests_never_share_a_slot():
     with pytest.raises(SlotMappingError, match="two rows to one slot"):
         manager(make_ring()).window([4, 4], [0, 1, 2, 3, 0, 5, 6, 7], settled=0)
 
@@ -248,21 +158,6 @@ def test_undo_takes_back_no_lap():
     with pytest.raises(CapacityError, match="more rows than its ring"):
         owner.window(4, [0, 1, 2, 3, 0])
     owner.window(3, [0, 1, 2, 3]).abort()
-
-
-def test_undo_keeps_no_state():
-    with pytest.raises(BackendUnavailableError, match="cannot take a recurrent state back"):
-        manager(make_state(), policy="undo")
-
-
-def test_auto_defers_states():
-    """With or without attention; never undo."""
-    blind = Capabilities(attention=False)
-    assert choose_policy("auto", blind, {"recurrent"})[0] == "deferred"
-    assert (
-        choose_policy("auto", Capabilities(attention=True), {"recurrent", "paged"})[0] == "deferred"
-    )
-    assert choose_policy("auto", blind, {"ring"})[0] == "undo"
 
 
 def test_auto_has_nothing_for_states_beside_rows_that_nobody_can_read():
@@ -310,36 +205,6 @@ def test_attention_wants_the_whole_ring_in_the_table():
         with pytest.raises(LayerError, match="whole ring"):
             window.attend(ring, torch.zeros(2, 1, 2), torch.zeros(1, 1).int(), torch.tensor([9]))
         window.abort()
-
-
-def test_hooks_are_told_what_is_stored():
-    """Of the rows of a slot, the one that is in it; of a state, its last row."""
-    ring, state = make_ring(), make_state()
-    owner = manager(ring, state)
-    told = []
-    owner.on_commit(lambda ended: told.append([ended.stored(g).tolist() for g in ended.slots]))
-    slots = {"ring": torch.arange(6) % 4, "state": torch.tensor([1])}
-    with owner.window(5, slots) as window:
-        stage(window, ring, state)
-        window.commit(4)
-    assert told == [[[-1, 1, 2, 3, 0, -1], [-1, -1, -1, -1, 1, -1]]]
-
-
-def test_a_captured_forward_over_rings_and_states():
-    """All rows of a state wait for the commit, which writes ring and state."""
-    ring, state = make_ring(), make_state()
-    slots = torch.full((2, 6), -1, dtype=torch.int64)
-    windows = manager(ring, state, max_rows=6).captured_windows(slots)
-    slots[0, :3], slots[1, 0] = torch.arange(3), 2  # one slot per row, and one per request
-    window = windows.begin(windows.plan(RowLayout.build((2,), (1,), torch.device("cpu"))))
-    for ref in (ring, state):
-        for room, part in zip(windows.rows[ref.name], numbers(ref, 3), strict=True):
-            room[:3] = part.view(room[:3].shape)
-    for cache in (ring.key_cache, ring.value_cache):
-        cache[0, 0] = 1.0  # the forward writes the settled row by itself
-    window.commit_sampled(torch.tensor([2]))
-    assert held(ring)[:4] == [1.0, 2.0, 0.0, 0.0]
-    assert held(state) == [0.0, 0.0, 2.0]
 
 
 def test_captured_layouts_that_lap_a_ring():

@@ -76,17 +76,6 @@ def test_spellings_of_draft_len_and_slots(manager, layers, stage_all, spelling):
     assert changed_slots(layers, before) == [{4, 5, 8, 9}] * 6
 
 
-def test_padding_is_never_written(manager, layers, stage_all):
-    """-1 anywhere, settled or draft."""
-    before = copies(layers)
-    with manager.window(2, torch.tensor([-1, 3, -1, 7, -1, 9])) as w:
-        stage_all(w, layers)
-        w.commit(2)
-    assert changed_slots(layers, before) == [{3, 7, 9}] * 6
-    counts = manager.snapshot()
-    assert (counts["kvtxn_rows_staged_total"], counts["kvtxn_rows_committed_total"]) == (2, 2)
-
-
 def test_slots_may_come_with_the_first_stage(manager, layers, stage_all):
     """The number of rows is then known from there."""
     before = copies(layers)
@@ -119,28 +108,6 @@ def test_a_second_mapping_must_be_the_same(manager, layers):
         w.abort()
 
 
-def test_the_window_owns_its_slots(manager, layers, stage_all):
-    """A buffer that the engine reuses after begin does not redirect the commit."""
-    before, slots = copies(layers), torch.tensor([3, 4])
-    with manager.window(1, slots) as w:
-        stage_all(w, layers)
-        slots.fill_(20)
-        w.commit(1)
-    assert changed_slots(layers, before) == [{3, 4}] * 6
-
-
-def test_groups_have_slots_of_their_own():
-    """One mapping per group, each applied to its own layers."""
-    layers = make_layers(4, groups=("full", "sliding"))
-    manager, before = TransactionManager(layers, TxnConfig(policy="deferred")), copies(layers)
-    slots = {"full": torch.tensor([1, 2]), "sliding": torch.tensor([20, 21])}
-    with manager.window(1, slots) as w:
-        for ref in layers:
-            w.stage(ref, *rows(2))
-        w.commit(1)
-    assert changed_slots(layers, before) == [{1, 2}, {1, 2}, {20, 21}, {20, 21}] * 2
-
-
 def test_one_tensor_for_two_groups_is_refused():
     """The group that it would be for is not a thing to guess."""
     manager = TransactionManager(make_layers(2, groups=("a", "b")))
@@ -148,11 +115,6 @@ def test_one_tensor_for_two_groups_is_refused():
         manager.window(1, torch.tensor([1, 2]))
     with pytest.raises(SlotMappingError, match="no layer is in group 'c'"):
         manager.window(1, {"c": torch.tensor([1, 2])})
-
-
-def test_groups_must_agree_on_the_number_of_rows():
-    """A window has one shape."""
-    manager = TransactionManager(make_layers(2, groups=("a", "b")))
     with pytest.raises(SlotMappingError, match="do not fit the rows"):
         manager.window(1, {"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2, 3, 4])})
 

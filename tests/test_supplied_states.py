@@ -129,43 +129,6 @@ def test_one_commit_takes_rows_and_states(way, policy):
 
 @each_policy
 @each_way
-def test_an_abort_leaves_no_trace(way, policy):
-    """Nor does the step behind it find anything of the one that was aborted."""
-    rig = Rig(way, policy)
-    for _ in range(3):
-        window = rig.begin()
-        expected = rig.states.expected(None)
-        window.abort()
-        rig.check(expected, set())
-        assert rig.states.calls == []
-        assert not rig.states.waits
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    window.commit_sampled(rig.counts())
-    rig.check(expected, KEPT)
-    assert rig.count("windows_total_aborted") == 3
-
-
-@pytest.mark.parametrize("done", [0, 1, 2])
-@each_policy
-@each_way
-def test_a_commit_of_states_that_stops_half_way_is_finished(way, policy, done):
-    """Before any state, and between two: the supplier goes on, and the reference has the rows."""
-    rig = Rig(way, policy)
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    rig.states.fails = {"commit": done}
-    assert window.commit_sampled(rig.counts()) is FELL_BACK
-    assert window.fallback_reason == "states"
-    rig.check(expected, KEPT)
-    assert rig.states.calls == ["commit", "repeat"]
-    assert rig.count("fallbacks_total_states") == 1
-    assert rig.count("rows_committed_total") == 3
-    assert rig.count("rows_rejected_total") == 2
-
-
-@each_policy
-@each_way
 def test_a_state_that_stays_behind_ends_in_failed(way, policy):
     """With an error that says what to do; the next window may begin."""
     rig = Rig(way, policy)
@@ -188,18 +151,6 @@ def break_rows(rig, window, monkeypatch) -> None:
         monkeypatch.setattr(rig.manager.executor, "commit", failing)
     else:
         window.plan.launches.fails = True
-
-
-@each_policy
-@each_way
-def test_rows_that_fail_behind_states_are_finished(way, policy, monkeypatch):
-    rig = Rig(way, policy)
-    window = rig.begin()
-    expected = rig.states.expected(SAMPLED)
-    break_rows(rig, window, monkeypatch)
-    assert window.commit_sampled(rig.counts()) is FELL_BACK
-    rig.check(expected, KEPT)
-    assert (rig.states.calls, window.fallback_reason) == (["commit"], "commit")
 
 
 @each_policy

@@ -193,9 +193,7 @@ class SmallEngine:
                 parts += self.schedule(request)
         parts = [part for part in parts if part.request in self.running]
         self.random.shuffle(parts)
-        for name, block in self.fresh:
-            self.hand_out(name, block)
-        self.fresh.clear()
+        self.hand_out_fresh()
         if not parts:
             self.publications.clear()
             return 0
@@ -494,7 +492,7 @@ class SmallEngine:
         return tokens
 
     def hand_out_fresh(self) -> None:
-        """Report the blocks that were taken, before something is loaded into them."""
+        """Report the blocks that were taken, before a step or a load writes them."""
         for name, block in self.fresh:
             self.hand_out(name, block)
         self.fresh.clear()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from ..audit.books import AGES
 from ..audit.groups import Group
@@ -431,6 +430,3 @@ def finding_of(violation: Mapping[str, Any]) -> Finding:
         v["kind"], v["step"], v["request"], v["group"], v["position"], v["slot"], v["found"],
         v["written_request"], v["written_step"], v["age"],
     )  # fmt: skip
-
-
-__all__ = ["Finding", "LedgerModel", "Row", "Tensor", "finding_of"]

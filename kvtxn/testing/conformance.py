@@ -10,20 +10,18 @@ from .promise_captured_endings import StepEndings
 from .promise_counts import Counts
 from .promise_device import Device
 from .promise_discipline import Discipline
-from .promise_exactness import Exactness
+from .promise_exactness import Exactness, Sizes
 from .promise_fallback import Fallback
 from .promise_histories import LongRuns
 from .promise_hooks import Hooks
 from .promise_overwriting import Overwriting
-from .promise_own_writes import OwnWrites
+from .promise_own_writes import OwnWrites, TreeAttention
 from .promise_saving import SavingForwards
-from .promise_sizes import Sizes
 from .promise_state_boundaries import StateBoundaries
 from .promise_state_runs import StateRuns
 from .promise_states import States
 from .promise_steps import CapturedSteps
 from .promise_supplied import SuppliedStates
-from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
 from .promise_unseen import Unseen

@@ -10,9 +10,8 @@ import attrs
 from torch import Tensor
 
 from ..captured_launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ..executor import AttentionArgs, Executor, StagedLayer, Txn
+from ..executor import Executor, Txn
 from ..layout import RowLayout
-from ..row_io import LayerRows
 
 #: The methods that can fail.
 OPERATIONS: Final = ("own_slots", "save", "stage", "commit", "restore", "attend")
@@ -81,6 +80,17 @@ class Faults:
         return when
 
 
+def _failing(operation: str) -> Any:
+    """Make a method that does what the executor's own does, or fails if a fault is armed."""
+
+    def method(self: FaultyExecutor, *given: Any) -> Any:
+        inner = getattr(super(FaultyExecutor, self), operation)
+        txn = given[0] if isinstance(given[0], Txn) else None
+        return self._inject(operation, txn, lambda: inner(*given))
+
+    return method
+
+
 class FaultyExecutor(Executor):
     """A mixin that ``faulty`` puts before an executor class; its methods fail if a fault is armed.
 
@@ -90,42 +100,13 @@ class FaultyExecutor(Executor):
 
     faults: ClassVar[Faults]
 
-    def own_slots(self, group: str, slots: Tensor) -> Tensor:
-        """Copy the slots, or fail if a fault is armed at ``"own_slots"``."""
-        inner = super().own_slots
-        return self._inject("own_slots", None, lambda: inner(group, slots))
-
-    def save(self, txn: Txn, group: str) -> LayerRows:
-        """Save, or fail if a fault is armed at ``"save"``."""
-        inner = super().save  # type: ignore[safe-super]  # the class it is mixed into
-        return self._inject("save", txn, lambda: inner(txn, group))
-
-    def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Stage, or fail if a fault is armed at ``"stage"``."""
-        inner = super().stage  # type: ignore[safe-super]
-        self._inject("stage", txn, lambda: inner(txn, layer))
-
-    def commit(self, txn: Txn, accepted: Tensor) -> None:
-        """Commit, or fail if a fault is armed at ``"commit"``."""
-        inner = super().commit  # type: ignore[safe-super]
-        self._inject("commit", txn, lambda: inner(txn, accepted))
-
-    def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Advance, or fail if a fault is armed at ``"advance"``."""
-        inner = super().advance
-        self._inject(ADVANCE, txn, lambda: inner(txn, accepted))
-
-    def restore(self, txn: Txn) -> None:
-        """Restore, or fail if a fault is armed at ``"restore"``."""
-        inner = super().restore  # type: ignore[safe-super]
-        self._inject("restore", txn, lambda: inner(txn))
-
-    def attend(
-        self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
-    ) -> Tensor:
-        """Attend, or fail if a fault is armed at ``"attend"``."""
-        inner = super().attend
-        return self._inject("attend", txn, lambda: inner(txn, layer, query, attention))
+    own_slots: Any = _failing("own_slots")
+    save: Any = _failing("save")
+    stage: Any = _failing("stage")
+    commit: Any = _failing("commit")
+    advance: Any = _failing(ADVANCE)
+    restore: Any = _failing("restore")
+    attend: Any = _failing("attend")
 
     def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
         """Prepare launches that fail at ``"save"`` or ``"commit"`` before they launch anything."""

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import torch
-from torch import Tensor
 
 from .batches import Batch
-from .caches import TestCache
-from .naive import dot, finite_parts, mix
+from .naive import attention, finite_parts
 from .oracle import Replay, Row
 from .rig import Rig
 
@@ -158,36 +156,50 @@ class Histories:
         self._rig.check(when)
 
 
-def unrolled(
-    cache: TestCache, tokens: Sequence[Token], queries: Sequence[Sequence[Sequence[float]]]
-) -> list[list[list[float]]]:
-    """Compute sliding-window attention over a list of tokens; the last of them have queries.
+def attend_and_compare(
+    rig: Rig,
+    shape: tuple[Sequence[int], Sequence[int]],
+    past: Sequence[int],
+    tolerance: float,
+    forest: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Make up a past, open a window after it, attend to a ring, compare with all tokens.
 
     Args:
-        cache: the layer; its window is the ring's.
-        tokens: of one request, this window's included.
-        queries: ``[num_rows][num_q_heads][size]``.
-
-    Returns:
-        ``[num_rows][num_q_heads][value_size]``.
+        rig: has one layer, a ring.
+        shape: settled and draft tokens of each request.
+        past: tokens before the window, by request.
+        tolerance: the allowed error.
+        forest: parents of each request's drafts; a draft sees its own branch only.
     """
-    spec, out = cache.spec, []
-    stored = [token[cache.name] for token in tokens]
-    keys = [cache.numbers(row, 0) for row in stored]
-    values = [cache.numbers(row, 1) for row in stored]
-    for row, heads in enumerate(queries):
-        position = len(tokens) - len(queries) + row
-        seen = range(max(0, position + 1 - (spec.window or spec.ring_size)), position + 1)
-        line = []
-        for head, vector in enumerate(heads):
-            kv = head // (len(heads) // cache.planes[0].heads)
-            scores = [len(vector) ** -0.5 * dot(vector, keys[at][kv]) for at in seen]
-            line.append(mix(scores, [values[at][kv] for at in seen]))
-        out.append(line)
-    return out
-
-
-def queries_for(cache: TestCache, num_rows: int, seed: int) -> Tensor:
-    """Draw queries, float32 ``[num_rows, 2 x heads, size]`` on the host."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, 2 * cache.spec.heads, cache.spec.size, generator=generator)
+    histories, cache = Histories(rig, len(past)), rig.caches[0]
+    before = histories.batch((past, (0,) * len(past)), finite=True)
+    histories.extend(before, [False] * before.num_rows)
+    histories.impose()
+    batch = histories.batch(shape, finite=True)
+    generator = torch.Generator().manual_seed(sum(past))
+    heads, size = 2 * cache.spec.heads, cache.spec.size
+    query = torch.randn(batch.num_rows, heads, size, generator=generator)
+    table = torch.tensor(histories.table("default"), dtype=torch.int32, device=rig.device)
+    seq_lens = rig.accepted([n + a + b for n, a, b in zip(past, *shape, strict=True)])
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        out = window.attend(rig.refs[0], query.to(rig.device), table, seq_lens)
+        window.abort()
+    stored = [
+        [token[cache.name] for token in (*old, *new)]
+        for old, new in zip(histories.past, histories.tokens(batch, lambda _: True), strict=True)
+    ]
+    expected = attention(
+        cache,
+        stored,
+        batch,
+        query,
+        sliding_window=cache.spec.window or cache.spec.ring_size,
+        forest=forest,
+    )
+    wrong = (out.double().cpu() - expected).abs()
+    assert float(wrong.max()) <= tolerance * 10, f"attention is off by {float(wrong.max()):.3g}"
+    if rig.policy != "direct":
+        histories.extend(batch, [False] * batch.num_rows)
+        histories.check("after attention and abort")

@@ -17,11 +17,11 @@ from ..executor import Capabilities, Executor, Txn
 from ..layers import LayerRef
 from .caches import LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
-from .naive import attention, make_sequences
 from .number_formats import FORMATS
 from .promise_device import replayed_commit, window_without_sync
+from .promise_own_writes import attend_and_compare
 from .rig import SIMPLE, Rig, registered
-from .trees import expect_moved, padded
+from .trees import run_tree
 
 
 class Honesty(KitBase):
@@ -56,7 +56,8 @@ class Honesty(KitBase):
         with registered(executor) as name:
             spec = LayerSpec(fmt=FORMATS["fp32"], size=8, block_size=4)
             rig = Rig(name, policy, kit.device, [spec])
-            worked = works(lambda: _attend_once(rig))
+            past = (((1, 1), (2, 1)), (5, 0))
+            worked = works(lambda: attend_and_compare(rig, *past, 1e-3, {}))
         assert not worked, f"{kit.name} declares no attention, and has it"
 
     def test_trees(self, kit: Kit) -> None:
@@ -68,7 +69,10 @@ class Honesty(KitBase):
             kit.rig(policy, SIMPLE).manager.window(2, tree=[-1, -1])
         executor = that_claims(kit.executor, trees=True)
         with registered(executor) as name:
-            worked = works(lambda: _commit_branch(Rig(name, policy, kit.device, SIMPLE)))
+            rig = Rig(name, policy, kit.device, SIMPLE)
+            batch = rig.batch(((1, 1), (3, 2)), padding=0.0)
+            forest, paths = [(-1, -1, 1), (-1, 0)], [[1, 2], [0]]
+            worked = works(lambda: run_tree(rig, batch, forest, paths))
         assert not worked, f"{kit.name} declares that it cannot do draft trees, and can"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
@@ -149,35 +153,3 @@ def commit_two(rig: Rig) -> None:
     for counts in ([2, 0], [1, 2]):
         batch = rig.batch()
         rig.commit(batch, counts, "committed", check_staged=True)
-
-
-def _commit_branch(rig: Rig) -> None:
-    """Commit a path other than the first rows; raise if its rows are not at their row positions."""
-    batch = rig.batch(((1, 1), (3, 2)), padding=0.0)
-    forest = [(-1, -1, 1), (-1, 0)]
-    with rig.open(batch, forest) as window:
-        rig.stage(window, batch)
-        rig.expect_staged(batch)
-        window.commit(padded([[1, 2], [0]], rig.device))
-    expect_moved(rig, batch, [[1, 2], [0]])
-    rig.check("committed")
-
-
-def _attend_once(rig: Rig) -> None:
-    """Attend once and compare; raise if attention is missing or wrong."""
-    sequences = make_sequences(rig, ((1, 1), (2, 1)), (5, 0), "native")
-    batch, cache = sequences.batch, rig.caches[0]
-    full = rig.truth.copy()
-    for slot, row in zip(batch.slots["default"], batch.rows[cache.name], strict=True):
-        full.write(cache.name, slot, row)
-    query = torch.linspace(-1, 1, batch.num_rows * 4 * 8).view(-1, 4, 8)
-    with rig.open(batch) as window:
-        rig.stage(window, batch)
-        table = sequences.table(cache).to(rig.device)
-        out = window.attend(
-            cache.ref, query.to(rig.device), table, rig.accepted(sequences.seq_lens)
-        )
-        window.abort()
-    expected = attention(full, cache, sequences, query)
-    if not bool(((out.double().cpu() - expected).abs() <= 1e-3).all()):
-        raise AssertionError("attention is there, but wrong")

@@ -22,6 +22,12 @@ POLICIES: Final = ("deferred", "undo", "direct")
 TRANSACTIONAL: Final = ("deferred", "undo")
 
 
+#: The same random examples each time, however long they take.
+_REPEATABLE: Final = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
 class Kit:
     """A backend on one device, for one test.
 
@@ -81,27 +87,16 @@ class Kit:
         if self.device.type != "cuda":
             pytest.skip(f"a CUDA device is needed; {self.device} has no streams to wait for")
 
-    def need_no_host_sync(self) -> None:
-        """Skip the test unless the executor promises, on a CUDA device, that nothing waits."""
-        self.need_cuda()
-        if not self.capabilities.no_host_sync:
-            pytest.skip(f"{self.name} declares that it waits for the device")
+    def need(self, *names: str) -> None:
+        """Skip the test for executors that do not declare these capabilities.
 
-    def need_capture(self) -> None:
-        """Skip the test unless the executor's commit can be captured, on a CUDA device."""
-        self.need_cuda()
-        if not self.capabilities.capturable:
-            pytest.skip(f"{self.name} declares that commit cannot be captured")
-
-    def need_attention(self) -> None:
-        """Skip the test for executors that declare no attention."""
-        if not self.capabilities.attention:
-            pytest.skip(f"{self.name} declares no attention")
-
-    def need_trees(self) -> None:
-        """Skip the test for executors that declare no draft trees."""
-        if not self.capabilities.trees:
-            pytest.skip(f"{self.name} declares no draft trees")
+        That commit can be captured, or that nothing waits, is promised for CUDA devices alone.
+        """
+        if {"capturable", "no_host_sync"} & {*names}:
+            self.need_cuda()
+        for name in names:
+            if not getattr(self.capabilities, name):
+                pytest.skip(f"{self.name} does not declare {name}")
 
 
 class KitBase:
@@ -138,38 +133,20 @@ class KitBase:
 
     @pytest.fixture
     def program_settings(self) -> settings:
-        """Set the length of the random program; the same examples each time."""
+        """Set the length of the random program."""
         return settings(
-            max_examples=60,
-            stateful_step_count=25,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
+            _REPEATABLE, max_examples=60, stateful_step_count=25, report_multiple_bugs=False
         )
 
     @pytest.fixture
     def tree_settings(self) -> settings:
-        """Set the number of random trees; the same ones each time."""
-        return settings(
-            max_examples=1000,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        """Set the number of random trees."""
+        return settings(_REPEATABLE, max_examples=1000)
 
     @pytest.fixture
     def history_settings(self) -> settings:
-        """Set the number of random histories of rings and states; the same ones each time."""
-        return settings(
-            max_examples=600,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        """Set the number of random histories of rings and states."""
+        return settings(_REPEATABLE, max_examples=600)
 
     @pytest.fixture
     def kit(self, backend: Backend, device: str) -> Iterator[Kit]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .batches import Batch
 from .caches import TestCache
-from .oracle import Replay
+from .oracle import Replay, Row
 from .rig import Rig
 
 
@@ -39,6 +39,13 @@ class Sequences:
         """Return the slot of a request's token."""
         block, offset = divmod(position, cache.spec.block_size)
         return self.block_table[cache.spec.group][request][block] * cache.spec.block_size + offset
+
+    def stored(self, truth: Replay, cache: TestCache) -> list[list[Row]]:
+        """Return, by request, the words of its tokens in ``truth``, a cache with all rows."""
+        return [
+            [truth.read(cache.name, self.slot(cache, request, at)) for at in range(length)]
+            for request, length in enumerate(self.seq_lens)
+        ]
 
 
 def make_sequences(
@@ -143,9 +150,9 @@ def _write_prefixes(
 
 
 def attention(
-    truth: Replay,
     cache: TestCache,
-    sequences: Sequences,
+    stored: Sequence[Sequence[Row]],
+    batch: Batch,
     query: Tensor,
     *,
     scale: float | None = None,
@@ -153,9 +160,19 @@ def attention(
     soft_cap: float | None = None,
     forest: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Compute the expected attention over ``truth``, a cache with all rows written.
+    """Compute the expected attention of a window's rows.
 
     With ``forest``, the parents of each request's drafts, a draft sees its own branch only.
+
+    Args:
+        cache: the layer.
+        stored: by request, the words of its tokens, those of the window's rows included.
+        batch: the window's rows.
+        query: ``[num_rows, num_q_heads, size]``.
+        scale: as in ``Window.attend``, like the others.
+        sliding_window: the last tokens of the branch that a row sees.
+        soft_cap: bounds the scores.
+        forest: parents of each request's drafts.
 
     Returns:
         float64 ``[num_rows, num_q_heads, value_size]`` on the host.
@@ -164,48 +181,43 @@ def attention(
     groups = query.shape[1] // cache.planes[0].heads
     factor = query.shape[2] ** -0.5 if scale is None else scale
     out: list[list[list[float]]] = []
-    batch = sequences.batch
-    for request, length in enumerate(sequences.seq_lens):
+    for request, tokens in enumerate(stored):
         rows = batch.settled[request] + batch.draft_len[request]
-        stored = [
-            truth.read(cache.name, sequences.slot(cache, request, position))
-            for position in range(length)
-        ]
-        keys = [cache.numbers(row, 0) for row in stored]
-        values = [cache.numbers(row, 1) for row in stored]
-        for position in range(length - rows, length):
-            start = length - batch.draft_len[request]
-            seen = list(range(min(position + 1, start if forest is not None else length)))
+        keys = [cache.numbers(row, 0) for row in tokens]
+        values = [cache.numbers(row, 1) for row in tokens]
+        for position in range(len(tokens) - rows, len(tokens)):
+            start = len(tokens) - batch.draft_len[request]
+            seen = list(range(min(position + 1, start if forest is not None else len(tokens))))
             if forest is not None and position >= start:
-                seen += [start + node for node in _branch(forest[request], position - start)]
-            if sliding_window is not None:  # only the last ``sliding_window`` tokens of the branch
+                seen += [start + node for node in branch(forest[request], position - start)]
+            if sliding_window is not None:
                 seen = seen[-sliding_window:]
             line = []
             for head, vector in enumerate(queries[len(out)]):
                 kv = head // groups
-                scores = [factor * dot(vector, keys[at][kv]) for at in seen]
+                scores = [factor * _dot(vector, keys[at][kv]) for at in seen]
                 if soft_cap is not None:
                     scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
-                line.append(mix(scores, [values[at][kv] for at in seen]))
+                line.append(_mix(scores, [values[at][kv] for at in seen]))
             out.append(line)
     shape = (len(out), query.shape[1], cache.planes[1].size)
     return torch.tensor(out, dtype=torch.float64).view(shape)
 
 
-def _branch(parents: Sequence[int], node: int) -> list[int]:
+def branch(parents: Sequence[int], node: int) -> list[int]:
     """Return a node and its ancestors, from the root down."""
-    above = _branch(parents, parents[node]) if parents[node] >= 0 else []
+    above = branch(parents, parents[node]) if parents[node] >= 0 else []
     return [*above, node]
 
 
-def dot(left: Sequence[float], right: Sequence[float]) -> float:
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     """Compute the inner product in double precision."""
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
+def _mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
     """Return the sum of the vectors, weighted by the softmax of the scores."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = sum(weights)
-    return [dot(weights, column) / total for column in zip(*vectors, strict=True)]
+    return [_dot(weights, column) / total for column in zip(*vectors, strict=True)]

@@ -84,7 +84,8 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
         """An abort before all groups have slots does not touch groups without slots."""
-        specs = [*SIMPLE[:1], *VARIED[2:3], *_in_groups("third", "fourth")]
+        more = [attrs.evolve(SIMPLE[0], group=group) for group in ("third", "fourth")]
+        specs = [SIMPLE[0], VARIED[2], *more]
         rig = kit.rig(policy, specs)
         for known in range(len(specs) + 1):
             batch = rig.batch()
@@ -243,9 +244,3 @@ def leave_by(error: Exception, rig: Rig, window: Window, batch: Batch, staged: i
     with window:
         rig.stage(window, batch, range(staged))
         raise error
-
-
-def _in_groups(*groups: str) -> list[Any]:
-    import attrs
-
-    return [attrs.evolve(SIMPLE[0], group=group) for group in groups]

@@ -81,11 +81,11 @@ class Device(KitBase):
 
     def test_no_host_sync(self, kit: Kit, policy: str) -> None:
         """A window with a new layout passes torch's sync debug mode."""
-        kit.need_no_host_sync()
+        kit.need("no_host_sync")
         window_without_sync(kit.rig(policy), kit.capabilities.attention)
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
         """A captured commit reads its counts when it is replayed."""
-        kit.need_capture()
+        kit.need("capturable")
         replayed_commit(kit.rig(policy))

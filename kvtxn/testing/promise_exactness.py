@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..config import TxnConfig
 from ..executor import Executor, Txn
+from ..layers import LayerRef
+from ..manager import TransactionManager
 from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
 from .caches import LAYOUTS, LayerSpec
 from .kit import Kit, KitBase
@@ -33,6 +36,23 @@ EXTREMES: Final[dict[str, Callable[[Batch, Rig], list[int]]]] = {
     "some": lambda batch, rig: random_counts(batch, rig.rng),
     "all": lambda batch, rig: list(batch.draft_len),
 }
+
+
+_SMALL: Final = LayerSpec(heads=1, size=2, block_size=4, num_blocks=4)
+
+#: As many layers as deep models have, in two groups, and not all alike.
+_LAYERS: Final = [
+    attrs.evolve(_SMALL, group=("full", "sliding")[index % 2], size=2 + index % 3)
+    for index in range(70)
+]
+
+#: Rows of thousands of elements: of 16 heads, of a width that nothing divides, of one latent.
+_WIDE: Final = [
+    LayerSpec(heads=16, size=128, block_size=4, num_blocks=3),
+    LayerSpec("hnd", FORMATS["fp32"], group="b", heads=9, size=131, block_size=5, num_blocks=2),
+    LayerSpec("latent", size=2305, block_size=4, num_blocks=3),
+    LayerSpec("packed", FORMATS["fp8_e4m3-row"], heads=5, size=256, block_size=4, num_blocks=3),
+]
 
 
 class Exactness(KitBase):
@@ -216,22 +236,20 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
         """If the caller writes rows itself, the window only takes rejected ones back."""
-        batch = rig.batch(((1, 2), (4, 3)))
-        slots = rig.slots(batch)
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
-        _write_as_an_engine(rig, batch)
-        window.commit(rig.accepted([1, 3]))
-        rig.expect_committed(batch, batch.kept([1, 3]))
-        rig.check("after commit")
-        if policy == "direct":
-            return
-        batch = rig.batch(((1, 2), (4, 3)))
-        slots = rig.slots(batch)
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
-        _write_as_an_engine(rig, batch)
-        window.abort()
-        rig.expect_committed(batch, [False] * batch.num_rows)
-        rig.check("after abort")
+        for end in ("commit", "abort") if policy == "undo" else ("commit",):
+            batch = rig.batch(((1, 2), (4, 3)))
+            slots = rig.slots(batch)
+            window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
+            rig.expect_staged(batch)
+            rig.truth.impose()  # all rows, as an engine without the library writes them
+            rig.check("the kit's own writes")
+            if end == "commit":
+                window.commit(rig.accepted([1, 3]))
+                rig.expect_committed(batch, batch.kept([1, 3]))
+            else:
+                window.abort()
+                rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.check(f"after {end}")
 
     def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
         """The torch executor, given the same program, leaves the same memory word for word."""
@@ -256,6 +274,30 @@ class Exactness(KitBase):
         if torch.cuda.mem_get_info(kit.device)[0] < 4 * size:
             pytest.skip(f"{4 * size >> 30} GiB of free device memory are needed")
         _commit_far_out(kit, policy, spec, blocks)
+
+
+class Sizes(KitBase):
+    """Exactness has no upper bound but ``max_rows``."""
+
+    def test_many_layers(self, kit: Kit, policy: str) -> None:
+        """The last of many layers is committed and restored like the first."""
+        # Writing through is a launch per layer, which an interpreter of kernels feels.
+        layers = _LAYERS if policy == "deferred" else _LAYERS[:20]
+        _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
+
+    def test_many_requests(self, kit: Kit, policy: str) -> None:
+        """The count of every request holds, the last one included."""
+        spec = attrs.evolve(_SMALL, num_blocks=140)
+        _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
+
+    def test_long_drafts(self, kit: Kit, policy: str) -> None:
+        """A request may have many drafts, as prompt lookup proposes them."""
+        spec = attrs.evolve(_SMALL, num_blocks=60)
+        _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
+
+    def test_wide_rows(self, kit: Kit, policy: str) -> None:
+        """Every element of a wide row is committed."""
+        _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
 
 
 def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
@@ -295,19 +337,8 @@ def _check_refused(rig: Rig) -> None:
     assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
 
 
-def _write_as_an_engine(rig: Rig, batch: Batch) -> None:
-    """Write all rows into the caches without the library."""
-    rig.expect_staged(batch)
-    rig.truth.impose()
-    rig.check("the kit's own writes")
-
-
 def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None:
     """Run one window at the end of a huge cache; compare on the device, as integers."""
-    from ..config import TxnConfig
-    from ..layers import LayerRef
-    from ..manager import TransactionManager
-
     if policy not in kit.capabilities.policies:
         pytest.skip(f"{kit.name} does not declare {policy!r}")
     shape = (2, blocks, spec.block_size, spec.heads, spec.size)
@@ -330,3 +361,22 @@ def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None
         assert flat[:, slot].eq(code).all(), f"slot {slot} does not hold its row"
         flat[:, slot] = 0
     assert not memory.any(), "a row went somewhere else"
+
+
+def _commit_and_abort(
+    kit: Kit,
+    policy: str,
+    specs: Sequence[LayerSpec],
+    shape: tuple[Sequence[int], Sequence[int]],
+    **config: Any,
+) -> None:
+    """Commit a window with every second request accepted whole, abort another, and compare."""
+    rig = kit.rig(policy, specs, **config)
+    batch = rig.batch(shape)
+    counts = random_counts(batch, rig.rng)
+    counts[::2] = batch.draft_len[::2]
+    rig.commit(batch, counts, f"after commit of {sum(counts)} drafts")
+    if policy == "direct":
+        return
+    batch = rig.batch(shape)
+    rig.abort(batch, when="after abort")

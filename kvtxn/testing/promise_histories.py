@@ -17,7 +17,7 @@ from ..window_states import WindowState
 from .batches import Batch
 from .caches import LayerSpec
 from .faults import MOMENTS, Faults
-from .histories import Histories, queries_for, unrolled
+from .histories import Histories, attend_and_compare
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .mixed_layers import need_kinds
 from .number_formats import FORMATS
@@ -116,7 +116,7 @@ class LongRuns(KitBase):
         past: str,
     ) -> None:
         """Attention to a ring equals attention over all tokens so far, laps included."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
         shape = ((extra + 1, 1 if extra else 0), (0, 2 * window + 3 if extra < 5 else 3))
         rows = max(shape[0]) if policy == "deferred" else max(map(sum, zip(*shape, strict=True)))
@@ -124,16 +124,19 @@ class LongRuns(KitBase):
         for layout, fmt in (("hnd", "fp32"), ("gapped", "fp8_e4m3-head")):
             spec = LayerSpec(layout, FORMATS[fmt], kind="ring", ring_size=size, window=window)
             spec = attrs.evolve(spec, block_size=3, num_blocks=2 * -(-size // 3))
-            _attend(kit, policy, spec, shape, _PASTS[past](size), attention_tolerance)
+            rig = kit.rig(policy, [spec], max_rows=128)
+            attend_and_compare(rig, shape, _PASTS[past](size), attention_tolerance)
 
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
         """After a fallback drafts still wait outside the ring, so no visible row is evicted."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
         spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
         for at in ("attend", "stage"):
-            shape = ((1, 1), (6, 2))
-            _attend(kit, "deferred", spec, shape, (9, 3), attention_tolerance, at)
+            rig, faults = kit.faulty_rig("deferred", [spec], on_error="fallback")
+            faults.arm(at, "middle")
+            attend_and_compare(rig, ((1, 1), (6, 2)), (9, 3), attention_tolerance)
+            assert faults.fired
 
 
 def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed: int) -> None:
@@ -181,45 +184,3 @@ def _falls_back(rig: Rig, batch: Batch, accepted: Tensor | None, faults: Faults)
     fell_back = window.state is WindowState.FELL_BACK
     assert fell_back == (len(faults.fired) > fired)
     return fell_back
-
-
-def _attend(
-    kit: Kit,
-    policy: str,
-    spec: LayerSpec,
-    shape: tuple[tuple[int, ...], tuple[int, ...]],
-    lengths: tuple[int, ...],
-    tolerance: float,
-    failing: str | None = None,
-) -> None:
-    """Make up a past of these lengths, open a window after it, attend, compare."""
-    rig, faults = kit.faulty_rig(policy, [spec], on_error="fallback", max_rows=128)
-    histories, cache = Histories(rig, _REQUESTS), rig.caches[0]
-    before = histories.batch((lengths, (0,) * _REQUESTS), finite=True)
-    histories.extend(before, [False] * before.num_rows)
-    histories.impose()
-    batch = histories.batch(shape, finite=True)
-    query = queries_for(cache, batch.num_rows, len(lengths))
-    table = torch.tensor(histories.table("default"), dtype=torch.int32, device=rig.device)
-    seq_lens = rig.accepted([n + a + b for n, a, b in zip(lengths, *shape, strict=True)])
-    if failing is not None:
-        faults.arm(failing, "middle")
-    with rig.open(batch) as window:
-        rig.stage(window, batch)
-        out = window.attend(rig.refs[0], query.to(rig.device), table, seq_lens)
-        window.abort()
-    assert bool(faults.fired) == (failing is not None)
-    whole = [
-        [*past, *new]
-        for past, new in zip(histories.past, histories.tokens(batch, lambda _: True), strict=True)
-    ]
-    expected, first = [], 0
-    for request, tokens in enumerate(whole):
-        count = shape[0][request] + shape[1][request]
-        expected += unrolled(cache, tokens, query[first : first + count].double().tolist())
-        first += count
-    wrong = (out.double().cpu() - torch.tensor(expected, dtype=torch.float64)).abs()
-    assert float(wrong.max()) <= tolerance * 10, f"attention is off by {float(wrong.max()):.3g}"
-    if policy != "direct":
-        histories.extend(batch, [False] * batch.num_rows)
-        histories.check("after attention and abort")

@@ -168,7 +168,7 @@ class Hooks(MixedKit):
 
     def test_hooks_do_not_wait(self, kit: Kit, mixed: Rig) -> None:
         """Calling a hook costs no host sync."""
-        kit.need_no_host_sync()
+        kit.need("no_host_sync")
         stored = []
         mixed.manager.on_commit(lambda window: stored.append(window.stored()))
         window_without_sync(mixed, attend=False)

@@ -269,7 +269,7 @@ class Overwriting(KitBase):
 
     def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
         """States' slots are spread over rows, and laps found, without waiting for the device."""
-        kit.need_no_host_sync()
+        kit.need("no_host_sync")
         rig = mixed_rig(kit, policy)
         window_without_sync(rig, attend=False)
         if policy != "deferred":
@@ -286,7 +286,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_rings_and_states_in_a_graph(self, kit: Kit, policy: str) -> None:
         """A captured commit selects rows and states by the counts of its replay."""
-        kit.need_capture()
+        kit.need("capturable")
         replayed_commit(mixed_rig(kit, policy))
 
     @pytest.mark.parametrize("group", ["ring", "state", "replayed"])

@@ -16,6 +16,7 @@ from .kit import TRANSACTIONAL, Kit, KitBase
 from .naive import attention, make_sequences
 from .number_formats import FORMATS
 from .rig import Rig
+from .trees import FORESTS, lengths
 
 #: Settled and draft rows, and tokens before them: empty prefixes, full blocks, odd ends.
 PASTS: Final[dict[str, tuple[tuple[Sequence[int], Sequence[int]], Sequence[int]]]] = {
@@ -41,8 +42,20 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+#: Tokens before the windows of the trees in ``FORESTS``.
+_TREE_PASTS: Final[dict[str, Sequence[int]]] = {
+    "one": (6,),
+    "uneven": (7, 0, 12),
+    "no-drafts": (3, 9, 0),
+    "only-roots": (0, 5),
+    "chains": (4, 1),
+    "late-branch": (11, 2),
+    "no-requests": (),
+}
+
+
 def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
-    return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 20} | rest))
+    return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 24} | rest))
 
 
 #: Layouts and formats: every pair for staged rows, fewer for rows in the cache.
@@ -78,7 +91,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:
         """Grouped queries over mixed lengths, with sliding windows and soft caps, are right."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [
             _spec(fmt="fp32", size=8),
             _spec(fmt="fp32", heads=1, size=8, value_size=4),
@@ -92,7 +105,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, how: dict[str, Any]
     ) -> None:
         """Query heads find their KV head, and a prefix of many blocks is read to its start."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [_spec(fmt="fp32", heads=heads, size=8, num_blocks=60) for heads, _ in _GROUPINGS]
         rig = kit.rig(policy, specs)
         groups = [queries for _, queries in _GROUPINGS]
@@ -102,7 +115,7 @@ class OwnWrites(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_strided_arguments(self, kit: Kit, attention_tolerance: float, policy: str) -> None:
         """Queries, block tables and lengths may be strided views."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
         views = (_slice, turned, spread)
         attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
@@ -112,7 +125,7 @@ class OwnWrites(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, fmt: str, layout: str
     ) -> None:
         """Own rows are read as the cache would store them: quantised once, scaled back."""
-        kit.need_attention()
+        kit.need("attention")
         specs = [
             _spec(layout, fmt, size=8),
             _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=40),
@@ -127,13 +140,13 @@ class OwnWrites(KitBase):
         self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
     ) -> None:
         """The output has the query's dtype, and is right to its precision."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(fmt=fmt, size=16)])
         attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
 
     def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
         """Attention between the stagings changes neither caches nor commit nor counters."""
-        kit.need_attention()
+        kit.need("attention")
         rig = kit.rig(policy, [_spec(), _spec("hnd")])
         sequences = make_sequences(rig, *PASTS["uneven"], "native")
         batch = sequences.batch
@@ -148,6 +161,53 @@ class OwnWrites(KitBase):
             window.commit([2, 0, 1])
         rig.expect_committed(batch, batch.kept([2, 0, 1]))
         rig.check("after commit")
+
+
+class TreeAttention(KitBase):
+    """Each branch attends as if it were alone; positions follow depth, not row numbers."""
+
+    @pytest.mark.parametrize("how", SETTINGS)
+    @pytest.mark.parametrize("past", _TREE_PASTS)
+    def test_tree_mask(
+        self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
+    ) -> None:
+        """Grouped queries, sliding windows and soft caps over uneven trees."""
+        kit.need("attention", "trees")
+        specs = [
+            _spec(fmt="fp32", size=8),
+            _spec(fmt="fp32", heads=1, size=8, value_size=4),
+        ]
+        settled, forest = FORESTS[past]
+        batch = lengths(settled, forest), _TREE_PASTS[past]
+        rig = kit.rig(policy, specs)
+        attend_and_compare(rig, *batch, attention_tolerance, SETTINGS[how], forest=forest)
+
+    @pytest.mark.parametrize("layout", KEY_VALUE)
+    @pytest.mark.parametrize("fmt", FORMATS)
+    def test_tree_mask_layouts_and_formats(
+        self, kit: Kit, attention_tolerance: float, fmt: str, layout: str
+    ) -> None:
+        """Staged rows are read as the cache would store them, in groups of their own."""
+        kit.need("attention", "trees")
+        specs = [
+            _spec(layout, fmt, size=8),
+            _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48),
+        ]
+        rig = kit.rig("deferred", specs)
+        settled, forest = FORESTS["late-branch"]
+        batch = lengths(settled, forest), _TREE_PASTS["late-branch"]
+        for payload in ("native", "cast"):
+            attend_and_compare(rig, *batch, attention_tolerance, {}, payload, forest=forest)
+
+    @pytest.mark.parametrize("nodes", [17, 40])
+    def test_a_wide_tree(self, kit: Kit, attention_tolerance: float, nodes: int) -> None:
+        """More nodes than a block of a kernel has rows."""
+        kit.need("attention", "trees")
+        rig = kit.rig("deferred", [_spec(fmt="fp32", size=8, num_blocks=40)], seed=nodes)
+        forest = [[rig.rng.randint(-1, node - 1) for node in range(n)] for n in (nodes, 3)]
+        shape = lengths((2, 1), forest)
+        for how in ({}, {"sliding_window": 5}):
+            attend_and_compare(rig, shape, (5, 9), attention_tolerance, how, forest=forest)
 
 
 def attend_and_compare(
@@ -198,7 +258,8 @@ def attend_and_compare(
             if views:
                 given, table, seq_lens = views[index](given), views[index](table), spread(seq_lens)
             out = window.attend(cache.ref, given, table, seq_lens, **settings)
-            expected = attention(full, cache, sequences, query, forest=forest, **settings)
+            stored = sequences.stored(full, cache)
+            expected = attention(cache, stored, batch, query, forest=forest, **settings)
             assert out.dtype is dtype
             assert out.shape == expected.shape
             wrong = (out.double().cpu() - expected).abs()

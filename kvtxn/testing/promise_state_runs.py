@@ -101,22 +101,13 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
+#: Shapes of a row's query, key, value and strength of its write.
+_WRITTEN: Final = ((_KEY_HEADS, _KEYS), (_KEY_HEADS, _KEYS), (_HEADS, _VALUES), (_HEADS,))
+
 #: Shapes of one row's inputs, from which a layer computes key, value and decay; by family.
 _ROWS: Final[dict[str, tuple[tuple[int, ...], ...]]] = {
-    "gated_delta": (
-        (_KEY_HEADS, _KEYS),
-        (_KEY_HEADS, _KEYS),
-        (_HEADS, _VALUES),
-        (_HEADS,),
-        (_HEADS,),
-    ),
-    "kda": (
-        (_KEY_HEADS, _KEYS),
-        (_KEY_HEADS, _KEYS),
-        (_HEADS, _VALUES),
-        (_HEADS,),
-        (_HEADS, _KEYS),
-    ),
+    "gated_delta": (*_WRITTEN, (_HEADS,)),
+    "kda": (*_WRITTEN, (_HEADS, _KEYS)),
     "mamba2": ((_HEADS, _VALUES), (_HEADS,), (_KEY_HEADS, _KEYS), (_KEY_HEADS, _KEYS)),
     "short_conv": ((_KEYS,),),
 }

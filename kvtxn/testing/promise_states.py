@@ -114,7 +114,7 @@ class States(KitBase):
     @pytest.mark.parametrize("accepted", [[[], []], [[1], [0, 2]], [[0, 2], [1]]])
     def test_states_along_a_path(self, kit: Kit, accepted: list[list[int]]) -> None:
         """A state takes in the accepted path of a draft tree, in its order."""
-        kit.need_trees()
+        kit.need("trees")
         rig = state_rig(kit)
         batch = rig.batch(((1, 1), (4, 3)), padding=0.0)
         with rig.open(batch, [(-1, -1, 0, 1), (-1, -1, 0)]) as window:

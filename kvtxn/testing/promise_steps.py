@@ -335,7 +335,7 @@ class CapturedSteps(MixedKit):
         self, kit: Kit, mixed: Rig, forward: CapturedForward, hooked: bool
     ) -> None:
         """A step does not wait from begin to the end of commit, with a hook or without."""
-        kit.need_no_host_sync()
+        kit.need("no_host_sync")
         forward.step(mixed.batch(SHAPE), COUNTS)
         stored = []
         if hooked:

@@ -116,6 +116,7 @@ class SuppliedStates(MixedKit):
                 steps.states.fails = {"commit": done}
             steps.commit(window, COUNTS)
             assert window.state is WindowState.FELL_BACK
+            assert window.fallback_reason == ("commit" if fault == "rows" else "states")
             rig.expect_committed(batch, batch.kept(COUNTS))
             either(rig, batch)  # rejected rows may be there, as in stock
             steps.check(f"{fault} failed")

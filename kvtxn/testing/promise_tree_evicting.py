@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .. import window as window_module
 from ..window_states import WindowState
 from .caches import LayerSpec
-from .histories import Histories, queries_for, unrolled
+from .histories import attend_and_compare
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .mixed_layers import faulty_mixed_rig, mixed_rig, need_kinds
 from .number_formats import FORMATS
@@ -77,7 +76,7 @@ class EvictingTrees(KitBase):
         self, kit: Kit, policy: str, at: str, when: str
     ) -> None:
         """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
-        kit.need_trees()
+        kit.need("trees")
         rig, faults = faulty_mixed_rig(kit, policy, on_error="fallback")
         offloader = Offloader(rig)
         forest = [(-1, -1, 0, 1, 1), (-1, 0, 0)]
@@ -108,9 +107,9 @@ class EvictingTrees(KitBase):
         self, kit: Kit, attention_tolerance: float, policy: str, name: str
     ) -> None:
         """Each branch attends to a ring as if it were alone: past, settled rows, ancestors."""
-        kit.need_attention()
+        kit.need("attention")
         need_kinds(kit, "ring")
-        kit.need_trees()
+        kit.need("trees")
         settled, forest = FORESTS[name]
         for size in (3, 8):
             most = size + max(map(sum, zip(settled, map(len, forest), strict=True)))
@@ -125,7 +124,9 @@ class EvictingTrees(KitBase):
             )
             for past in (0, size, 3 * most + 1):
                 rig = kit.rig(policy, [spec], seed=past)
-                _attend(rig, settled, forest, past, attention_tolerance)
+                before = (past,) * len(forest)
+                shape = lengths(settled, forest)
+                attend_and_compare(rig, shape, before, attention_tolerance, forest)
 
 
 def _one_window(rig: Rig) -> None:
@@ -140,51 +141,5 @@ def _one_window(rig: Rig) -> None:
 
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
-    kit.need_trees()
+    kit.need("trees")
     return mixed_rig(kit, policy, **config)
-
-
-def _attend(
-    rig: Rig,
-    settled: Sequence[int],
-    forest: Sequence[Sequence[int]],
-    past: int,
-    tolerance: float,
-) -> None:
-    """Compare the attention of a tree window that follows ``past`` tokens per request."""
-    requests = len(forest)
-    histories, cache = Histories(rig, requests), rig.caches[0]
-    before = histories.batch(((past,) * requests, (0,) * requests), finite=True)
-    histories.extend(before, [False] * before.num_rows)
-    histories.impose()
-    batch = histories.batch((tuple(settled), tuple(map(len, forest))), finite=True)
-    query = queries_for(cache, batch.num_rows, past)
-    table = torch.tensor(histories.table("default"), dtype=torch.int32, device=rig.device)
-    own = [known + len(tree) for known, tree in zip(settled, forest, strict=True)]
-    with rig.open(batch, forest) as window:
-        rig.stage(window, batch)
-        seq_lens = rig.accepted([past + count for count in own])
-        out = window.attend(rig.refs[0], query.to(rig.device), table, seq_lens)
-        window.abort()
-    expected, row = [], 0
-    for request, tokens in enumerate(histories.tokens(batch, lambda _: True)):
-        for number in range(own[request]):
-            first = settled[request]
-            seen = list(range(min(number + 1, first)))
-            if number >= first:
-                seen += [first + node for node in _way(forest[request], number - first)]
-            line = [*histories.past[request], *(tokens[at] for at in seen)]
-            expected += unrolled(cache, line, query[row : row + 1].double().tolist())
-            row += 1
-    wrong = (out.double().cpu() - torch.tensor(expected, dtype=torch.float64)).abs()
-    assert float(wrong.max()) <= tolerance * 10, f"attention is off by {float(wrong.max()):.3g}"
-    histories.extend(batch, [False] * batch.num_rows)
-    histories.check("after attention and abort")
-
-
-def _way(parents: Sequence[int], node: int) -> list[int]:
-    """Return a node's ancestors and itself, from the root down."""
-    way = [node]
-    while parents[way[0]] >= 0:
-        way.insert(0, parents[way[0]])
-    return way

@@ -53,7 +53,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("name", FORESTS)
     def test_forests(self, kit: Kit, rig: Rig, name: str) -> None:
         """Every node of every tree may end the path, over layers of different kinds."""
-        kit.need_trees()
+        kit.need("trees")
         settled, forest = FORESTS[name]
         for _ in range(6):
             batch = rig.batch(lengths(settled, forest), padding=0.1)
@@ -62,7 +62,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize(("layout", "fmt"), _kinds)
     def test_tree_layouts_and_formats(self, kit: Kit, policy: str, layout: str, fmt: str) -> None:
         """Any strides, any number format; rows that the library stores, too."""
-        kit.need_trees()
+        kit.need("trees")
         rig = kit.rig(policy, [LayerSpec(layout, FORMATS[fmt], size=6), LayerSpec(layout)])
         forest = [(-1, -1, 0, 1, 3), (-1, 0, 0)]
         for payload, paths in (("native", [[1, 3, 4], [0, 2]]), ("cast", [[0, 2], []])):
@@ -73,7 +73,7 @@ class Trees(KitBase):
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Random trees, slots and numbers as paths, unread as from a device, are exact."""
-        kit.need_trees()
+        kit.need("trees")
         monkeypatch.setattr(window_module, "as_accepted", unread)
 
         @tree_settings
@@ -90,7 +90,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_aborted(self, kit: Kit, policy: str, staged: int) -> None:
         """An aborted tree changes no byte, apart from settled rows."""
-        kit.need_trees()
+        kit.need("trees")
         rig = kit.rig(policy, SIMPLE)
         for settled, forest in FORESTS.values():
             batch = rig.batch(lengths(settled, forest))
@@ -102,7 +102,7 @@ class Trees(KitBase):
 
     def test_a_tree_waits(self, kit: Kit) -> None:
         """Under deferred no node is in the cache before commit, and no rejected node after."""
-        kit.need_trees()
+        kit.need("trees")
         rig = kit.rig("deferred")
         settled, forest = FORESTS["uneven"]
         batch = rig.batch(lengths(settled, forest))
@@ -117,7 +117,7 @@ class Trees(KitBase):
 
     def test_places_without_slots(self, kit: Kit, rig: Rig) -> None:
         """A wide tree needs slots for its depth only: rows without slots wait in the window."""
-        kit.need_trees()
+        kit.need("trees")
         forest = [(-1, -1, -1, 2, 2, 4)]
         batch = rig.batch(lengths((1,), forest), padding=0.0)
         for slots in batch.slots.values():
@@ -126,7 +126,7 @@ class Trees(KitBase):
 
     def test_chains_take_counts(self, kit: Kit, rig: Rig) -> None:
         """A tree that is a plain sequence takes counts, masks and paths."""
-        kit.need_trees()
+        kit.need("trees")
         mask = [False, True, True, False, False, True]
         ways: tuple[Any, ...] = (
             [2, 1],
@@ -146,7 +146,7 @@ class Trees(KitBase):
 
     def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
         """Counts, masks and host paths that leave the tree are refused; a path passes then."""
-        kit.need_trees()
+        kit.need("trees")
         rig = kit.rig(policy, SIMPLE)
         forest = [(-1, -1, 0, 1), (-1, 0)]
         batch = rig.batch(lengths((1, 1), forest))
@@ -182,7 +182,7 @@ class Trees(KitBase):
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
         """After any failure the accepted path is in its row positions, and is counted once."""
-        kit.need_trees()
+        kit.need("trees")
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         offloader = Offloader(rig)
         settled, forest = FORESTS["uneven"]
@@ -206,7 +206,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_restored(self, kit: Kit, policy: str, at: str, when: str) -> None:
         """on_error="raise": the executor's error surfaces, and no node is in the caches."""
-        kit.need_trees()
+        kit.need("trees")
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         settled, forest = FORESTS["uneven"]
         batch = rig.batch(lengths(settled, forest))
@@ -218,7 +218,7 @@ class Trees(KitBase):
 
     def test_an_offloader_sees_the_path_only(self, kit: Kit, rig: Rig) -> None:
         """The hook names the slots after the move, never the nodes' first slots."""
-        kit.need_trees()
+        kit.need("trees")
         offloader = Offloader(rig)
         for settled, forest in FORESTS.values():
             batch = rig.batch(lengths(settled, forest))
@@ -228,7 +228,7 @@ class Trees(KitBase):
 
     def test_debug_checks_trees(self, kit: Kit, policy: str) -> None:
         """Debug mode, the library's own check of each commit, finds no difference."""
-        kit.need_trees()
+        kit.need("trees")
         rig = kit.rig(policy, debug=True)
         settled, forest = FORESTS["late-branch"]
         batch = rig.batch(lengths(settled, forest))
@@ -236,7 +236,7 @@ class Trees(KitBase):
 
     def test_trees_do_not_wait(self, kit: Kit, rig: Rig) -> None:
         """The host does not read a path on the device, which is cut where it leaves the tree."""
-        kit.need_trees()
+        kit.need("trees")
         kit.need_cuda()
         settled, forest = FORESTS["uneven"]
         for paths in ([[0, 2], [1], [0, 1, 2, 4]], [[0, 3], [3], [0, 1, 2**40]]):
@@ -253,8 +253,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_commit_in_a_graph(self, kit: Kit, rig: Rig) -> None:
         """A captured commit reads its path when it is replayed."""
-        kit.need_trees()
-        kit.need_capture()
+        kit.need("trees", "capturable")
         settled, forest = FORESTS["uneven"]
         warm = rig.batch(lengths(settled, forest))
         run_tree(rig, warm, forest, [[0, 1, 3], [0], []])

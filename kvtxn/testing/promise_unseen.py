@@ -19,7 +19,7 @@ from torch import Tensor
 from .batches import Batch
 from .caches import LayerSpec, TestCache
 from .kit import Kit, KitBase
-from .naive import Sequences, make_sequences
+from .naive import Sequences, branch, make_sequences
 from .number_formats import FORMATS
 from .rig import Rig
 from .trees import lengths
@@ -54,7 +54,7 @@ class Unseen(KitBase):
     @pytest.mark.parametrize("fmt", _NAMES)
     def test_poison_that_no_query_sees(self, kit: Kit, policy: str, fmt: str, how: str) -> None:
         """Poison other requests, later rows, stale slots, and rows outside the sliding window."""
-        kit.need_attention()
+        kit.need("attention")
         for name, (shape, prefixes) in _PASTS.items():
             rig = kit.rig(policy, [_spec(fmt)], seed=len(name))
             _compare(rig, shape, prefixes, _HOW[how], None)
@@ -63,8 +63,7 @@ class Unseen(KitBase):
     @pytest.mark.parametrize("fmt", _NAMES)
     def test_poison_in_other_branches(self, kit: Kit, fmt: str, how: str) -> None:
         """Poison the nodes of a tree that are no ancestors."""
-        kit.need_attention()
-        kit.need_trees()
+        kit.need("attention", "trees")
         for name, (settled, forest, prefixes) in _FORESTS.items():
             rig = kit.rig("deferred", [_spec(fmt)], seed=len(name))
             _compare(rig, lengths(settled, forest), prefixes, _HOW[how], forest)
@@ -145,11 +144,8 @@ def _seen(
     if forest is None or row < start:
         rows = [*range(first, row + 1)]
     else:
-        node, branch = row - start, []
-        while node >= 0:
-            branch.append(start + node)
-            node = forest[request][node]
-        rows = [*range(first, start), *reversed(branch)]
+        own = branch(forest[request], row - start)
+        rows = [*range(first, start), *(start + node for node in own)]
     everything: list[tuple[str, int]] = [("past", position) for position in range(past)]
     everything += [("row", each) for each in rows]
     if sliding_window is not None:

@@ -57,10 +57,10 @@ FAMILIES: Final = {
     "ledger": "any_stride or test_malformed or test_every_call or columns or _life and states",
     "bytes": "any_stride or test_checksums_of_any_layout or test_windows or _life and plain",
     # Verifies have many cases, of which few are taken: what follows them has a family of its own.
-    "gated-delta": "test_verify_is_as_specified",
-    "gated-delta-steps": "test_a_commit_advances or are_the_re",
-    "mamba2": "test_verify_is_as_specified",
-    "mamba2-steps": "are_the_recurrence or test_steps_follow_each_other",
+    "gated-delta": "test_verify_is_as_specified and delta",
+    "gated-delta-steps": "test_a_commit_advances or are_the_references or are_the_re and delta",
+    "mamba2": "test_verify_is_as_specified and mamba2",
+    "mamba2-steps": "are_the_recurrence and mamba2 or test_steps_follow_each_other",
     "named-commits": "test_lines_are_the_references or test_all_requests",
 }
 
@@ -71,13 +71,13 @@ _OWN_FILES: Final = {
     "slices": ("backends/test_attention_launch.py",),
     "ledger": ("backends/test_audit_passes.py", "backends/test_audit_strides.py"),
     "bytes": ("backends/test_audit_bytes.py",),
-    "gated-delta": ("recurrent/test_delta_kernels.py",),
+    "gated-delta": ("recurrent/test_verify_kernels.py",),
     "gated-delta-steps": (
-        "recurrent/test_delta_kernels.py",
+        "recurrent/test_verify_kernels.py",
         "recurrent/test_recurring_advance.py",
     ),
-    "mamba2": ("recurrent/test_mamba_kernels.py",),
-    "mamba2-steps": ("recurrent/test_mamba_kernels.py",),
+    "mamba2": ("recurrent/test_verify_kernels.py",),
+    "mamba2-steps": ("recurrent/test_verify_kernels.py",),
     "named-commits": ("recurrent/test_commit_table.py",),
 }
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from kernel_driver import Driver
 from kernels_here import ON_GPU, importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 
@@ -75,21 +74,6 @@ def test_all_requests():
     Tables(4, aligned=True).assert_step(REQUESTS, REQUESTS)
 
 
-class Driver:
-    """Stands for ``RepeatedLaunch``."""
-
-    def __init__(self, compiled, grid, arguments, constants, device):
-        self.words = [
-            each.data_ptr() if isinstance(each, torch.Tensor) else each
-            for each in arguments[: len(arguments) - constants]
-        ]
-        self.programs = [SimpleNamespace(value=0) for _ in range(3)]
-        self.launched = []
-
-    def run(self) -> None:
-        self.launched.append((list(self.words), self.programs[0].value))
-
-
 def test_what_the_driver_is_given(monkeypatch):
     """Addresses and numbers of the step alone differ; other alignments are Triton's."""
 
@@ -113,7 +97,7 @@ def test_what_the_driver_is_given(monkeypatch):
     [(words, programs)] = driver.launched
     assert [at for at in range(len(words)) if words[at] != before[at]] == [0, 1, 9, 10]
     step = sampled[4:].data_ptr(), starts[8:].data_ptr(), 26, 32
-    assert ([words[at] for at in (0, 1, 9, 10)], programs) == ([*step], 1)
+    assert ([words[at] for at in (0, 1, 9, 10)], programs[0]) == ([*step], 1)
     launch.run(sampled[1:], starts, 39, first)  # not aligned
     assert (len(driver.launched), len(made)) == (1, 2)
     assert launch.again is driver

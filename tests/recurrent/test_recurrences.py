@@ -207,25 +207,6 @@ def test_boundaries_that_do_not_fit(boundary, beyond, message):
     assert manager.current is None
 
 
-def test_requests_may_begin_from_one_state():
-    """A state that a prefix cache keeps is read by both, and each goes on in a slot of its own."""
-    state = torch.zeros(6, 3, 5)
-    state[1] = 7
-    ref = LayerRef.recurrent("s", state, replay=CONV)
-    manager = TransactionManager([ref])
-    rows = torch.arange(1.0, 5).view(4, 1).expand(4, 5)
-    with manager.window([1, 1], StateSlots([1, 1], [0, 0], [2, 3])) as window:
-        window.stage(ref, rows)
-        window.commit([1, 0])
-    expected = [[0, 0, 0], [7, 7, 7], [7, 1, 2], [7, 7, 3], [0, 0, 0], [0, 0, 0]]
-    assert state[:, :, 0].tolist() == expected
-    flat = manager.snapshot()
-    assert flat["kvtxn_rows_committed_total"] == 1
-    assert flat["kvtxn_bytes_written_total"] + flat["kvtxn_bytes_avoided_total"] == (
-        2 * ref.row_bytes
-    )
-
-
 @pytest.mark.parametrize(
     ("slots", "boundary", "beyond"),
     [
@@ -273,16 +254,6 @@ def test_only_replayed_layers_have_boundaries():
     for layers in ([selected], [selected, replayed]):  # two of them in one group
         with pytest.raises(SlotMappingError, match="do not replay rows"):
             TransactionManager(layers).window([2], StateSlots([0], [1], [2]))
-
-
-def test_boundaries_may_come_with_the_first_layer():
-    """As any slots; the number of requests follows from them."""
-    state = torch.zeros(6, 3, 5)
-    ref = LayerRef.recurrent("s", state, replay=CONV)
-    with TransactionManager([ref]).window(2) as window:
-        window.stage(ref, torch.ones(3, 5), slots=StateSlots([0], [2], [4]))
-        window.commit(2)
-    assert state[:, :, 0].tolist() == [[0, 1, 1], *[[0, 0, 0]] * 3, [1, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -381,25 +352,6 @@ def test_a_row_of_a_tree_sees_its_own_path(recurrence):
         assert torch.equal(outputs[rows], wanted)
         for ours, theirs in zip(staged, kept, strict=True):
             assert torch.equal(ours[rows], theirs)
-
-
-def test_a_path_of_a_tree_is_committed():
-    """The state is that of a window with the accepted drafts alone."""
-    torch.manual_seed(4)
-    ends = []
-    for rows, tree in (([0, 2, 5], None), ([0, 1, 2, 3, 4, 5], TREES[0])):
-        state = torch.ones(3, 4, 5, 6)
-        layer = LayerRef.recurrent("s", state, replay=DELTA)
-        torch.manual_seed(5)
-        parts = [part[rows] for part in parts_of(DELTA, 6)]
-        _, staged = DELTA.outputs(state, [1], [len(rows)], *parts, parents=tree)
-        drafts = len(rows) - 1
-        with TransactionManager([layer]).window(drafts, [1], tree=tree) as window:
-            window.stage(layer, staged)
-            window.commit(2 if tree is None else [[1, 4]])
-        ends.append(state)
-    assert torch.equal(*ends)
-    assert not torch.equal(ends[0][1], torch.ones(4, 5, 6))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from delta_cases import make_case
+from kernel_driver import Driver
 from kernels_here import ON_GPU, importing_kernels
+from verify_steps import DELTA
 
 with importing_kernels():
     from kvtxn.backends.gated_delta import DeltaLayers, recurring, reference
@@ -23,12 +22,10 @@ class Steps:
 
     def __init__(self, *, crossing: bool = False) -> None:
         self.cases = [
-            make_case(LENGTHS, SLOTS, device=DEVICE, slots=16, seed=seed) for seed in range(2)
+            DELTA.make(LENGTHS, SLOTS, device=DEVICE, slots=16, seed=seed) for seed in range(2)
         ]
         for case in self.cases:
-            reference.verify_gated_delta(
-                **case.given, out=case.out, kept=case.kept, scale=case.scale
-            )
+            DELTA.verify(case)
         kept = [case.kept for case in self.cases]
         self.expected = [case.given["state"].clone() for case in self.cases]
         self.mine = DeltaLayers.build([case.given["state"] for case in self.cases], kept, [0, 1])
@@ -66,21 +63,6 @@ def test_states_are_the_references(crossing):
     steps.assert_step([0, 4, 9, 1], torch.int64)
     steps.assert_step([4, 0])
     steps.assert_step([1, 1, 1, 1])
-
-
-class Driver:
-    """Stands for ``RepeatedLaunch``, and notes what would be launched."""
-
-    def __init__(self, compiled, grid, arguments, constants, device):
-        self.words = [
-            each.data_ptr() if isinstance(each, torch.Tensor) else each
-            for each in arguments[: len(arguments) - constants]
-        ]
-        self.programs = [SimpleNamespace(value=size) for size in grid]
-        self.launched = []
-
-    def run(self) -> None:
-        self.launched.append((list(self.words), [each.value for each in self.programs]))
 
 
 @pytest.fixture

@@ -63,17 +63,6 @@ def test_any_crop_within_reach(model, recording, crops):
     assert follows(model, cache)
 
 
-def test_a_crop_reaches_over_several_forwards(model):
-    """Rows of forwards that are committed already are taken back as well."""
-    cache = TxnCache(model.config, max_tokens=64, max_drafts=8)
-    cache.activate_past_recording()
-    feed(model, cache, 0, 30)
-    feed(model, cache, 30, 33)
-    cache.crop(-5)
-    assert cache.get_seq_length() == 28
-    assert follows(model, cache)
-
-
 @pytest.mark.parametrize("tokens", ["2", None, 1.5, [2]])
 def test_a_crop_is_an_int(model, tokens):
     """Half a token is not rounded to none."""
