@@ -16,6 +16,7 @@ from kvtxn.integrations.audit_command import command, engine, trace, vllm_engine
 from kvtxn.integrations.audit_command.client import EngineClient
 from kvtxn.integrations.audit_command.jobs import Job, Refused, sentence
 from kvtxn.integrations.audit_command.prompts import Prompt
+from kvtxn.integrations.audit_command.vllm_engine import VllmRequests
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
 
 from kvtxn.cli import main
@@ -255,7 +256,9 @@ def small():
     class Sizes:
         max_length, block_size, vocabulary = 64, 32, 100
 
-    return EngineClient(None, Sizes, Job(engine_args={}, workloads=()), lambda done: None)
+    return EngineClient(
+        None, VllmRequests(), Sizes, Job(engine_args={}, workloads=()), lambda done: None
+    )
 
 
 def test_sessions_fit_the_engine(small):
