@@ -62,13 +62,9 @@ class Passes(ABC):
 
     Args:
         books: the books that the passes read and write.
-
-    Attributes:
-        step_input: the class that prepares an engine's numbers for these passes.
     """
 
     name: ClassVar[str]
-    step_input: ClassVar[type[StepInput]] = StepInput
 
     def __init__(self, books: Books) -> None:
         self.books: Final = books
@@ -133,6 +129,10 @@ class Passes(ABC):
                 last; all others are rejected.
             besides: tokens that ``accepted`` counts beside drafts.
         """
+
+    def input(self) -> StepInput:
+        """Return the code that prepares an engine's numbers for these passes."""
+        return StepInput(self.books)
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:
         """Return the device code of a scrub over the same ledger."""

@@ -196,7 +196,6 @@ class TorchPasses(Passes):
             known = torch.where(drafts > 0, settled, known)
         facts[book.KNOWN][line] = known
         facts[book.DURABLE][line] = settled
-        facts[book.KEPT_BEFORE][line] = facts[book.KEPT][line]
         facts[book.KEPT][line] = torch.where(drafts > 0, -1, 0)
         now = books.counters[book.STEP].add_(1)
         books.counters[book.JOURNALLED] += len(chain)
