@@ -18,9 +18,9 @@ from ...audit.byte_books import ByteBooks
 from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
-from ...audit.passes import Passes, Stretch
+from ...audit.passes import Passes
 from ...audit.rows import first_of
-from ...audit.step import Step
+from ...audit.step import Step, Stretch
 from ...audit.violation import KIND_NUMBER
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel

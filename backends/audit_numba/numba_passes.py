@@ -18,9 +18,8 @@ from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
 from ...audit.group_lines import group_lines
 from ...audit.new_requests import PackedRequests
-from ...audit.passes import Stretch
 from ...audit.rows import Batch
-from ...audit.step import Step
+from ...audit.step import Step, Stretch
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
 from .engine_input import begin_requests

@@ -25,11 +25,11 @@ from .following import Following
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
 from .moves import Moves
-from .passes import Passes, Stretch
+from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
 from .request_changes import NONE, RequestChanges
 from .request_table import RequestTable
-from .step import Step
+from .step import Step, Stretch
 from .transfers import RowTransfers
 from .violation import NOBODY, Violation
 
@@ -342,7 +342,7 @@ class Ledger:
                 "follow", "the ledger follows a manager already", expected="one manager",
                 got=repr(manager), hint="call remove() on what the first follow returned",
             )  # fmt: skip
-        self._following = Following(self, self._state, manager)
+        self._following = Following(self.resolve, self.leave, self._state, manager)
         return self._following
 
     def write(self, step: Step) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar, Final
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from .books import Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
 from .changes import Change
-from .step import Step
+from .step import Step, Stretch
 from .step_input import StepInput
 
 #: A run of wrong rows ends where a block ends, and at every multiple of this many positions.
@@ -25,32 +23,6 @@ RUN: Final = 1024
 #: row's word; the index is -1 for a row without a slot. All modulo 2^64.
 PLACE_FACTOR: Final = 0x2545F4914F6CDD1D
 STEP_FACTOR: Final = 0x5851F42D4C957F2D
-
-#: The kinds of violations that an inspected row can be.
-STRETCH_KINDS: Final = ("published", "exported", "imported")
-
-
-@attrs.frozen(eq=False)
-class Stretch:
-    """Rows to inspect when a block is published, or when rows leave the engine.
-
-    Attributes:
-        lines: int ``[num_requests]``, the line of each request; -1 is padding.
-        first: int ``[num_requests]``, the position of each request's first row.
-        end: int ``[num_requests]``, the position after each request's last row.
-        tables: by group, int ``[num_requests, blocks]``.
-        kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
-        table_lines: int ``[num_requests]``, as in ``Step``.
-        block_maps: by group, int ``[n]``, as in ``Step``.
-    """
-
-    lines: Tensor
-    first: Tensor
-    end: Tensor
-    tables: Mapping[str, Tensor]
-    kind: str
-    table_lines: Tensor | None = None
-    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 class Passes(ABC):

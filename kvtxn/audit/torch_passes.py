@@ -19,7 +19,7 @@ from .draft_trees import SampledPath, along, followed
 from .epochs import age_in, count_ages
 from .groups import Place
 from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
-from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
+from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes
 from .rows import (
     Batch,
     admitted,
@@ -33,7 +33,7 @@ from .rows import (
     word_at,
     words_read,
 )
-from .step import Step
+from .step import Step, Stretch
 from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
 from .violation_record import record_violation
 

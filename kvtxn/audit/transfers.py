@@ -22,8 +22,8 @@ from .arguments import described
 from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
-from .passes import Stretch
 from .rows import through
+from .step import Stretch
 from .violation import NOBODY
 
 
