@@ -21,20 +21,19 @@ BLOCK = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 OUTSIDE = re.compile(r"https?:|//[a-z]+\.|\bsrc\s*=|\bhref\s*=|url\(|@import|\bfetch\(|\bimport\b")
 
 
-def test_the_data_are_one_block_of_json():
-    """It is all that the scripts read."""
-    found = recorded.found()
-    blocks = BLOCK.findall(recorded.html(found))
-    assert len(blocks) == 1
-    assert json.loads(blocks[0]) == json.loads(json.dumps(recorded.data(found)))
-
-
-def test_the_page_needs_nothing_else():
-    """No address, no picture, no font, no framework."""
-    text = BLOCK.sub("", recorded.html(recorded.found()))
-    assert OUTSIDE.search(text) is None
-    assert "{{" not in text
-    assert text.count("<script") == text.count("<style") == 1
+def test_the_page_is_whole_and_needs_nothing_else():
+    """Its data are one block of JSON; no address, no picture, no font, no framework."""
+    data = recorded.data(recorded.found())
+    text = page.page(data)
+    (block,) = BLOCK.findall(text)
+    assert json.loads(block) == json.loads(json.dumps(data))
+    assert len(data["recording"]["runs"]) % len(RUN_FIELDS) == 0
+    assert len(data["recording"]["steps"]) == 60
+    assert (data["verdict"]["word"], data["restores"]) == ("healthy", False)
+    rest = BLOCK.sub("", text)
+    assert OUTSIDE.search(rest) is None
+    assert "{{" not in rest
+    assert rest.count("<script") == rest.count("<style") == 1
 
 
 def test_the_verdict_is_readable_without_the_script():
@@ -57,16 +56,6 @@ def test_names_cannot_leave_their_place():
     assert "alert(1)</script>" not in text
     (block,) = BLOCK.findall(text)
     assert json.loads(block)["recording"]["requests"][0]["name"] == name
-
-
-def test_runs_are_whole():
-    data = recorded.data(recorded.found())
-    recording = data["recording"]
-    assert recording["run_fields"] == list(RUN_FIELDS)
-    assert len(recording["runs"]) % len(RUN_FIELDS) == 0
-    assert len(recording["steps"]) == 60
-    assert data["verdict"]["word"] == "healthy"
-    assert data["restores"] is False
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from kvtxn.audit.lengths import report_lengths
 from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine
 from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, said
-from kvtxn.testing.audit_mutants import MUTANTS
 
 __all__ = ["pair"]
 
@@ -74,20 +73,6 @@ def test_a_healthy_life(pair, name):
         assert said(ledger) == []
     assert_equal_books(*ledgers)
     assert one.counters()["kvtxn_audit_rows_checked_total"] > 50
-
-
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not (m.contested or m.needs)])
-def test_the_same_is_found(pair, mutant):
-    """With the same request, position, slot and writer."""
-    one, other = pair("plain")
-    for kind, ledger in ((mutant, one), (in_one_table(mutant), other)):
-        live(new_engine(kind, "plain", [ledger], seed=3, device=DEVICE), 60 if ON_GPU else 9)
-    found, again = said(one), said(other)
-    if ON_GPU:  # which reader of a wrong row reports it is open there
-        assert {v.kind for v in found} == {v.kind for v in again}
-    else:
-        assert sorted(map(str, found)) == sorted(map(str, again))
-        assert_equal_books(one, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
