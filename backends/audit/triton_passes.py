@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
-from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
+from ...audit.new_requests import Change
 from ...audit.passes import Passes
 from ...audit.rows import first_of
 from ...audit.step import Step, Stretch

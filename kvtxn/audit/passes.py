@@ -11,7 +11,7 @@ from torch import Tensor
 from .books import Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
-from .changes import Change
+from .new_requests import Change
 from .step import Step, Stretch
 from .step_input import StepInput
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ..host_values import to_device
 from . import books as book
-from .changes import Change
 from .digest import EMBEDDED, REJECTED, UNWRITTEN, age_of, as_word
 from .draft_trees import SampledPath, along, followed
 from .epochs import age_in, count_ages
 from .groups import Place
-from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
+from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Change, PackedRequests
 from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes
 from .rows import (
     Batch,

@@ -97,40 +97,6 @@ def test_the_rank_with_a_violation_is_shown():
     )
 
 
-def colours(scheme):
-    """The page's colours by name: the first block of the style, or the dark one over it."""
-    style = (page._FOLDER / "page.css").read_text()
-    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
-    found = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6});", light))
-    return found | (
-        dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6});", dark)) if scheme == "dark" else {}
-    )
-
-
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one, other):
-    """The contrast ratio of WCAG 2."""
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_and_cells_have_contrast(scheme):
-    """4.5 for text, 3 for the states that tell something, as WCAG asks for."""
-    found = colours(scheme)
-    for ground in ("back", "panel"):
-        for text in ("text", "quiet", "good", "bad"):
-            assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
-    for state in ("durable", "published", "loaded", "rejected", "wrong"):
-        assert contrast(found[state], found["unused"]) >= 3, state
-    assert len({*found.values()}) >= 15
-
-
 def test_half_a_page_is_not_left(monkeypatch, tmp_path):
     """A disk that is full is named with the file."""
     path = tmp_path / "page.html"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels_here import ON_GPU
 from kvtxn.backends.audit_numba import NumbaPasses
-from ledger_pairs import DEVICE, assert_equal_books, pair
+from ledger_pairs import DEVICE, PASSES, assert_equal_books, pair
 from test_audit_bytes import BACKENDS, assert_equal_bytes, in_torch, twin
 
 from kvtxn import ConfigError
@@ -100,12 +100,11 @@ def numbers(*values):
     return torch.tensor(values, device=DEVICE)
 
 
-@pytest.fixture(params=["torch", "tested"])
-def ledger(request, pair):
+@pytest.fixture(params=["torch", *PASSES])
+def ledger(request):
     """One ledger of the groups above by each of the passes."""
-    ledgers = pair("plain")
-    kind = type((ledgers[0] if request.param == "torch" else ledgers[1]).passes)
-    return Ledger(GROUP, max_requests=4, max_length=16, device=DEVICE, backend=kind, journal=128)
+    sizes = {"max_requests": 4, "max_length": 16, "journal": 128}
+    return Ledger(GROUP, device=DEVICE, backend=request.param, **sizes)
 
 
 class Slots:
