@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import recorded
-from kvtxn.integrations.audit_command.verdict import MEANING, judge, tell
+from kvtxn.integrations.audit_command.verdict import MEANING, judge, judge_found, tell
 
 from kvtxn.audit import KINDS
 from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
@@ -119,8 +119,7 @@ def test_nothing_read_is_no_health():
 
 def test_violations_are_told_one_by_one():
     result = recorded.found(engine=KeepsOneRowTooMany)
-    violations = result.recordings[0]["violations"]
-    verdict = judge(result.counters, violations, result.requests)
+    violations, verdict = result.violations, judge_found(result)
     assert (verdict.word, verdict.exit_code) == ("violations", 1)
     assert verdict.headline.startswith(f"{len(violations)} violations: ")
     assert sum(verdict.kinds.values()) == len(violations)
