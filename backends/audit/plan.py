@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...audit.books import Books
-from ...audit.passes import Stretch
-from ...audit.step import Step
+from ...audit.step import Step, Stretch
 
 #: A step or a stretch.
 _Reads = TypeVar("_Reads", Step, Stretch)

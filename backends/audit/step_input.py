@@ -4,50 +4,48 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
-from ...audit.step_input import OverBooks, StepInput
+from ...audit.books import Books
+from ...audit.step_input import StepInput
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel
 from .launches import Launches
 from .staging import Staging
 
+#: Numbers that a program puts in place.
+_NUMBERS: Final = 512
 #: Sampled tokens that a program counts at a time.
 _IDS: Final = 16
-
-
-class InputPasses(OverBooks, Protocol):
-    """Passes that can put numbers in place, as ``TritonPasses`` has them."""
-
-    @property
-    def staging(self) -> Staging:
-        """Memory by which numbers come to the device."""
-
-    def put_numbers(self, target: Tensor, packed: Tensor) -> None:
-        """Launch a copy of int64 ``[n]`` that the device can read into int ``[n]``."""
 
 
 class TritonStepInput(StepInput):
     """An engine's numbers on a GPU.
 
     Args:
-        passes: the passes of the ledger.
+        books: the ledger's.
+        staging: memory by which numbers come to the device.
     """
 
-    def __init__(self, passes: InputPasses) -> None:
-        super().__init__(passes)
-        self._passes: Final = passes
-        device = passes.books.words.device
+    def __init__(self, books: Books, staging: Staging) -> None:
+        super().__init__(books)
+        self._staging: Final = staging
+        device = books.words.device
+        self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
         self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host, as ``StepInput.put`` describes."""
-        if not len(target):
+        count = target.shape[0]
+        if not count:
             return
         given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
-        self._passes.put_numbers(target, self._passes.staging.put([given]))
+        packed = self._staging.put([given])
+        kind = target.dtype, packed.data_ptr() % ALIGNED, target.data_ptr() % ALIGNED
+        grid = (-(-count // _NUMBERS), 1, 1)
+        self._putting.launch(grid, (packed, target, count, _NUMBERS), kind)
 
     def count(
         self,

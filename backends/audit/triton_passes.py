@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
-from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
-from ...audit.passes import Passes, Stretch
+from ...audit.new_requests import Change
+from ...audit.passes import Passes
 from ...audit.rows import first_of
-from ...audit.step import Step
+from ...audit.step import Step, Stretch
 from ...audit.violation import KIND_NUMBER
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
@@ -57,11 +57,9 @@ class TritonPasses(Passes):
 
     Attributes:
         splits: programs that share one request's rows of one group.
-        staging: memory by which numbers come to the device.
     """
 
     name = "triton"
-    step_input = TritonStepInput
     splits: ClassVar[int] = 8
 
     @classmethod
@@ -77,9 +75,8 @@ class TritonPasses(Passes):
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
-        self.staging: Final = Staging(device)
+        self._staging: Final = Staging(device)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
-        self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
         self._writing: Final = Launches(write_kernel.write_rows, 6, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
@@ -105,7 +102,7 @@ class TritonPasses(Passes):
         handed, requests = sum([len(blocks) for _, blocks in given]), begun[1]
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))
-        packed, seals, books = self.staging.put(pieces), change.seals, self.books
+        packed, seals, books = self._staging.put(pieces), change.seals, self.books
         arguments = (
             packed, self._key, books.own, books.facts, books.words, self._or_unread(seals),
             *begun, handed, len(change.released), *self._sizes()[:2], seals is not None, _TOKENS,
@@ -113,12 +110,9 @@ class TritonPasses(Passes):
         kind = seals is None, packed.data_ptr() % ALIGNED
         self._changing.launch((requests + handed + 1, 1, 1), arguments, kind, _VARY)
 
-    def put_numbers(self, target: Tensor, packed: Tensor) -> None:
-        """Launch ``put_numbers``."""
-        count = target.shape[0]
-        kind = target.dtype, packed.data_ptr() % ALIGNED, target.data_ptr() % ALIGNED
-        grid = (-(-count // _TOKENS), 1, 1)
-        self._putting.launch(grid, (packed, target, count, _TOKENS), kind)
+    def input(self) -> TritonStepInput:
+        """Return the kernels that prepare an engine's numbers."""
+        return TritonStepInput(self.books, self._staging)
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""

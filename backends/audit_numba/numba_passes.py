@@ -18,15 +18,13 @@ from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
 from ...audit.group_lines import group_lines
 from ...audit.new_requests import PackedRequests
-from ...audit.passes import Stretch
 from ...audit.rows import Batch
-from ...audit.step import Step
+from ...audit.step import Step, Stretch
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
 from .engine_input import begin_requests
 from .numba_byte_passes import NumbaBytePasses
-from .requests import fill_first
-from .step_arrays import StepArrays, StepReader, ints
+from .step_arrays import StepReader, ints
 from .step_input import NumbaStepInput
 from .write_rows import resolve_rows, write_rows
 
@@ -44,7 +42,6 @@ class NumbaPasses(TorchPasses):
     """
 
     name = "numba"
-    step_input = NumbaStepInput
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -78,12 +75,9 @@ class NumbaPasses(TorchPasses):
         self.begin(PackedRequests(none, 0, 0))
         self._counters[:], self._fingerprints[:] = before
 
-    def filled(self, step: Step) -> StepArrays:
-        """Return the arrays of a step, once ``Books.first`` is filled where that is to be done."""
-        read = self.reader.read(step)
-        if step.first is None:
-            fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
-        return read
+    def input(self) -> NumbaStepInput:
+        """Return the compiled code that prepares an engine's numbers."""
+        return NumbaStepInput(self.books, self.reader)
 
     def begin(self, new: PackedRequests) -> None:
         """Begin requests, as ``Passes.change`` describes."""
@@ -92,7 +86,7 @@ class NumbaPasses(TorchPasses):
 
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
-        read = self.filled(step)
+        read = self.reader.filled(step)
         if step.sources or step.told is not None:
             compared = compare_states(
                 read.requests, read.sources, read.told, self._groups, self._words,

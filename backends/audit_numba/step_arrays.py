@@ -15,6 +15,7 @@ from torch import Tensor
 from ...audit.books import Books
 from ...audit.rows import first_of
 from ...audit.step import Step
+from .requests import fill_first
 
 #: Arrays of int64.
 Ints = NDArray[numpy.int64]
@@ -114,6 +115,13 @@ class StepReader:
             if found.shared:
                 self._known[step] = found
         return found
+
+    def filled(self, step: Step) -> StepArrays:
+        """Return the arrays of a step, once ``Books.first`` is filled where that is to be done."""
+        read = self.read(step)
+        if step.first is None:
+            fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
+        return read
 
     def tables(self, tables: Mapping[str, Tensor]) -> tuple[NDArray[numpy.int32], ...]:
         """Return the block tables of all groups, by their numbers."""

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy
 import torch
 from torch import Tensor
 
+from ...audit.books import Books
 from ...audit.step import Step
-from ...audit.step_input import OverBooks, StepBuffers, StepInput
+from ...audit.step_input import StepBuffers, StepInput
 from .engine_input import OUTSIDE_BUFFERS, copy_step, count_tokens, reaches
 from .requests import well_formed
-from .step_arrays import NONE, StepArrays, StepReader, ints
+from .step_arrays import NONE, StepReader, ints
 
 #: Arrays of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
-
-
-class InputPasses(OverBooks, Protocol):
-    """Passes that read steps as arrays, as ``NumbaPasses`` has them."""
-
-    @property
-    def reader(self) -> StepReader:
-        """The arrays of steps."""
-
-    def filled(self, step: Step) -> StepArrays:
-        """Return the arrays of a step, once ``Books.first`` is filled where that is to be done."""
 
 
 class NumbaStepInput(StepInput):
     """An engine's numbers, by compiled functions; they are compiled when this is made.
 
     Args:
-        passes: the passes of the ledger.
+        books: the ledger's.
+        reader: finds the arrays of steps.
     """
 
-    def __init__(self, passes: InputPasses) -> None:
-        super().__init__(passes)
-        books = passes.books
-        self._passes: Final = passes
+    def __init__(self, books: Books, reader: StepReader) -> None:
+        super().__init__(books)
+        self._reader: Final = reader
         self._own: Final = books.own.numpy()
         self._facts: Final = books.facts.numpy()
         self._seen: Final = numpy.zeros(books.facts.shape[1], numpy.bool_)
@@ -67,7 +57,7 @@ class NumbaStepInput(StepInput):
         released: bool = False,
     ) -> bool:
         """Tell whether a step is well-formed, as ``StepInput.takes`` describes."""
-        read = self._passes.reader.read(step) if released else self._passes.filled(step)
+        read = self._reader.read(step) if released else self._reader.filled(step)
         right: bool = well_formed(
             read.requests, ints(accepted), besides, self._facts, self._own.shape[1],
             read.num_rows, released, self._seen,
@@ -96,7 +86,7 @@ class NumbaStepInput(StepInput):
 
     def reaches(self, step: Step, ends: Tensor) -> bool:
         """Do what ``StepInput.reaches`` says."""
-        read = self._passes.reader.read(step)
+        read = self._reader.read(step)
         found: bool = reaches(read.requests, self._array_of(ends))
         return found
 

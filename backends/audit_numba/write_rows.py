@@ -27,7 +27,7 @@ from .requests import rows_of
 from .words import EMBEDDED, PLAIN, as_word, compiled, term, token_of
 
 SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
-KEPT, KEPT_BEFORE = book.KEPT, book.KEPT_BEFORE
+KEPT: Final = book.KEPT
 TOLD, TELLING, IMPORTED = book.TOLD, book.TELLING, book.IMPORTED
 STEP, JOURNALLED, REFUSED = book.STEP, book.JOURNALLED, book.REFUSED
 OPEN, UNRESOLVED = book.OPEN, book.UNRESOLVED
@@ -147,7 +147,6 @@ def write_rows(
         replaced = len(parents) and taken  # by the digests of drafts
         facts[KNOWN, line] = settled if replaced else max(known, settled)
         facts[DURABLE, line] = settled
-        facts[KEPT_BEFORE, line] = facts[KEPT, line]
         facts[KEPT, line] = -1 if taken else 0
         unsure += taken > 0
     prints = fingerprints[now % len(fingerprints)]

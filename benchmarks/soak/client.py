@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import attrs
 
-from ...integrations.audit_command.client import EngineClient
+from ...integrations.audit_command.client import EngineClient, Tokens
 from ...integrations.audit_command.jobs import Job
-from ...integrations.audit_command.workloads import Tokens
+from ...integrations.audit_command.vllm_engine import VllmRequests
 
 #: Requests of a round that are kept, of each client.
 _KEPT: Final = 4
@@ -63,7 +63,7 @@ class Said:
 
 
 class SoakClient(EngineClient):
-    """A ``Client`` of one workload that accounts for each request.
+    """A client of one workload that accounts for each request.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -87,7 +87,7 @@ class SoakClient(EngineClient):
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         job = Job(engine_args=dict(engine_args or {}), workloads=(), seed=seed)
-        super().__init__(engine, sizes, job, _tell_nobody)
+        super().__init__(engine, VllmRequests(), sizes, job, _tell_nobody)
         self._account, self._patience = account, patience
         self._choice, self._seen = random.Random(seed + 1), 0
         self._keeps, self._kept = keeps, list[Said]()
@@ -100,7 +100,7 @@ class SoakClient(EngineClient):
         abort: int | None = None,
         among: Sequence[int] | None = None,
     ) -> Tokens:
-        """Make a request; see ``Client.ask``."""
+        """Make a request; see ``EngineClient.ask``."""
         text, most = self.fitted(prompt, most)
         account, tokens = self._account, list[int]()
         account.asked += 1
@@ -129,7 +129,7 @@ class SoakClient(EngineClient):
         among: Sequence[int] | None = None,
         stop: int | None = None,
     ) -> list[Tokens]:
-        """Make a streaming session; see ``Client.talk``."""
+        """Make a streaming session; see ``EngineClient.talk``."""
         account, outputs = self._account, list[Tokens]()
         turns = self.fitted_turns(turns)
         account.asked += len(turns)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from ...integrations.audit_command.workloads import Tokens
+from ...integrations.audit_command.client import Tokens
 from .client import Said
 
 #: Settings that the stock engine drops: windows, and every other source of cached rows.

@@ -7,32 +7,8 @@ from typing import Any, Protocol
 
 import attrs
 
+from ..serving.engine_sizes import EngineSizes
 from .jobs import Job, Refused
-
-
-class Part(Protocol):
-    """A part of a request's output: the tokens since the last part.
-
-    Attributes:
-        token_ids: the tokens.
-        finish_reason: ``"length"``, ``"stop"`` or another word at the end; None before.
-    """
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """See above."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """See above."""
-
-
-class Output(Protocol):
-    """An output of a request."""
-
-    @property
-    def outputs(self) -> Sequence[Part]:
-        """Return its parts, of which there is one."""
 
 
 class Engine(Protocol):
@@ -40,8 +16,12 @@ class Engine(Protocol):
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[Output, None]:
-        """Make a request; yields its outputs as they come."""
+    ) -> AsyncGenerator[Any, None]:
+        """Make a request; yields its outputs as they come.
+
+        ``output.outputs[0]`` has the ``token_ids`` since the last output, and the
+        ``finish_reason``: ``"length"``, ``"stop"`` or another word at the end, None before.
+        """
 
     async def abort(self, request_id: str) -> None:
         """Give a request up."""
@@ -75,28 +55,6 @@ class Requests(Protocol):
         """
 
 
-class Sizes(Protocol):
-    """The numbers of an engine by which a workload chooses its prompts.
-
-    Attributes:
-        vocabulary: number of token ids.
-        max_length: tokens of a request, prompt and output together.
-        block_size: tokens per block of the KV cache.
-    """
-
-    @property
-    def vocabulary(self) -> int:
-        """See above."""
-
-    @property
-    def max_length(self) -> int:
-        """See above."""
-
-    @property
-    def block_size(self) -> int:
-        """See above."""
-
-
 @attrs.frozen(kw_only=True)
 class Audited:
     """An engine that runs under the ledger.
@@ -114,7 +72,7 @@ class Audited:
 
     engine: Engine
     requests: Requests
-    sizes: Sizes
+    sizes: EngineSizes
     arguments: dict[str, Any]
     facts: dict[str, str]
     counters: Callable[[], Awaitable[list[dict[str, float]]]]

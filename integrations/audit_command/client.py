@@ -9,27 +9,33 @@ from typing import Final
 
 import attrs
 
-from .audited import Engine, Requests, Sizes
+from ..serving.engine_sizes import EngineSizes
+from .audited import Engine, Requests
 from .jobs import Job, sentence
 from .prompts import Prompt
-from .vllm_engine import VllmRequests
-from .workloads import Tokens
+
+Tokens = list[int]
 
 #: Seconds that one request may take before it is given up.
 _STUCK: Final = 600.0
 
 
 class EngineClient:
-    """A ``Client`` of a workload; see there.
+    """The side of an engine that a workload uses.
 
     Args:
         engine: the engine.
+        requests: makes what the engine is asked with.
         sizes: its sizes.
         job: the job, with all arguments that the engine was started with.
         tell: is called with the number of requests that are done.
-        requests: makes what the engine is asked with; None: what vLLM is asked with.
 
     Attributes:
+        chance: the workload's random numbers; their seed is the user's.
+        max_length: tokens of a request, prompt and output together.
+        block_size: tokens per block.
+        budget: requests that the workload should make; it may make a few more.
+        made: requests made so far, each turn of a session counted as one.
         done: requests that came to an end, whichever.
         aborted: requests that the workload aborted.
         failed: the reasons of requests that failed.
@@ -38,10 +44,10 @@ class EngineClient:
     def __init__(
         self,
         engine: Engine,
-        sizes: Sizes,
+        requests: Requests,
+        sizes: EngineSizes,
         job: Job,
         tell: Callable[[int], None],
-        requests: Requests | None = None,
     ) -> None:
         self.chance, self._seed = random.Random(job.seed), job.seed
         self.max_length = sizes.max_length
@@ -51,7 +57,7 @@ class EngineClient:
         self.aborted = 0
         self.failed: list[str] = []
         self._engine = engine
-        self._requests = VllmRequests() if requests is None else requests
+        self._requests = requests
         self._tell = tell
         self._connected = job.engine_args.get("kv_transfer_config") is not None
         self._urgent = job.engine_args.get("scheduling_policy") == "priority"
@@ -94,7 +100,15 @@ class EngineClient:
         abort: int | None = None,
         among: Sequence[int] | None = None,
     ) -> Tokens:
-        """Make a request; see ``Client.ask``."""
+        """Make a request, and return its output tokens.
+
+        Args:
+            prompt: token ids; cut at the end where prompt and output would not fit.
+            most: output tokens.
+            abort: abort the request after so many output tokens; None: let it end.
+            among: the only tokens that the output may have; the fewer they are, the more of a
+                lookup drafter's drafts are accepted. None: any token.
+        """
         text, most = self.fitted(prompt, most)
         number = self._number()
         kind = "request" if abort is None else "aborted"
@@ -108,7 +122,13 @@ class EngineClient:
         among: Sequence[int] | None = None,
         stop: int | None = None,
     ) -> list[Tokens]:
-        """Make a streaming session; see ``Client.talk``."""
+        """Make a streaming session, turn by turn, and return the output tokens of each turn.
+
+        Args:
+            turns: each turn's new tokens, and the most output tokens of it.
+            among: as for ``ask``.
+            stop: a token that ends a turn, if the turn gets there.
+        """
         turns = self.fitted_turns(turns)
         outputs: list[Tokens] = []
         numbers = [self._number() for _ in turns]
@@ -136,7 +156,12 @@ class EngineClient:
         return outputs
 
     async def reset(self, *, running: bool = False) -> None:
-        """Clear the prefix cache; see ``Client.reset``."""
+        """Ask the engine to clear its prefix cache; nothing happens where a busy engine refuses.
+
+        Args:
+            running: preempt all requests that run, so that nothing is in use. With a connector
+                nothing is cleared then.
+        """
         if running and self._connected:
             return  # vLLM 0.32.0 ends with an AssertionError if a connector's load is on its way
         try:

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """
     require(args.engine)
     from .page import write  # brings torch, for which the command's help must not wait
-    from .verdict import judge
+    from .verdict import judge_found
 
     job = job_of(args)
     check_writable("--html", args.html)
@@ -108,13 +108,9 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn audit: {found.why}", WIDTH), file=sys.stderr)
         return 2
-    violations = [each for recording in found.recordings for each in recording["violations"]]
-    failed = len(found.failed)
-    verdict = judge(
-        found.counters, violations, found.requests - failed, failed, interrupted=found.interrupted
-    )
+    verdict = judge_found(found)
     if args.json:
-        print(json.dumps(as_json(verdict, found, violations), indent=2))
+        print(json.dumps(as_json(verdict, found), indent=2))
     else:
         print(as_text(verdict, found, args.html))
     if args.html is not None:  # after the verdict, which a full disk must not cost
@@ -183,11 +179,7 @@ def watched(engine_args: Any) -> dict[str, Any]:
             hint="""pass an object, such as '{"kvtxn": {"policy": "auto"}}', or leave it out""",
         )
     if given.get("on_violation", "log") == "raise":
-        raise ConfigError(
-            "audit",
-            "on_violation 'raise' would end the engine before it can report",
-            hint="leave on_violation out",
-        )
+        raise _ends_early("leave on_violation out")
     audit = given.get("audit", "ledger")
     if audit not in AUDITS[1:]:
         raise ConfigError(
@@ -225,14 +217,15 @@ def watched_sglang(engine_args: Any, text: str | None = None) -> dict[str, Any]:
     text = os.environ.get(WHERE, "{}") if text is None else text
     settings = read_settings(text)
     if settings.on_violation == "raise":
-        raise ConfigError(
-            "audit",
-            "on_violation 'raise' would end the engine before it can report",
-            hint=f"leave on_violation out of {WHERE}",
-        )
+        raise _ends_early(f"leave on_violation out of {WHERE}")
     audit = settings.audit if settings.audit in AUDITS[1:] else "ledger"
     wanted = json.dumps({**json.loads(text), "audit": audit, "record": True})
     return {"engine_args": dict(engine_args), "settings": wanted}
+
+
+def _ends_early(hint: str) -> ConfigError:
+    what = "on_violation 'raise' would end the engine before it can report"
+    return ConfigError("audit", what, hint=hint)
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -279,7 +272,7 @@ def as_text(verdict: Verdict, found: Found, html: Path | None) -> str:
     return "\n".join(lines)
 
 
-def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) -> dict[str, Any]:
+def as_json(verdict: Verdict, found: Found) -> dict[str, Any]:
     """Return the verdict and everything it stands on, for programs."""
     return {
         "verdict": verdict.word,
@@ -293,7 +286,7 @@ def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) ->
         "failed": found.failed,
         "seconds": round(found.seconds, 3),
         "counters": found.counters,
-        "violations": violations,
+        "violations": found.violations,
     }
 
 

@@ -154,7 +154,7 @@ async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found 
                 await WORKLOADS[name].play(client)
 
         given = attrs.evolve(job, engine_args=audited.arguments)
-        client = EngineClient(audited.engine, audited.sizes, given, tell, audited.requests)
+        client = EngineClient(audited.engine, audited.requests, audited.sizes, given, tell)
         begin = time.perf_counter()
         tell(0)
         interrupted = not await _until_stopped(play(), pipe)

@@ -81,6 +81,11 @@ class Found:
     seconds: float
     interrupted: bool = False
 
+    @property
+    def violations(self) -> list[dict[str, Any]]:
+        """The violations of all ranks."""
+        return [each for recording in self.recordings for each in recording["violations"]]
+
 
 def renamed(recording: dict[str, Any], own: Callable[[str], str]) -> dict[str, Any]:
     """Return a recording with the client's names of requests.

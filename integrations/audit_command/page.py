@@ -13,7 +13,7 @@ import attrs
 
 from ...audit import RecordingLedger
 from .jobs import Found
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge_found
 
 _FOLDER: Final = files(__package__) / "assets"
 #: The scripts, in the order in which they need each other.
@@ -65,18 +65,17 @@ def write_ledger(
         OSError: the file cannot be written, as on a full disk; half a page is not left.
     """
     ledger.violations()
-    recording, counters = ledger.recording() | {"policy": policy}, [ledger.counters()]
-    requests = len(recording["requests"])
-    verdict = judge(counters, recording["violations"], requests)
+    recording = ledger.recording() | {"policy": policy}
     found = Found(
         engine={},
-        counters=[dict(each) for each in counters],
+        counters=[dict(ledger.counters())],
         recordings=[recording],
-        requests=requests,
+        requests=len(recording["requests"]),
         aborted=0,
         failed=[],
         seconds=0.0,
     )
+    verdict = judge_found(found)
     write(path, title=title, verdict=verdict, found=found, command=title)
     return verdict
 

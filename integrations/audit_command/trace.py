@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     require("vllm")
     from .page import write  # brings torch, for which the command's help must not wait
-    from .verdict import judge
+    from .verdict import judge_found
 
     check_writable("--html", args.html)
     check_writable("--svg", args.svg)
@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn trace: {found.why}", WIDTH), file=sys.stderr)
         return 2
-    violations = [each for recording in found.recordings for each in recording["violations"]]
-    verdict = judge(found.counters, violations, found.requests, interrupted=found.interrupted)
+    verdict = judge_found(found)
     write(args.html, title="kvtxn trace", verdict=verdict, found=found, command=_command(args))
     print(as_text(verdict, found, args.html))
     if args.svg is not None:
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         waits = recording["policy"] == "deferred"
         args.svg.write_text(svg.draw(part, title=TITLES[args.policy], waits=waits), "utf-8")
         print(f"The picture: {args.svg}")
-    return verdict.exit_code or (2 if found.failed else 0)
+    return verdict.exit_code
 
 
 def _command(args: argparse.Namespace) -> str:

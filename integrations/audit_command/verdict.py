@@ -13,6 +13,7 @@ from ...audit.digest import EMBEDDED
 from ...audit.repeated_work import WHY_UNUSED
 from ...audit.violation import DIFFERENCES, VERBS
 from ...cli import WIDTH
+from .jobs import Found
 
 #: The fields of a ``Violation``, as its ``as_dict`` returns them.
 Told: TypeAlias = Mapping[str, Any]
@@ -154,6 +155,13 @@ def judge(
     return Verdict(
         word=_WRONG, headline=headline, kinds=dict(kinds), sentences=sentences, exit_code=1
     )
+
+
+def judge_found(found: Found) -> Verdict:
+    """Judge an engine by what its workloads found."""
+    failed = len(found.failed)
+    ended = found.requests - failed
+    return judge(found.counters, found.violations, ended, failed, interrupted=found.interrupted)
 
 
 def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from ..serving.engine_sizes import EngineSizes
 from .audited import Audited
 from .jobs import Job, Refused, renamed, sentence
 from .workloads import WORKLOADS
-
-if TYPE_CHECKING:
-    from ..vllm_plugin.internals.frontend import EngineSizes
 
 #: Settings of a small engine on a CPU, unless the user's own environment has them.
 _DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}

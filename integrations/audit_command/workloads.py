@@ -1,86 +1,18 @@
 """The workloads of ``kvtxn audit``: requests that are made to shake an engine.
 
-Each is a coroutine over a ``Client``. Prompts are random token ids with phrases that repeat: lookup
-drafters find drafts in them, and any model will do.
+Each is a coroutine over an ``EngineClient``. Prompts are random token ids with phrases that repeat:
+lookup drafters find drafts in them, and any model will do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
 import attrs
 
-Tokens = list[int]
-
-
-class Client(Protocol):
-    """The side of an engine that a workload uses.
-
-    Attributes:
-        chance: the workload's random numbers; their seed is the user's.
-        max_length: tokens of a request, prompt and output together.
-        block_size: tokens per block.
-        budget: requests that the workload should make; it may make a few more.
-    """
-
-    chance: random.Random
-    max_length: int
-    block_size: int
-    budget: int
-
-    @property
-    def made(self) -> int:
-        """Return the number of requests made so far, each turn of a session counted as one."""
-
-    def phrase(self, count: int) -> Tokens:
-        """Return random token ids, int ``[count]``."""
-
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        most: int,
-        *,
-        abort: int | None = None,
-        among: Sequence[int] | None = None,
-    ) -> Tokens:
-        """Make a request, and return its output tokens.
-
-        Args:
-            prompt: token ids; cut at the end where prompt and output would not fit.
-            most: output tokens.
-            abort: abort the request after so many output tokens; None: let it end.
-            among: the only tokens that the output may have; the fewer they are, the more of a
-                lookup drafter's drafts are accepted. None: any token.
-        """
-
-    async def talk(
-        self,
-        turns: Sequence[tuple[Sequence[int], int]],
-        *,
-        among: Sequence[int] | None = None,
-        stop: int | None = None,
-    ) -> list[Tokens]:
-        """Make a streaming session, turn by turn: new tokens, and the most output tokens.
-
-        Args:
-            turns: each turn's new tokens, and the most output tokens of it.
-            among: as for ``ask``.
-            stop: a token that ends a turn, if the turn gets there.
-
-        Returns:
-            The output tokens of each turn.
-        """
-
-    async def reset(self, *, running: bool = False) -> None:
-        """Ask the engine to clear its prefix cache; nothing happens where a busy engine refuses.
-
-        Args:
-            running: preempt all requests that run, so that nothing is in use. With a connector
-                nothing is cleared then.
-        """
+from .client import EngineClient, Tokens
 
 
 @attrs.frozen
@@ -97,24 +29,24 @@ class Workload:
     """
 
     help: str
-    play: Callable[[Client], Awaitable[None]]
+    play: Callable[[EngineClient], Awaitable[None]]
     engine_args: Mapping[str, object] = attrs.field(factory=dict)
     few_blocks: bool = False
     offloads: bool = False
 
 
-def share(client: Client, part: float) -> int:
+def share(client: EngineClient, part: float) -> int:
     """Return a share of the longest request, in tokens; at least 1."""
     return max(1, int(min(client.max_length, 1024) * part))
 
 
-def repeating(client: Client, most: int) -> Tokens:
+def repeating(client: EngineClient, most: int) -> Tokens:
     """Return a phrase of 3 to 12 tokens, up to 4 times, ``most`` tokens at most."""
     phrase = client.phrase(client.chance.randint(3, 12))
     return (phrase * client.chance.randint(1, 4))[:most]
 
 
-async def chat(client: Client) -> None:
+async def chat(client: EngineClient) -> None:
     """Hold conversations with one system prompt; some users leave in the middle of an answer."""
     system = client.phrase(share(client, 0.12))
 
@@ -138,7 +70,7 @@ async def chat(client: Client) -> None:
         await client.reset()
 
 
-async def sessions(client: Client) -> None:
+async def sessions(client: EngineClient) -> None:
     """Hold streaming sessions that go on after a stop; other requests find their rows afterwards.
 
     A turn ends at its limit, often among accepted drafts, or at a stop token; the next turn begins
@@ -167,7 +99,7 @@ async def sessions(client: Client) -> None:
             await client.reset()
 
 
-async def prefix(client: Client) -> None:
+async def prefix(client: EngineClient) -> None:
     """Make requests with common beginnings, some in one step, others after the first has ended."""
     while client.made < client.budget:
         roots = [client.phrase(share(client, 0.2)) for _ in range(2)]
@@ -184,7 +116,7 @@ async def prefix(client: Client) -> None:
         await client.reset()
 
 
-async def preempt(client: Client) -> None:
+async def preempt(client: EngineClient) -> None:
     """Make more requests than the cache has blocks for: some are preempted, and computed again.
 
     Once a round all that run are, by a reset of the prefix cache.
@@ -204,7 +136,7 @@ async def preempt(client: Client) -> None:
         await asyncio.gather(*waiting)
 
 
-async def offload(client: Client) -> None:
+async def offload(client: EngineClient) -> None:
     """Let texts leave the cache through a connector, and come back for a later request."""
     size = client.block_size
     while client.made < client.budget:
@@ -229,7 +161,7 @@ class TimedRequest:
         at: when it begins, as a share of ``_SPREAD`` after the trace's beginning.
         prompt: token ids.
         most: output tokens.
-        abort: as for ``Client.ask``.
+        abort: as for ``EngineClient.ask``.
     """
 
     at: float
@@ -248,7 +180,7 @@ _MOST_TIMED: Final = 12
 _SPREAD: Final = 0.05
 
 
-async def bursts(client: Client) -> None:
+async def bursts(client: EngineClient) -> None:
     """Play timed traces of requests that overlap, each an earlier trace with small changes.
 
     Timed traces of several requests as the input that is mutated: GRIEF, arXiv 2605.11202. There
@@ -268,14 +200,14 @@ async def bursts(client: Client) -> None:
             await client.reset()
 
 
-async def _begin_in_time(client: Client, request: TimedRequest) -> None:
+async def _begin_in_time(client: EngineClient, request: TimedRequest) -> None:
     """Make a request at its time."""
     await asyncio.sleep(request.at * _SPREAD)
     repeats = request.prompt[-8:] if len(request.prompt) % 2 else None
     await client.ask(request.prompt, request.most, abort=request.abort, among=repeats)
 
 
-def _fresh_trace(client: Client) -> Trace:
+def _fresh_trace(client: EngineClient) -> Trace:
     """Make up a trace: some requests with one beginning, some of their own."""
     root, found = client.phrase(share(client, 0.2)), []
     for _ in range(client.chance.randint(2, 6)):
@@ -286,7 +218,7 @@ def _fresh_trace(client: Client) -> Trace:
     return found
 
 
-def _changed(client: Client, trace: Trace, other: Trace) -> Trace:
+def _changed(client: EngineClient, trace: Trace, other: Trace) -> Trace:
     """Change one request of a trace, add one, or leave one out.
 
     Args:

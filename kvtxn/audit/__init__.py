@@ -6,11 +6,10 @@ from .digest import Key
 from .epochs import ReadAges
 from .groups import RowGroup, StateGroup
 from .ledger import Ledger
-from .passes import Stretch
 from .ranks import compare_ranks
 from .recording import RecordingLedger
 from .scrub import Scrub
-from .step import Step
+from .step import Step, Stretch
 from .violation import KINDS, Violation
 from .weights import WeightWatch
 

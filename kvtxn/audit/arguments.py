@@ -33,10 +33,7 @@ def listed(operation: str, name: str, values: Any, expected: str) -> tuple[Any, 
             return tuple(values.tolist() if hasattr(values, "tolist") else values)
         except (TypeError, RuntimeError):  # a tensor without dimensions, or without values
             pass
-    raise ConfigError(
-        operation, f"{name} is not valid", expected=expected, got=_short(values),
-        hint="nothing was changed",
-    )  # fmt: skip
+    raise _invalid(operation, name, values, expected)
 
 
 def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any, Any]:
@@ -47,7 +44,11 @@ def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any
     """
     if values is None or isinstance(values, Mapping):
         return values or {}
-    raise ConfigError(
+    raise _invalid(operation, name, values, expected)
+
+
+def _invalid(operation: str, name: str, values: Any, expected: str) -> ConfigError:
+    return ConfigError(
         operation, f"{name} is not valid", expected=expected, got=_short(values),
         hint="nothing was changed",
     )  # fmt: skip

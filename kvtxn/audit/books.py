@@ -64,22 +64,21 @@ KNOWN: Final = 1
 #: request's last step; before its first step, all its tokens, since nothing is its draft yet. It
 #: stays when the request's tokens are given again, but never exceeds them.
 DURABLE: Final = 2
-#: Accepted drafts of the previous step, and of the present step; -1 if not known.
-KEPT_BEFORE: Final = 3
-KEPT: Final = 4
+#: Accepted drafts of the present step; -1 if not known.
+KEPT: Final = 3
 #: One bit per group (its number modulo 63): a step of the request read outside the group, and that
 #: was reported, whichever position it was at.
-OUTSIDE: Final = 5
+OUTSIDE: Final = 4
 #: Steps do not compare positions before this one: wrong rows among them were reported to this
 #: request. A wrong row's word stays, so that each request that reads it is told, once, and whoever
 #: publishes or exports it. -1: nothing was reported. From the first import of rows until the
 #: request's next step it is ``IMPORTED``: what ``TELLING`` says then is of the imported rows, and
 #: holds for a step that goes back to them as well.
-TOLD: Final = 6
+TOLD: Final = 5
 IMPORTED: Final = MAX_POSITION
 #: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.
-TELLING: Final = 7
-NUM_FACTS: Final = 8
+TELLING: Final = 6
+NUM_FACTS: Final = 7
 
 #: Indices into the second dimension of ``Books.ages``: what is counted by age.
 ROWS: Final = 0

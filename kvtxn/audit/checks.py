@@ -21,9 +21,8 @@ from ..host_values import to_device
 from .arguments import described
 from .books import Books
 from .groups import Place
-from .passes import STRETCH_KINDS, Stretch
 from .rows import Batch, fill_first, first_of
-from .step import Step
+from .step import STRETCH_KINDS, Step, Stretch
 
 #: The dtypes of ints that torch can count with.
 INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

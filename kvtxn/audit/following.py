@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,38 +19,34 @@ from .rows import first_of, word_at
 from .step import Step
 
 
-class Resolves(Protocol):
-    """A ledger, as far as the end of a window needs it."""
-
-    def resolve(self, accepted: Tensor, sampled: Tensor | None = None) -> None:
-        """End the last step; see ``Ledger.resolve``."""
-
-    def leave(
-        self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
-    ) -> None:
-        """Record states that a commit wrote; see ``Ledger.leave``."""
-
-
 class Following:
     """A ledger's attachment to a manager, made by ``Ledger.follow``.
 
     Args:
-        ledger: the ledger.
-        state: its state.
+        resolve: ``Ledger.resolve``.
+        leave: ``Ledger.leave``.
+        state: the ledger's state.
         manager: the manager of the windows.
 
     Raises:
         ConfigError: this is no manager, or its groups are not the ledger's.
     """
 
-    def __init__(self, ledger: Resolves, state: LedgerState, manager: TransactionManager) -> None:
+    def __init__(
+        self,
+        resolve: Callable[[Tensor, Tensor | None], None],
+        leave: Callable[[Tensor, Mapping[str, Tensor], Tensor | None], None],
+        state: LedgerState,
+        manager: TransactionManager,
+    ) -> None:
         if not isinstance(manager, TransactionManager):
             raise ConfigError(
                 "follow", "this is no manager", expected="a TransactionManager",
                 got=type(manager).__name__, hint="pass the manager whose windows end the steps",
             )  # fmt: skip
         _check_groups(state, manager)
-        self._ledger: Final = ledger
+        self._resolve: Final = resolve
+        self._leave: Final = leave
         self._state: Final = state
         places, kinds = state.books.layout.places, manager.kinds
         self._states: Final = [places[name] for name, kind in kinds.items() if kind.per_request]
@@ -127,7 +123,7 @@ class Following:
         step, later = self._step_of(window), list(self._state.later)
         counts = _of_requests(step, window, _kept(window))
         ids, self._sampled = self._sampled, None
-        self._ledger.resolve(counts, ids)
+        self._resolve(counts, ids)
         lines = self._without(later, step)
         if ids is not None:  # the count to compare with what the engine says next
             self._set_kept(lines, counts)
@@ -146,7 +142,7 @@ class Following:
         step, later = self._step_of(window), list(self._state.later)
         counts = torch.zeros_like(step.lines, dtype=torch.int64)
         self._sampled = None
-        self._ledger.resolve(counts)
+        self._resolve(counts, None)
         self._set_kept(self._without(later, step), counts - 1)  # the engine may repeat the step
         unsettled = ~window.settled.any() if window.layout.has_settled else None
         self._put_evicted_back(step, counts, unsettled)
@@ -256,9 +252,9 @@ class Following:
                 beyond = _of_requests(step, window, crossing.beyond, fill=-1)
                 crosses = (beyond >= 0) & (taken > boundary)
                 stays = torch.where(crosses & (boundary > 0), blocks, -1)
-                self._ledger.leave(lines, {name: stays}, first + boundary)
+                self._leave(lines, {name: stays}, first + boundary)
                 blocks = torch.where(crosses, beyond, blocks)
-            self._ledger.leave(lines, {name: blocks}, first + taken)
+            self._leave(lines, {name: blocks}, first + taken)
 
 
 class _Rows:

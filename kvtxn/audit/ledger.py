@@ -25,11 +25,11 @@ from .following import Following
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
 from .moves import Moves
-from .passes import Passes, Stretch
+from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
 from .request_changes import NONE, RequestChanges
 from .request_table import RequestTable
-from .step import Step
+from .step import Step, Stretch
 from .transfers import RowTransfers
 from .violation import NOBODY, Violation
 
@@ -101,13 +101,13 @@ class Ledger:
         self.device: Final = self.books.words.device
         self.groups: Final = tuple(place.group for place in self.books.layout.places.values())
         self.passes: Final = choose(backend, self.device)(self.books)
-        self.input: Final = self.passes.step_input(self.passes)
+        self.input: Final = self.passes.input()
         requests = RequestTable(max_requests)
         self._state: Final = LedgerState(self.books, self.passes, self.input, requests)
         self._requests: Final = requests
         self._epochs: Final = Epochs(self._state, stale)
         self._changes: Final = RequestChanges(self._state, self._epochs)
-        self._transfers: Final = RowTransfers(self._state)
+        self._transfers: Final = RowTransfers(self._state, self.inspect)
         self._moves: Final = Moves(self._state)
         self.findings: Final = Findings(self.books, self.groups, requests)
         self._checked: Step | None = None
@@ -342,7 +342,7 @@ class Ledger:
                 "follow", "the ledger follows a manager already", expected="one manager",
                 got=repr(manager), hint="call remove() on what the first follow returned",
             )  # fmt: skip
-        self._following = Following(self, self._state, manager)
+        self._following = Following(self.resolve, self.leave, self._state, manager)
         return self._following
 
     def write(self, step: Step) -> None:
@@ -528,7 +528,7 @@ class Ledger:
         Raises:
             ConfigError: the request or the group is unknown, or the positions are no positions.
         """
-        self._transfers.publish(self.inspect, request, group, table, first, end)
+        self._transfers.publish(request, group, table, first, end)
 
     def publish_state(self, request: str, group: str, block: int, length: int) -> None:
         """Check a state that other requests can find by its tokens and continue from now on.
@@ -542,7 +542,7 @@ class Ledger:
         Raises:
             ConfigError: the request, the group or the block is unknown, or the length is none.
         """
-        self._transfers.publish_state(self.inspect, request, group, block, length)
+        self._transfers.publish_state(request, group, block, length)
 
     def export(self, request: str, group: str, table: Ints, first: int, end: int) -> Tensor:
         """Check rows that leave the engine: of the request's tokens, and not of an open draft.
@@ -559,7 +559,7 @@ class Ledger:
             int64 ``[end - first]`` on the ledger's device, the ``digests`` for ``import_rows``;
             they say the epoch of each row's weights, too.
         """
-        return self._transfers.export(self.inspect, request, group, table, first, end)
+        return self._transfers.export(request, group, table, first, end)
 
     def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
         """Check a state that leaves the engine: after exactly the request's first tokens.
@@ -569,7 +569,7 @@ class Ledger:
         Returns:
             int64 ``[1]`` on the ledger's device, the ``digest`` for ``import_state``.
         """
-        return self._transfers.export_state(self.inspect, request, group, block, length)
+        return self._transfers.export_state(request, group, block, length)
 
     def import_rows(
         self,
@@ -605,9 +605,7 @@ class Ledger:
             ConfigError: as in ``publish``; or a block of the rows is not one of the group's, there
                 is not one digest per row, or an origin is there without digests.
         """
-        self._transfers.import_rows(
-            self.inspect, request, group, table, first, end, digests, origin
-        )
+        self._transfers.import_rows(request, group, table, first, end, digests, origin)
 
     def origins(
         self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
@@ -712,7 +710,7 @@ class Ledger:
             ConfigError: as in ``publish_state``; or there is not one digest, or an origin is there
                 without one.
         """
-        self._transfers.import_state(self.inspect, request, group, block, length, digest, origin)
+        self._transfers.import_state(request, group, block, length, digest, origin)
 
     def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows that a table must have, or of a state.

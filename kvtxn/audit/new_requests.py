@@ -1,4 +1,4 @@
-"""``PackedRequests``: requests that begin together, as the passes take them."""
+"""``Change``: what a step changes before its forward, requests that begin together among it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..host_values import to_device
+from .groups import Place
 
 #: What ``PackedRequests.packed`` has of each request behind the tokens, in this order.
 LINE: Final = 0
@@ -91,3 +92,20 @@ class NewRequests:
         tokens = [each.long() for each in self.owns]
         packed = to_device(torch.cat([*tokens, torch.tensor(self.fields)]), device, torch.int64)
         return PackedRequests(packed, self.num_tokens, len(self.owns))
+
+
+@attrs.frozen(eq=False)
+class Change:
+    """Requests that end, blocks that are handed out, and requests that begin, all on the host.
+
+    Attributes:
+        released: lines of requests that ended, and that nobody was given since.
+        given: blocks whose rows nobody has written from now on: a group of their pool, and ints.
+        new: the requests that begin; None if there is none.
+        seals: int64 ``[num_words]``, what a scrub has sealed of each slot; None without a scrub.
+    """
+
+    released: Sequence[int]
+    given: Sequence[tuple[Place, Sequence[int]]]
+    new: NewRequests | None
+    seals: Tensor | None

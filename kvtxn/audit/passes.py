@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar, Final
 
-import attrs
 import torch
 from torch import Tensor
 
 from .books import Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
-from .changes import Change
-from .step import Step
+from .new_requests import Change
+from .step import Step, Stretch
 from .step_input import StepInput
 
 #: A run of wrong rows ends where a block ends, and at every multiple of this many positions.
@@ -26,32 +24,6 @@ RUN: Final = 1024
 PLACE_FACTOR: Final = 0x2545F4914F6CDD1D
 STEP_FACTOR: Final = 0x5851F42D4C957F2D
 
-#: The kinds of violations that an inspected row can be.
-STRETCH_KINDS: Final = ("published", "exported", "imported")
-
-
-@attrs.frozen(eq=False)
-class Stretch:
-    """Rows to inspect when a block is published, or when rows leave the engine.
-
-    Attributes:
-        lines: int ``[num_requests]``, the line of each request; -1 is padding.
-        first: int ``[num_requests]``, the position of each request's first row.
-        end: int ``[num_requests]``, the position after each request's last row.
-        tables: by group, int ``[num_requests, blocks]``.
-        kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
-        table_lines: int ``[num_requests]``, as in ``Step``.
-        block_maps: by group, int ``[n]``, as in ``Step``.
-    """
-
-    lines: Tensor
-    first: Tensor
-    end: Tensor
-    tables: Mapping[str, Tensor]
-    kind: str
-    table_lines: Tensor | None = None
-    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
-
 
 class Passes(ABC):
     """The passes over the books that a step makes.
@@ -62,13 +34,9 @@ class Passes(ABC):
 
     Args:
         books: the books that the passes read and write.
-
-    Attributes:
-        step_input: the class that prepares an engine's numbers for these passes.
     """
 
     name: ClassVar[str]
-    step_input: ClassVar[type[StepInput]] = StepInput
 
     def __init__(self, books: Books) -> None:
         self.books: Final = books
@@ -133,6 +101,10 @@ class Passes(ABC):
                 last; all others are rejected.
             besides: tokens that ``accepted`` counts beside drafts.
         """
+
+    def input(self) -> StepInput:
+        """Return the code that prepares an engine's numbers for these passes."""
+        return StepInput(self.books)
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:
         """Return the device code of a scrub over the same ledger."""

@@ -25,9 +25,8 @@ from .arguments import listed
 from .digest import REJECTED
 from .groups import Group
 from .ledger import Ledger
-from .passes import Stretch
 from .rows import Batch, blocks_read, first_visible, in_ring, word_at
-from .step import Step
+from .step import Step, Stretch
 from .violation import Violation
 
 #: The things that can happen to a slot; a run has an index into this tuple.

@@ -14,11 +14,10 @@ from torch import Tensor
 from . import checks
 from .admission import Admission, admissions_of, own_words
 from .arguments import listed, mapped
-from .changes import Change
 from .epochs import Epochs
 from .groups import Place
 from .ledger_state import Ints, LedgerState
-from .new_requests import NewRequests
+from .new_requests import Change, NewRequests
 
 #: No requests.
 NONE: Final = ()

@@ -1,12 +1,16 @@
-"""``Step``: one forward pass, as an engine describes it to the ledger."""
+"""``Step`` and ``Stretch``: a forward pass, and rows to inspect, as an engine describes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
+
+#: The kinds of violations that an inspected row can be.
+STRETCH_KINDS: Final = ("published", "exported", "imported")
 
 
 @attrs.frozen(eq=False)
@@ -98,3 +102,26 @@ class Step:
         return all(
             one is two or torch.equal(one, two) for one, two in zip(mine, theirs, strict=True)
         )
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """Rows to inspect when a block is published, or when rows leave the engine.
+
+    Attributes:
+        lines: int ``[num_requests]``, the line of each request; -1 is padding.
+        first: int ``[num_requests]``, the position of each request's first row.
+        end: int ``[num_requests]``, the position after each request's last row.
+        tables: by group, int ``[num_requests, blocks]``.
+        kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
+        table_lines: int ``[num_requests]``, as in ``Step``.
+        block_maps: by group, int ``[n]``, as in ``Step``.
+    """
+
+    lines: Tensor
+    first: Tensor
+    end: Tensor
+    tables: Mapping[str, Tensor]
+    kind: str
+    table_lines: Tensor | None = None
+    block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import attrs
 import torch
@@ -40,23 +40,15 @@ class StepBuffers:
     lengths: tuple[Tensor, ...] = ()
 
 
-class OverBooks(Protocol):
-    """Passes over some books."""
-
-    @property
-    def books(self) -> Books:
-        """The books."""
-
-
 class StepInput:
     """The work on an engine's numbers before and after the ledger gets them.
 
     Args:
-        passes: the passes of the ledger.
+        books: the ledger's.
     """
 
-    def __init__(self, passes: OverBooks) -> None:
-        self._books = passes.books
+    def __init__(self, books: Books) -> None:
+        self._books: Final = books
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host into a tensor on the device, without waiting for it.

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from ..host_values import to_device
 from . import books as book
-from .changes import Change
 from .digest import EMBEDDED, REJECTED, UNWRITTEN, age_of, as_word
 from .draft_trees import SampledPath, along, followed
 from .epochs import age_in, count_ages
 from .groups import Place
-from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, PackedRequests
-from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
+from .new_requests import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Change, PackedRequests
+from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes
 from .rows import (
     Batch,
     admitted,
@@ -33,7 +32,7 @@ from .rows import (
     word_at,
     words_read,
 )
-from .step import Step
+from .step import Step, Stretch
 from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
 from .violation_record import record_violation
 
@@ -196,7 +195,6 @@ class TorchPasses(Passes):
             known = torch.where(drafts > 0, settled, known)
         facts[book.KNOWN][line] = known
         facts[book.DURABLE][line] = settled
-        facts[book.KEPT_BEFORE][line] = facts[book.KEPT][line]
         facts[book.KEPT][line] = torch.where(drafts > 0, -1, 0)
         now = books.counters[book.STEP].add_(1)
         books.counters[book.JOURNALLED] += len(chain)

@@ -22,12 +22,9 @@ from .arguments import described
 from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
-from .passes import Stretch
 from .rows import through
+from .step import Stretch
 from .violation import NOBODY
-
-#: Compares rows, as ``Ledger.inspect`` does.
-Inspect = Callable[[Stretch], None]
 
 
 class RowTransfers:
@@ -38,10 +35,12 @@ class RowTransfers:
 
     Args:
         state: the ledger's state.
+        inspect: compares rows; ``Ledger.inspect``.
     """
 
-    def __init__(self, state: LedgerState) -> None:
+    def __init__(self, state: LedgerState, inspect: Callable[[Stretch], None]) -> None:
         self._state: Final = state
+        self._compare: Final = inspect
         self._books: Final = state.books
 
     def copy(self, group: str, source: Ints, target: Ints) -> None:
@@ -55,7 +54,8 @@ class RowTransfers:
                 "copy", "source and target differ in length", expected=f"{len(given)} targets",
                 got=len(wanted), hint="name a target for each source; nothing was changed",
             )  # fmt: skip
-        pool, there, here = self._pool(place), self._state.upload(wanted), self._state.upload(given)
+        pool = place.pool_of(self._books.words)
+        there, here = self._state.upload(wanted), self._state.upload(given)
         pool.index_copy_(0, there, pool.index_select(0, here))
         if self._state.bytes is not None:
             self._state.bytes.copy(place, here, there)
@@ -65,40 +65,31 @@ class RowTransfers:
         where = place.base + there[:, None] * place.stride + rows
         self._journal(place, where.flatten(), None)
 
-    def publish(
-        self, inspect: Inspect, request: str, group: str, table: Ints, first: int, end: int
-    ) -> None:
+    def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
         """Do what ``Ledger.publish`` says."""
         place = checks.place_of("publish", self._books, group, states=False)
-        self._inspect(inspect, "publish", "published", request, place, table, first, end)
+        self._inspect("publish", "published", request, place, table, first, end)
 
-    def publish_state(
-        self, inspect: Inspect, request: str, group: str, block: int, length: int
-    ) -> None:
+    def publish_state(self, request: str, group: str, block: int, length: int) -> None:
         """Do what ``Ledger.publish_state`` says."""
         place = self._place_of_state("publish_state", group, block)
         end = checks.whole("publish_state", "length", length, 1, self._books.sizes.max_length)
-        self._inspect(inspect, "publish_state", "published", request, place, [block], end - 1, end)
+        self._inspect("publish_state", "published", request, place, [block], end - 1, end)
         self._books.owners[place.owners + block] = NOBODY
 
-    def export(
-        self, inspect: Inspect, request: str, group: str, table: Ints, first: int, end: int
-    ) -> Tensor:
+    def export(self, request: str, group: str, table: Ints, first: int, end: int) -> Tensor:
         """Do what ``Ledger.export`` says."""
         place = checks.place_of("export", self._books, group, states=False)
-        return self._export(inspect, "export", request, place, table, first, end)
+        return self._export("export", request, place, table, first, end)
 
-    def export_state(
-        self, inspect: Inspect, request: str, group: str, block: int, length: int
-    ) -> Tensor:
+    def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
         """Do what ``Ledger.export_state`` says."""
         place = self._place_of_state("export_state", group, block)
         checks.whole("export_state", "length", length, 1, self._books.sizes.max_length)
-        return self._export(inspect, "export_state", request, place, [block], length - 1, length)
+        return self._export("export_state", request, place, [block], length - 1, length)
 
     def import_rows(
         self,
-        inspect: Inspect,
         request: str,
         group: str,
         table: Ints,
@@ -110,7 +101,7 @@ class RowTransfers:
         """Do what ``Ledger.import_rows`` says."""
         place = checks.place_of("import_rows", self._books, group, states=False)
         blocks = self._blocks_of(place, table, first, end)
-        self._import(inspect, "import_rows", request, place, blocks, first, end, digests, origin)
+        self._import("import_rows", request, place, blocks, first, end, digests, origin)
 
     def origins(
         self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
@@ -163,7 +154,6 @@ class RowTransfers:
 
     def import_state(
         self,
-        inspect: Inspect,
         request: str,
         group: str,
         block: int,
@@ -174,9 +164,7 @@ class RowTransfers:
         """Do what ``Ledger.import_state`` says."""
         place = self._place_of_state("import_state", group, block)
         checks.whole("import_state", "length", length, 1, self._books.sizes.max_length)
-        self._import(
-            *(inspect, "import_state", request, place, [block], length - 1, length, digest, origin)
-        )
+        self._import(*("import_state", request, place, [block], length - 1, length, digest, origin))
         self._books.owners[place.owners + block] = NOBODY
 
     def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
@@ -219,7 +207,6 @@ class RowTransfers:
 
     def _export(
         self,
-        inspect: Inspect,
         operation: str,
         request: str,
         place: Place,
@@ -227,7 +214,7 @@ class RowTransfers:
         first: int,
         end: int,
     ) -> Tensor:
-        self._inspect(inspect, operation, "exported", request, place, table, first, end)
+        self._inspect(operation, "exported", request, place, table, first, end)
         where = self._words(place, table, first, end)
         words = self._books.words
         found = torch.where(where >= 0, words[where.clamp(min=0)], UNWRITTEN)
@@ -235,7 +222,6 @@ class RowTransfers:
 
     def _import(
         self,
-        inspect: Inspect,
         operation: str,
         request: str,
         place: Place,
@@ -275,7 +261,7 @@ class RowTransfers:
         # The request gets other rows: only what was told of these holds for its next step.
         telling = torch.where(facts[book.TOLD] == book.IMPORTED, facts[book.TELLING], -1)
         facts[book.TOLD], facts[book.TELLING] = book.IMPORTED, telling
-        self._inspect(inspect, operation, "imported", request, place, table, first, end)
+        self._inspect(operation, "imported", request, place, table, first, end)
         if place.group.is_state:
             facts[book.TELLING] = telling  # of rows before the state nothing was said
 
@@ -329,7 +315,6 @@ class RowTransfers:
 
     def _inspect(
         self,
-        inspect: Inspect,
         operation: str,
         kind: str,
         request: str,
@@ -346,11 +331,7 @@ class RowTransfers:
         if not blocks.shape[1]:
             blocks = torch.full_like(line[None, None], -1)
         tables = {place.group.name: blocks}
-        inspect(Stretch(line[None], low[None], high[None], tables, kind))
-
-    def _pool(self, place: Place, words: Tensor | None = None) -> Tensor:
-        """Return the words of a group's pool, ``[num_blocks, stride]``."""
-        return place.pool_of(self._books.words if words is None else words)
+        self._compare(Stretch(line[None], low[None], high[None], tables, kind))
 
     def _journal(self, place: Place, where: Tensor, writers: Tensor | None) -> None:
         """Write journal entries for rows that no step wrote.

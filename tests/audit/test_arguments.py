@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from kvtxn.audit import (
     RowGroup,
     Scrub,
     StateGroup,
-    Step,
     Window,
     compare_ranks,
 )
@@ -41,7 +39,6 @@ def two_scrubs():
     Scrub(one, [layer("other")])
 
 
-SHARED = [RowGroup("a", 4, 9, pool="p"), RowGroup("b", 4, 8, pool="p")]
 WRONG = {
     "a device beyond numbers": (lambda: ledger(device=2**64), ConfigError),
     "a device that is none": (lambda: ledger(device="nope"), ConfigError),
@@ -53,8 +50,6 @@ WRONG = {
     "no groups": (lambda: ledger(None), ConfigError),
     "a group alone": (lambda: ledger(GROUPS[0]), ConfigError),
     "groups by name": (lambda: ledger({"full": GROUPS[0]}), ConfigError),
-    "one name twice": (lambda: ledger(GROUPS[:1] * 2), ConfigError),
-    "a pool of two sizes": (lambda: ledger(SHARED), ConfigError),
     "books without end": (lambda: ledger([RowGroup("a", 2**20, 2**30)]), CapacityError),
     "a scrub of no ledger": (lambda: Scrub("ledger", [layer()]), ConfigError),
     "two scrubs": (two_scrubs, ConfigError),
@@ -138,63 +133,3 @@ def test_extras_may_be_arrays():
 
 def test_blocks_of_a_kernel_may_be_parts_of_the_scheduler_s():
     assert Scrub(ledger(), [layer(blocks=12, size=2)]).compared == 0
-
-
-def nested():
-    """A tensor without a shape."""
-    with warnings.catch_warnings(action="ignore"):  # torch's: its API will change
-        return torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])])
-
-
-def step(**changed):
-    """A step of one row, of which something is something else."""
-    one, usual = torch.tensor([0]), {"starts": torch.tensor([0, 1]), "slots": {}}
-    return Step(**{"lines": one, "first": one, "tokens": one + 1, **usual, **changed})
-
-
-CALLS = {
-    "change": lambda ledger: ledger.change(given=[1]),
-    "publish_state": lambda ledger: ledger.publish_state("r", "m", 1, "x"),
-    "carry, one tensor": lambda ledger: ledger.carry({"m": torch.tensor([1])}),
-    "carry, one of two": lambda ledger: ledger.carry({"m": (torch.tensor([1]),)}),
-    "carry, none": lambda ledger: ledger.carry({"m": None}),
-    "age, one tensor": lambda ledger: ledger.age(torch.tensor([1]), 1),
-    "age, of states": lambda ledger: ledger.age({"m": torch.tensor([1])}, 1),
-    "age, before the ledger": lambda ledger: ledger.age({"a": torch.tensor([1])}, -1),
-    "age, two lengths": lambda ledger: ledger.age({"a": torch.ones(1, 2)}, 1),
-    "leave, lines in a list": lambda ledger: ledger.leave(0, {"m": torch.tensor([1])}),
-    "leave, more lengths": lambda ledger: ledger.leave(
-        torch.tensor([0]), {"m": torch.tensor([1])}, torch.tensor([1, 2])
-    ),
-    "export_state": lambda ledger: ledger.export_state("r", "m", 1, "3"),
-    "import_state": lambda ledger: ledger.import_state("r", "m", 1, None),
-    "import_rows, meta": lambda ledger: ledger.import_rows(
-        "r", "a", [1], 0, 1, torch.empty(1, dtype=torch.int64, device="meta")
-    ),
-    "lines_of": lambda ledger: ledger.lines_of(None),
-    "lines_of, lists": lambda ledger: ledger.lines_of([[]]),
-    "change, no blocks by group": lambda ledger: ledger.change(given=torch.tensor([])),
-    "write, nested": lambda ledger: ledger.write(step(lines=nested())),
-    "write, nested tokens": lambda ledger: ledger.write(step(tokens=nested())),
-    "write, nested slots": lambda ledger: ledger.write(step(slots={"a": nested()})),
-    "hand_out, nested": lambda ledger: ledger.hand_out("a", nested()),
-    "kept": lambda ledger: ledger.kept(None),
-    "take_back": lambda ledger: ledger.take_back(None),
-    "write": lambda ledger: ledger.write(None),
-    "copy_counters": lambda ledger: ledger.copy_counters(5),
-    "fingerprints": lambda ledger: ledger.fingerprints(5),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_is_no_argument_is_refused_by_a_sentence(call):
-    """It names the call, and what was expected and given; nothing is changed."""
-    ledger = Ledger([RowGroup("a", 4, 8), StateGroup("m", 8)], max_requests=3, max_length=16)
-    ledger.admit("r", [1, 2, 3])
-    books = ledger.books
-    before = [part.clone() for part in (books.words, books.own, books.facts, books.counters)]
-    with pytest.raises(ConfigError) as raised:
-        call(ledger)
-    assert None not in (raised.value.operation, raised.value.expected, raised.value.got)
-    after = (books.words, books.own, books.facts, books.counters)
-    assert all(map(torch.equal, before, after))

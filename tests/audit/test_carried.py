@@ -136,13 +136,6 @@ def test_a_row_that_is_copied_from_a_wrong_slot_is_found(journal):
     assert rows_of(ledger, "r", 4, [9], [12], [2, 3]) == wrong
 
 
-def test_the_writer_of_a_row_that_is_copied_twice_is_known():
-    ledger = of_rows()
-    ledger.carry({"a": (ints(21), ints(28))})
-    ledger.carry({"a": (ints(28), ints(9))})
-    assert rows_of(ledger, "r", 4, [9], [12], [2, 3]) == [("foreign", 1, 9, "u", 1)]
-
-
 def test_rows_and_states_are_copied_in_one_call():
     ledger = of_rows()
     ledger.admit("t", [5, 6, 7])
@@ -181,15 +174,7 @@ def drafted(ledger, kept):
 
 
 def read(ledger, first, token):
-    step = Step(
-        lines=torch.tensor([ledger.line("r")]),
-        starts=torch.tensor([0, 1]),
-        first=torch.tensor([first]),
-        tokens=torch.tensor([token]),
-        slots={"s": torch.tensor([3])},
-        sources={"s": torch.tensor([3])},
-    )
-    ledger.write(step)
+    ledger.write(step_of(ledger, "r", first, 3, 3, token=token))
     return [(v.kind, v.position, v.found) for v in ledger.violations()]
 
 

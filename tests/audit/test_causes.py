@@ -2,161 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from kvtxn.audit import Ledger, RowGroup, Step
-from kvtxn.audit.rows import first_of
-from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, MAX_REQUESTS, live, new_engine
-from kvtxn.testing.audit_mutants import MUTANTS, ExportsTooMuch
 
 
-class WitnessedLedger(Ledger):
-    """A ledger that also remembers, slot by slot, who wrote last; in plain Python.
-
-    Attributes:
-        judged: each violation, with its word, the entry of ``writers`` at the time it was found
-            (None if it names no slot), and how often its request was admitted, and its position
-            computed.
-        writers: by pool and word, the last writer's step and request, and the number of the write.
-            A block that is handed out has no writer; a copy or a load has one of its own.
-    """
-
-    def __init__(self, *arguments, **named):
-        super().__init__(*arguments, **named)
-        self.judged = []
-        self.writers = {}
-        self.writes = 0
-        self.name_of = {}
-        self.lives = Counter()
-        self.computed = Counter()
-
-    def admit(self, request, tokens, **named):
-        line = super().admit(request, tokens, **named)
-        self.lives[request] += 1
-        self.name_of[line] = request
-        return line
-
-    def hand_out(self, group, blocks):
-        super().hand_out(group, blocks)
-        for block in blocks:
-            self.put(group, block, range(self.books.layout.places[group].stride), None, None)
-
-    def put(self, group, block, offsets, step, request):
-        place = self.books.layout.places[group]
-        self.writes += 1
-        for offset in offsets:
-            where = place.base + block * place.stride + offset
-            self.writers[where] = (step, request, self.writes)
-
-    def judge(self):
-        for violation in self.violations():
-            where = None if violation.slot is None else self.where(violation)
-            entry = None if where is None else self.writers.get(where, (None, None, 0))
-            life = self.lives[violation.request]
-            times = self.computed[violation.request, violation.position]
-            self.judged.append((violation, where, entry, (life, times)))
-
-    def check(self, step):
-        super().check(step)
-        self.judge()
-
-    def inspect(self, stretch):
-        super().inspect(stretch)
-        self.judge()
-
-    def write(self, step):
-        super().write(step)
-        self.judge()  # states, which are compared before the step writes
-        now = int(self.books.counters[0])
-        starts, first = step.starts.tolist(), first_of(self.books, step)
-        for name, slots in step.slots.items():
-            group = self.books.layout.places[name].group
-            for index, line in enumerate(step.lines.tolist()):
-                count = starts[index + 1] - starts[index]
-                for within in range(count):
-                    position = int(first[index]) + within
-                    self.computed[self.name_of[line], position] += 1
-                    slot = int(slots[starts[index] + within])
-                    if slot >= 0 and (group.ring is None or within + group.ring >= count):
-                        block, offset = divmod(slot, group.block_size)
-                        self.put(name, block, [offset], now, self.name_of[line])
-
-    def import_rows(self, request, group, table, first, end, *arguments, **named):
-        self.brought(request, group, table, range(first, end))
-        super().import_rows(request, group, table, first, end, *arguments, **named)
-        self.judge()
-
-    def import_state(self, request, group, block, length, *arguments, **named):
-        self.brought(request, group, [block], [0])
-        super().import_state(request, group, block, length, *arguments, **named)
-        self.judge()
-
-    def brought(self, request, group, table, positions):
-        size, now = self.books.layout.places[group].group.block_size, int(self.books.counters[0])
-        for position in positions:
-            self.put(group, int(table[position // size]), [position % size], now, request)
-
-    def publish(self, *arguments):
-        super().publish(*arguments)
-        self.judge()
-
-    def publish_state(self, *arguments):
-        super().publish_state(*arguments)
-        self.judge()
-
-    def export(self, *arguments):
-        digests = super().export(*arguments)
-        self.judge()
-        return digests
-
-    def export_state(self, *arguments):
-        digest = super().export_state(*arguments)
-        self.judge()
-        return digest
-
-    def where(self, violation):
-        """Return the word that a violation names."""
-        place = self.books.layout.places[violation.group]
-        block, offset = divmod(violation.slot, place.group.block_size)
-        return place.base + block * place.stride + offset
-
-
-QUIET = [mutant for mutant in MUTANTS if not mutant.contested]
-
-
-@given(
-    st.sampled_from(QUIET), st.sampled_from(sorted(GROUPS)), st.integers(0, 2**20),
-    st.sampled_from([1 << 16, 50]),
-)  # fmt: skip
-@example(ExportsTooMuch, "plain", 0, 1 << 16)  # exports right after an admission, two times
-@settings(max_examples=40)
-def test_one_report_of_each_cause_to_each_reader_with_the_last_writer(mutant, name, seed, journal):
-    """Of one write of a slot, a request is told once at most, however often its steps read it."""
-    if mutant.needs == "states" and name != "states":
-        name = "states"
-    ledger = WitnessedLedger(
-        GROUPS[name], max_requests=MAX_REQUESTS + 4, max_length=MAX_LENGTH + 8, journal=journal
-    )
-    engine = new_engine(mutant, name, [ledger], seed=seed)
-    seen = set()
-    live(engine, 12)
-    for violation, where, entry, life in ledger.judged:
-        if entry is None:
-            continue
-        step, request, number = entry
-        reader = violation.request, violation.group, violation.position, life
-        if violation.kind == violation.found:
-            assert (where, number, reader) not in seen
-            seen.add((where, number, reader))
-        named = violation.written_step is not None
-        if violation.found != "unwritten" and (named or journal > 50):
-            assert (violation.written_step, violation.written_request) == (step, request)
-        assert named or not violation.written_for
+def test_a_writer_that_the_journal_has_forgotten_is_not_named():
+    """The wrong row is found all the same."""
+    for journal, writer in ((4, None), (64, "a")):
+        ledger = Ledger((RowGroup("a", 4, 8),), max_requests=2, max_length=32, journal=journal)
+        ledger.admit("a", [1] * 4)
+        ledger.admit("b", [2] * 5)
+        assert lone(ledger, "a", 0, [1] * 4, [1], range(4, 8)) == []
+        assert lone(ledger, "a", 4, [1], [1, 2], [8]) == []
+        ledger.publish("b", "a", [1], 0, 1)
+        (found,) = ledger.violations()
+        assert (found.kind, found.found, found.slot) == ("published", "foreign", 4)
+        assert (found.written_request, bool(found.written_for)) == (writer, writer is not None)
 
 
 def test_reads_outside_a_group_are_reported_once_per_request_and_group():

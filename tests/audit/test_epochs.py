@@ -121,15 +121,6 @@ def test_an_alarm_says_the_age_and_the_writer():
     assert ledger.violations() == []  # b was told
 
 
-def test_a_request_that_runs_across_an_update_reads_its_own_stale_rows():
-    ledger = computed()
-    ledger.new_epoch()
-    run(ledger, "a", 8, [19], [1, 2, 3])
-    ledger.new_epoch()
-    run(ledger, "a", 9, [20], [1, 2, 3])
-    assert ledger.read_ages() == [ReadAges("a", {1: 8 + 1, 2: 8}, {}, {})]
-
-
 @pytest.mark.parametrize("stale", ["count", "alarm"])
 def test_a_state_of_the_prefix_cache_is_as_stale_as_its_rows(stale):
     """It is copied out of the cache's block for the request that hits it, and read there."""
@@ -166,17 +157,6 @@ def test_rows_that_are_computed_again_and_caches_that_were_reset_are_not_stale()
     run(ledger, "b", 0, PROMPT, [1, 2, 4])
     assert ledger.read_ages() == []
     assert ledger.violations() == []
-
-
-def test_unwritten_rejected_and_foreign_rows_stay_what_they_are():
-    ledger = computed()
-    ledger.hand_out("full", [2])
-    ledger.new_epoch()
-    ledger.admit("b", [*PROMPT[:4], 90, 91, 92, 93, 94])
-    run(ledger, "b", 8, [94], [1, 2, 4])
-    ledger.admit("c", [70, *PROMPT[1:], 19])
-    run(ledger, "c", 8, [19], [1, 2, 5])
-    assert [v.kind for v in ledger.violations()] == ["unwritten", "foreign", "unwritten"]
 
 
 def test_a_drafter_s_weights_have_epochs_of_their_own():

@@ -363,15 +363,6 @@ def test_memory_per_slot():
     assert Sizes(1, 1).num_bytes([RowGroup("a", 16, 1001)]) - one == 16 * 8
 
 
-def test_a_violation_is_frozen(ledger):
-    filled(ledger)
-    ledger.admit("b", [1])
-    ledger.publish("b", "full", [1], 0, 1)
-    (violation,) = ledger.violations()
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        violation.kind = "other"
-
-
 def test_reset_forgets(ledger):
     filled(ledger)
     ledger.reset()
@@ -410,8 +401,3 @@ def test_misuse_is_refused(ledger):
 def test_groups_have_to_fit_together(groups, message):
     with pytest.raises(ConfigError, match=message):
         Ledger(groups, max_requests=1, max_length=8)
-
-
-def test_a_group_has_sizes():
-    with pytest.raises(ConfigError, match="block_size must be a positive int"):
-        RowGroup("a", 0, 9)

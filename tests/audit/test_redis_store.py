@@ -7,26 +7,14 @@ import sys
 
 import fakeredis
 import pytest
-from hypothesis import given, settings
-from test_identity_store import BATCHES
+from test_identity_store import LONG, SCOPE, block, contents
 
 from kvtxn import ConfigError
 from kvtxn.audit import redis_store
-from kvtxn.audit.identity_store import SqliteStore, StoredBlock, StoreError
+from kvtxn.audit.identity_store import StoreError
 from kvtxn.audit.redis_store import KEPT, RedisStore
 from kvtxn.audit.store_thread import StoreThread
 from kvtxn.audit.store_url import store_url
-
-SCOPE, OTHER = b"a" * 16, b"b" * 16
-LONG = 60.0  # seconds, of which a healthy run takes none
-
-
-def block(number, digest=5, weights=6, who="engine 1: request a"):
-    return StoredBlock(b"%016d" % number, digest, weights, 15, who)
-
-
-def contents(*numbers):
-    return [b"%016d" % number for number in numbers]
 
 
 @pytest.fixture
@@ -54,28 +42,6 @@ def clock(monkeypatch):
             return self.now
 
     monkeypatch.setattr(redis_store, "time", Clock())
-
-
-def test_a_second_process_knows_what_the_first_has_written(server):
-    first, second = store(server), store(server)
-    first.put(SCOPE, [block(1), block(2, digest=-(1 << 63)), block(2, weights=(1 << 63) - 1)])
-    assert second.get(SCOPE, contents(1, 2, 3)) == {
-        block(1).content: [block(1)],
-        block(2).content: [block(2, digest=-(1 << 63)), block(2, weights=(1 << 63) - 1)],
-    }
-    assert second.get(OTHER, contents(1, 2, 3)) == {}
-    first.put(SCOPE, [block(1, who="engine 2: request ä")])  # the first who wrote it
-    assert second.get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
-    first.close()
-    second.close()
-
-
-def test_many_at_once(server):
-    found = store(server)
-    found.put(SCOPE, (block(number) for number in range(1000)))
-    assert len(found.get(SCOPE, contents(*range(500, 1500)))) == 500
-    found.put(SCOPE, [])
-    assert found.get(SCOPE, []) == {}
 
 
 def test_a_store_forgets_what_was_unused_for_longest(server, clock):
@@ -130,27 +96,6 @@ def test_a_read_brings_nothing_back_that_is_being_forgotten(server, clock):
     reader._client.pipeline = later
     assert reader.get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
     assert client(server).keys("*") == []
-
-
-@settings(max_examples=20, deadline=None)
-@given(BATCHES)
-def test_against_the_store_of_one_machine(tmp_path_factory, batches):
-    both = (
-        store(fakeredis.FakeServer()),
-        SqliteStore(tmp_path_factory.mktemp("store") / "identities.db"),
-    )
-    for batch in batches:
-        for scope in (SCOPE, OTHER):
-            for each in both:
-                each.put(scope, [block(*said[1:]) for said in batch if said[0] == (scope == SCOPE)])
-    for scope in (SCOPE, OTHER):
-        one, other = (
-            {content: set(found) for content, found in each.get(scope, contents(*range(7))).items()}
-            for each in both
-        )
-        assert one == other
-    for each in both:
-        each.close()
 
 
 @pytest.mark.parametrize(

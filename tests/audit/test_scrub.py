@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from kvtxn import ConfigError, LayerError, LayerRef
+from kvtxn import ConfigError, LayerRef
 from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step
 from kvtxn.audit.checksum import checksum
 from kvtxn.audit.digest import Key
@@ -112,31 +112,6 @@ def test_a_sample_sees_every_slot_in_its_turn():
     assert run.scrub.compared < 4 * 8
 
 
-def test_rows_written_anew_are_not_compared_with_the_old_ones():
-    run = Run(every=1)
-    run.prompt()
-    run.ledger.hand_out("full", [1])
-    run.rows[0][0][1] += 1
-    run.ledger.admit("a", [1, 2, 3, 4, 5, 6])
-    run.prompt()
-    run.step(6, [7], [1], 1)
-    assert run.ledger.violations() == []
-
-
-def test_what_is_dead_is_poisoned():
-    """Rejected rows, and every column but the one that is read next; nothing else."""
-    run = Run(every=1, poison=True)
-    run.prompt()
-    run.step(6, [7, 8, 9], [1, 2, 3], 1, drafts=2, accepted=1)
-    for cache in (c for pair in run.rows for c in pair):
-        dead = cache.view(24, -1).isnan()
-        assert dead[12].all()
-        assert not dead[[*range(12), *range(13, 24)]].any()
-    assert [bool(s.isnan().all()) for s in run.state] == [False, True, False, True, False]
-    run.step(8, [9], [1], 2)
-    assert run.ledger.violations() == []
-
-
 def test_without_poison_nothing_is_written():
     run = Run(every=1)
     run.prompt()
@@ -170,17 +145,6 @@ def test_memory_is_known_before():
     sums = [layer.sums for layers in books.layers.values() for layer in layers]
     taken = sum(t.numel() * 8 for t in (*sums, books.seals, books.nans, books.compared))
     assert Scrub.num_bytes(GROUPS, {"full": 2, "mamba": 1}, 2) == taken
-
-
-def test_layers_have_to_fit_their_groups():
-    ledger = Ledger(GROUPS, max_requests=1, max_length=8)
-    small = torch.zeros(5, 4, 2, 8)
-    for ref in (
-        LayerRef("a", small, small.clone(), group="full"),
-        LayerRef("a", small, small.clone(), group="other"),
-    ):
-        with pytest.raises(LayerError, match="does not fit group"):
-            Scrub(ledger, [ref])
 
 
 def test_no_rows_have_no_checksums():

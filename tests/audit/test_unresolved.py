@@ -150,21 +150,3 @@ def test_a_line_that_another_request_gets_while_the_step_is_open(when):
     assert ledger.violations() == []
     run(ledger, 5, [10], 0, names=["s"])  # it goes on from the rejected draft
     assert [(v.kind, v.request, v.position) for v in ledger.violations()] == [("rejected", "s", 4)]
-
-
-def test_a_request_that_comes_back_while_its_step_is_open():
-    """It is another life: the step's samples are not this one's tokens."""
-    ledger = Ledger(GROUPS, max_requests=1, max_length=30)
-    ledger.admit("r", [5, 6, 7])
-    run(ledger, 0, [5, 6, 7], 0)
-    run(ledger, 3, [8, 9], 1)
-    ledger.release("r")
-    ledger.admit("r", [5, 6, 7])
-    before = facts(ledger, "r")
-    ledger.resolve([1], [[9, 10]])
-    assert facts(ledger, "r") == before
-    run(ledger, 3, [12], 0)  # the step after is its own again
-    run(ledger, 4, [13, 14], 1)
-    ledger.resolve([0], [[15, -1]])
-    assert facts(ledger, "r")[0][1:3] == [6, 5]
-    assert ledger.violations() == []

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtxn.integrations.audit_command import page
 from kvtxn.integrations.audit_command.jobs import Found
-from kvtxn.integrations.audit_command.verdict import judge
+from kvtxn.integrations.audit_command.verdict import judge_found
 
 from kvtxn.audit import RecordingLedger, RowGroup
 from kvtxn.audit.recording import HAPPENINGS
@@ -71,9 +71,7 @@ def large(blocks: int = 640, size: int = 16, steps: int = 1000) -> Found:
 
 def data(result: Found, title: str = "kvtxn audit") -> dict[str, Any]:
     """Return the data of the page of a result."""
-    violations = [v for recording in result.recordings for v in recording["violations"]]
-    verdict = judge(result.counters, violations, result.requests)
-    return page.data(title, verdict, result, "kvtxn audit --workload chat")
+    return page.data(title, judge_found(result), result, "kvtxn audit --workload chat")
 
 
 def html(result: Found) -> str:

@@ -16,6 +16,7 @@ from kvtxn.integrations.audit_command import command, engine, trace, vllm_engine
 from kvtxn.integrations.audit_command.client import EngineClient
 from kvtxn.integrations.audit_command.jobs import Job, Refused, sentence
 from kvtxn.integrations.audit_command.prompts import Prompt
+from kvtxn.integrations.audit_command.vllm_engine import VllmRequests
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
 
 from kvtxn.cli import main
@@ -133,19 +134,15 @@ def test_files_that_cannot_be_used(capsys, tmp_path):
 def test_good_prompts_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
     text = '"a\u2028\x85c"\r\n\n{"prompt": "b", "max_tokens": 3}\n{"prompt_token_ids": [1, 2]}\n'
-    path.write_text(text, encoding="utf-8", newline="")
-    prompts = command.read(path)
-    assert [(p.line, p.text, p.tokens, p.max_tokens) for p in prompts] == [
-        (1, "a\u2028\x85c", None, 32), (3, "b", None, 3), (4, None, [1, 2], 32),
-    ]  # fmt: skip
-
-
-def test_times_and_leaving_clients_are_read(tmp_path):
-    path = tmp_path / "timed.jsonl"
-    path.write_text('{"prompt": "a", "at": 0.5, "leave_after": 3}\n' + trace_line(session="x"))
-    timed, traced = command.read(path)
-    assert (timed.at, timed.leave_after, timed.blocks) == (0.5, 3, None)
-    assert (traced.at, traced.blocks, traced.length, traced.max_tokens) == (3.0, [0, 7], 600, 64)
+    timed = '{"prompt": "a", "at": 0.5, "leave_after": 3}\n' + trace_line(session="x")
+    path.write_text(text + timed, encoding="utf-8", newline="")
+    assert command.read(path) == (
+        Prompt(1, "a\u2028\x85c", None, 32),
+        Prompt(3, "b", None, 3),
+        Prompt(4, None, [1, 2], 32),
+        Prompt(5, "a", None, 32, 0.5, 3),
+        Prompt(6, None, None, 64, 3.0, None, [0, 7], 600),
+    )
 
 
 def test_the_user_s_settings_stay(monkeypatch, capsys):
@@ -165,13 +162,6 @@ def test_the_user_s_settings_stay(monkeypatch, capsys):
         "other": 1, "kvtxn": {"policy": "undo", "audit": "ledger", "record": True},
     }  # fmt: skip
     assert (job.workloads, job.requests, job.prompts) == (("prefix",), 5, ())
-
-
-@pytest.mark.parametrize("recurrent", ["exact", "auto"])
-def test_windows_over_recurrent_states_are_audited(recurrent):
-    given = {"policy": "auto", "recurrent": recurrent}
-    wanted = command.watched({"model": "m", "additional_config": {"kvtxn": given}})
-    assert wanted["additional_config"]["kvtxn"] == given | {"audit": "ledger", "record": True}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +245,9 @@ def small():
     class Sizes:
         max_length, block_size, vocabulary = 64, 32, 100
 
-    return EngineClient(None, Sizes, Job(engine_args={}, workloads=()), lambda done: None)
+    return EngineClient(
+        None, VllmRequests(), Sizes, Job(engine_args={}, workloads=()), lambda done: None
+    )
 
 
 def test_sessions_fit_the_engine(small):

@@ -123,13 +123,23 @@ COLOURS = """() => {
 }"""
 
 
-def test_a_healthy_engine(show):
-    tab = show(recorded.found())
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_healthy_engine(show, scheme):
+    """In the reader's colours; a request can be picked out."""
+    tab = show(recorded.found(), color_scheme=scheme)
     assert tab.inner_text("h1").startswith("Healthy: ")
     assert tab.is_hidden("#violations-section")
     assert tab.is_hidden("#jumps")
     assert tab.locator("#requests tbody tr").count() > 5
     assert tab.evaluate(COLOURS) > 4
+    back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tab.locator("#requests tbody button").first.click()
+    assert tab.evaluate("picture.request") == 0
+    assert tab.locator("#requests tr.chosen").count() == 1
+    tab.locator("#requests tbody button").first.click()
+    assert tab.evaluate("picture.request") == -1
 
 
 def test_a_violation_is_one_key_away(show):
@@ -160,7 +170,7 @@ def test_a_row_that_a_connector_brought_is_told_as_such(show):
     assert "written" not in status
 
 
-def test_keys_move_and_zoom(show):
+def test_keys_and_mouse_move_and_zoom(show):
     tab = show(recorded.found())
     tab.focus("#picture")
     whole = tab.evaluate("({...picture.view})")
@@ -177,10 +187,6 @@ def test_keys_move_and_zoom(show):
     assert tab.evaluate("({...picture.view})") == whole
     tab.keyboard.press("Escape")
     assert tab.evaluate("picture.cursor") is None
-
-
-def test_the_mouse_names_a_cell_and_opens_it(show):
-    tab = show(recorded.found())
     box = tab.locator("#picture").bounding_box()
     tab.mouse.move(box["x"] + 300, box["y"] + 100)
     assert "step" in tab.inner_text("#tip")
@@ -188,15 +194,6 @@ def test_the_mouse_names_a_cell_and_opens_it(show):
     assert tab.inner_text("#slot-title").startswith("Slot ")
     tab.mouse.wheel(0, -400)
     assert tab.evaluate("picture.view.width") < 120
-
-
-def test_a_request_is_picked_out(show):
-    tab = show(recorded.found())
-    tab.locator("#requests tbody button").first.click()
-    assert tab.evaluate("picture.request") == 0
-    assert tab.locator("#requests tr.chosen").count() == 1
-    tab.locator("#requests tbody button").first.click()
-    assert tab.evaluate("picture.request") == -1
 
 
 def test_ten_thousand_slots(show):
@@ -211,14 +208,6 @@ def test_ten_thousand_slots(show):
     tab.evaluate("picture.goTo({ time: 60, row: picture.rows - 5 }, true)")
     assert tab.evaluate("picture.view.height") <= 64
     assert tab.evaluate("picture.plot.height / picture.view.height") > 5
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_reader_s_colours(show, scheme):
-    tab = show(recorded.found(steps=20), color_scheme=scheme)
-    back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
-    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_several_groups_of_layers(show):

@@ -23,16 +23,19 @@ class FewPrograms(TritonPasses):
     splits = 8 if ON_GPU else 2
 
 
-@pytest.fixture(params=[FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses])
+#: The passes that are tested beside those in torch.
+PASSES = [FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses]
+
+
+@pytest.fixture(params=PASSES)
 def pair(request):
     """Make two ledgers of one key for the groups of a name: one of them in torch."""
 
-    def made(name):
-        torch_one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
+    def made(name, **named):
+        named = {"device": DEVICE, "journal": 128, **named}
+        torch_one = new_ledger(name, backend="torch", **named)
         key = torch_one.books.key
-        return torch_one, new_ledger(
-            name, device=DEVICE, backend=request.param, key=key, journal=128
-        )
+        return torch_one, new_ledger(name, backend=request.param, key=key, **named)
 
     return made
 

@@ -143,41 +143,32 @@ def test_nothing_is_launched_for_an_empty_grid(launched):
     assert len(launched.calls) == 1
 
 
-def test_constants_come_last_and_no_other_number_is_specialised():
+KERNELS = [
+    *(change_kernel.change_books, change_kernel.put_numbers, change_kernel.count_tokens),
+    *(write_kernel.write_rows, resolve_kernel.resolve_rows),
+    *(compare_kernel.compare_rows, compare_kernel.compare_states),
+    *(byte_lists.list_reads, byte_lists.list_written, byte_work.do_work),
+    *(move_rows, advance_rows, names_of),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_constants_come_last_and_no_other_number_is_specialised(kernel):
     """A number that Triton takes for a constant would not be among the kernel's parameters."""
-    for kernel, constants in (
-        (change_kernel.change_books, 2),
-        (change_kernel.put_numbers, 1),
-        (change_kernel.count_tokens, 1),
-        (write_kernel.write_rows, 6),
-        (resolve_kernel.resolve_rows, 5),
-        (compare_kernel.compare_rows, 5),
-        (compare_kernel.compare_states, 4),
-        (byte_lists.list_reads, 2),
-        (byte_lists.list_written, 2),
-        (byte_work.do_work, 4),
-    ):
-        annotations = {n: str(a) for n, a in kernel.fn.__annotations__.items() if n != "return"}
-        names = [*annotations]
-        assert {annotations[name] for name in names[-constants:]} == {"tl.constexpr"}
-        others = {name: annotations[name] for name in names[:-constants]}
-        assert {*others.values()} <= {"tl.tensor", "tl.int64"}
-        if ON_GPU:
-            plain = {p.name for p in kernel.params if p.do_not_specialize}
-            assert {name for name, kind in others.items() if kind == "tl.int64"} <= plain
-
-
-@pytest.mark.parametrize("kernel", [move_rows, advance_rows, names_of], ids=lambda k: k.__name__)
-def test_constants_of_calls_that_recur_come_last(kernel):
-    """In capitals; no other number is specialised."""
     names = kernel.arg_names
     constants = [name for name in names if name.isupper()]
     assert names[-len(constants) :] == constants
-    annotations = kernel.fn.__annotations__
-    assert {str(annotations[name]) for name in constants} == {"tl.constexpr"}
+    annotations = {name: str(kernel.fn.__annotations__[name]) for name in names}
+    assert {annotations[name] for name in constants} == {"tl.constexpr"}
+    numbers = {name for name in names if annotations[name].startswith("tl.int")}
+    assert {annotations[name] for name in names} <= {
+        "tl.constexpr",
+        "tl.tensor",
+        "tl.int32",
+        "tl.int64",
+    }
     if ON_GPU:
         plain = {p.name for p in kernel.params if p.do_not_specialize}
-        numbers = {name for name in names if str(annotations[name]).startswith("tl.int")}
         assert numbers <= plain
 
 

@@ -5,32 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels_here import ON_GPU
-from kvtxn.backends.audit_numba import NumbaPasses
-from ledger_pairs import DEVICE, FewPrograms, assert_equal_books, step_of
+from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
 
 from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import ages_of, live, new_engine, new_ledger, new_model, said
+from kvtxn.testing.audit_life import ages_of, live, new_engine, new_model, said
 
-PASSES = [FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses]
+__all__ = ["pair"]
+
 PROMPT = [11, 12, 13, 14, 15, 16]
-
-
-@pytest.fixture(params=PASSES)
-def pair(request):
-    """Make two ledgers of one key: one in torch, one by the passes that are tested."""
-
-    def made(name, stale):
-        one = new_ledger(name, device=DEVICE, backend="torch", stale=stale)
-        named = {"backend": request.param, "key": one.books.key, "stale": stale}
-        return one, new_ledger(name, device=DEVICE, **named)
-
-    return made
 
 
 @pytest.mark.parametrize("stale", ["count", "alarm"])
 @pytest.mark.parametrize("name", ["sliding", "states"])
 def test_a_life_with_updates(pair, name, stale):
-    ledgers, model = pair(name, stale), new_model(name, stale)
+    ledgers, model = pair(name, stale=stale), new_model(name, stale)
     engine = new_engine(SmallEngine, name, [*ledgers, model], seed=4, device=DEVICE)
     live(engine, 60 if ON_GPU else 14, updates=0.3)
     ages = [ages_of(ledger) for ledger in ledgers]
@@ -43,7 +31,7 @@ def test_a_life_with_updates(pair, name, stale):
 
 def test_rows_of_several_ages_in_one_step(pair):
     """Each is counted under its age, and one that is foreign beside them is found."""
-    ledgers = pair("states", "count")
+    ledgers = pair("states")
     for ledger in ledgers:
         ledger.admit("a", PROMPT)
         ledger.write_and_check(
@@ -67,7 +55,7 @@ def test_rows_of_several_ages_in_one_step(pair):
 
 
 def test_a_stale_row_that_is_an_open_draft_must_not_leave(pair):
-    ledgers = pair("states", "alarm")
+    ledgers = pair("states", stale="alarm")
     for ledger in ledgers:
         ledger.admit("a", PROMPT)
         fill = (0, PROMPT, range(4, 10), [1, 2], [-1] * 4 + [20, 21], -1)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from ledger_pairs import DEVICE, ON_GPU, FewPrograms, NumbaPasses
+from ledger_pairs import DEVICE, ON_GPU, PASSES
 
 from kvtxn.audit import Ledger, RowGroup, Step
 from kvtxn.errors import ConfigError, WindowStateError
 
 GROUP = RowGroup("g", 4, 16)
-BACKENDS = ["torch", FewPrograms] if ON_GPU else ["torch", FewPrograms, NumbaPasses]
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda each: getattr(each, "name", each))
+@pytest.fixture(params=["torch", *PASSES], ids=lambda each: getattr(each, "name", each))
 def ledger(request):
     return Ledger(
         [GROUP], max_requests=4, max_length=40, device=DEVICE, journal=64, backend=request.param

@@ -276,12 +276,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvtxn.backends.launching import repeated_launch
-from kvtxn.backends.audit import change_kernel, compare_kernel, resolve_kernel, write_kernel
+from kvtxn.backends.audit import byte_lists, byte_work, change_kernel, compare_kernel
+from kvtxn.backends.audit import resolve_kernel, write_kernel
 
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
 NUMBERS = {"num_tokens", "num_blocks", "num_released", "count", "first", "second", "width", "end"}
-SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides"}
-KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
+SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides", "every", "violations"}
+KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32", "outputs": "*bf16"}
 WRITE = {"FILLS": True, "DRAFTS": True, "POSITIONS": True, "TILE": 128}
 KERNELS = (
     (repeated_launch._add, {"FACTOR": 3}),
@@ -295,6 +296,10 @@ KERNELS = (
     (compare_kernel.compare_rows, {"STEPPING": True, "EXPORTED": False, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_rows, {"STEPPING": False, "EXPORTED": True, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_states, {"TOLD": True, "FILLS": True, "TILE": 1024}),
+    (byte_lists.list_reads, {"FILLS": True, "SPLITS": 8}),
+    (byte_lists.list_written, {"DRAFTS": True, "TILE": 128}),
+    (byte_work.do_work, {"PROGRAMS": 64, "ENTRIES": 1024, "TILE": 128}),
+    (byte_work.find_nan, {"ENTRIES": 1024, "TILE": 1024}),
 )
 for kernel, constants in KERNELS:
     constants = {"GROUPS": 2, **constants} if "GROUPS" in kernel.arg_names else constants
@@ -317,4 +322,4 @@ def test_the_kernels_compile_for_a_gpu():
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600, check=False
     )
-    assert "compiled 11" in done.stdout, done.stderr[-3000:]
+    assert "compiled 15" in done.stdout, done.stderr[-3000:]

@@ -15,30 +15,6 @@ with importing_kernels():
 __all__ = ["pair"]
 
 
-def test_counts_of_any_stride(pair):
-    """Accepted counts that are a column of a matrix are read as what they are."""
-    ledgers = pair("plain")
-
-    def numbers(values, dtype=torch.int64):
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    for ledger in ledgers:
-        ledger.admit("a", [1, 2, 3])
-        ledger.admit("b", [1, 2, 3])
-        step = Step(
-            lines=numbers([ledger.line("a"), ledger.line("b")]),
-            starts=numbers([0, 4, 8]),
-            first=numbers([0, 0]),
-            tokens=numbers([1, 2, 3, 4] * 2),
-            slots={"full": numbers([4, 5, 6, 7, 8, 9, 10, 11])},
-            tables={"full": numbers([[1], [2]], torch.int32)},
-            drafts=numbers([1, 1]),
-        )
-        ledger.write(step)
-        ledger.resolve(numbers([[1, 0], [1, 0]])[:, 0])
-    assert_equal_books(*ledgers)
-
-
 def apart(tensor):
     """The same numbers, every second one of a larger buffer along each dimension."""
     buffer = torch.full([2 * size for size in tensor.shape], -9, dtype=tensor.dtype, device=DEVICE)

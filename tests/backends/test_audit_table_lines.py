@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels_here import ON_GPU
 from kvtxn.backends.audit_numba import NumbaPasses
-from ledger_pairs import DEVICE, assert_equal_books, pair
+from ledger_pairs import DEVICE, PASSES, assert_equal_books, pair
 from test_audit_bytes import BACKENDS, assert_equal_bytes, in_torch, twin
 
 from kvtxn import ConfigError
@@ -16,7 +16,6 @@ from kvtxn.audit.lengths import report_lengths
 from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine
 from kvtxn.testing.audit_engine import SmallEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, said
-from kvtxn.testing.audit_mutants import MUTANTS
 
 __all__ = ["pair"]
 
@@ -76,20 +75,6 @@ def test_a_healthy_life(pair, name):
     assert one.counters()["kvtxn_audit_rows_checked_total"] > 50
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not (m.contested or m.needs)])
-def test_the_same_is_found(pair, mutant):
-    """With the same request, position, slot and writer."""
-    one, other = pair("plain")
-    for kind, ledger in ((mutant, one), (in_one_table(mutant), other)):
-        live(new_engine(kind, "plain", [ledger], seed=3, device=DEVICE), 60 if ON_GPU else 9)
-    found, again = said(one), said(other)
-    if ON_GPU:  # which reader of a wrong row reports it is open there
-        assert {v.kind for v in found} == {v.kind for v in again}
-    else:
-        assert sorted(map(str, found)) == sorted(map(str, again))
-        assert_equal_books(one, other)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mutant", [ByteEngine, *BYTE_MUTANTS[:1]])
 def test_the_same_bytes_are_compared(mutant, backend):
@@ -115,12 +100,11 @@ def numbers(*values):
     return torch.tensor(values, device=DEVICE)
 
 
-@pytest.fixture(params=["torch", "tested"])
-def ledger(request, pair):
+@pytest.fixture(params=["torch", *PASSES])
+def ledger(request):
     """One ledger of the groups above by each of the passes."""
-    ledgers = pair("plain")
-    kind = type((ledgers[0] if request.param == "torch" else ledgers[1]).passes)
-    return Ledger(GROUP, max_requests=4, max_length=16, device=DEVICE, backend=kind, journal=128)
+    sizes = {"max_requests": 4, "max_length": 16, "journal": 128}
+    return Ledger(GROUP, device=DEVICE, backend=request.param, **sizes)
 
 
 class Slots:

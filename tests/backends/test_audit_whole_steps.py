@@ -141,18 +141,6 @@ def test_a_step_that_is_malformed_later_changes_nothing(pair):
     assert_equal(pair)
 
 
-def test_requests_that_came_since_the_step_was_written_are_no_part_of_it(pair):
-    """One has the line of a request that ended between the forward and the sampling."""
-    for ledger, step in pair:
-        live(ledger, step, 1)
-        fill(step, (7, 7), (3, 2), (2, 1))
-        ledger.write_and_check(step)
-        ledger.release("b")
-        ledger.admit("c", [1, 2])
-        ledger.resolve(torch.tensor([1, 1]), torch.tensor([[20, -1], [21, -1]]), besides=1)
-    assert_equal(pair)
-
-
 def test_blocks_that_are_filled_are_told_from_others(pair):
     for ledger, step in pair:
         fill(step, (0, 0), (6, 5), (0, 2))
@@ -258,13 +246,3 @@ def test_a_step_outside_its_buffers_is_refused(passes, broken, message):
     assert (own.tokens == -5).all()
     with pytest.raises(ConfigError, match="fewer requests than the step"):
         ledger.input.copy_step(engine_buffers(torch.int32), own, first, drafts, 5)
-
-
-@pytest.mark.parametrize("passes", [TorchPasses, NumbaPasses])
-def test_a_step_of_a_model_without_rows_is_copied(passes):
-    ledger = new_ledger("plain", backend=passes)
-    theirs = StepBuffers(torch.tensor([0, 2]), torch.tensor([4, 5]), torch.tensor([7, 8]), (), ())
-    own = StepBuffers(zeros(2), zeros(2), zeros(2), (), ())
-    assert ledger.input.copy_step(theirs, own, first := zeros(1), zeros(1), 1)
-    assert own.tokens.tolist() == [7, 8]
-    assert first.tolist() == [4]

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import attrs
 
+from ...serving.engine_sizes import EngineSizes
 from . import hook_points
 from .protocols import ServedEngine
 
@@ -36,21 +37,6 @@ class Output:
     """
 
     outputs: list[Part]
-
-
-@attrs.frozen
-class EngineSizes:
-    """The numbers of an engine by which a workload chooses its prompts.
-
-    Attributes:
-        vocabulary: number of token ids.
-        max_length: tokens of a request, prompt and output together.
-        block_size: tokens per page of the cache.
-    """
-
-    vocabulary: int
-    max_length: int
-    block_size: int
 
 
 class Frontend:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import attrs
 
 from ....errors import ConfigError, KVTxnError
+from ...serving.engine_sizes import EngineSizes
 from .hooks import when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
@@ -180,21 +181,6 @@ async def ask_all_workers(client: AsyncClient, method: str) -> dict[int, list[An
 
 
 # -- asynchronous engines, as kvtxn's own programs start them --------------------------------
-
-
-@attrs.frozen
-class EngineSizes:
-    """The numbers of an engine by which a workload chooses its prompts.
-
-    Attributes:
-        vocabulary: number of token ids.
-        max_length: tokens of a request, prompt and output together.
-        block_size: tokens per block of the KV cache.
-    """
-
-    vocabulary: int
-    max_length: int
-    block_size: int
 
 
 def async_config(engine_args: Mapping[str, object]) -> VllmConfig:
