@@ -126,12 +126,7 @@ class Page:
         self._windows = windows
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
-        """Bring the metrics of an engine up to date.
-
-        Args:
-            engine: the engine's number.
-            snapshots: the counters of its workers, by rank.
-        """
+        """Bring the metrics of an engine up to date."""
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):
             if self._windows:
@@ -301,11 +296,7 @@ def answer(name: str, wrapper: WorkerWrapper) -> object:
 
 
 def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a hooked worker on a GPU sleep and wake up.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a hooked worker on a GPU sleep and wake up."""
     return workers.around_sleep(
         wrapper,
         asleep=partial(_falls_asleep, wrapper),

@@ -125,11 +125,7 @@ def _on_worker(wrapper: WorkerWrapper) -> None:
 
 
 def _on_scheduler(scheduler: Scheduler, config: Foreign) -> None:
-    """Let kvtxn into the scheduler of an engine that asks for it.
-
-    Raises:
-        KVTxnError: as ``_on_worker``.
-    """
+    """Let kvtxn into the scheduler of an engine that asks for it."""
     event, effect = "kvtxn.scheduler_not_hooked", "wrong rows are logged and not contained"
     if (asked := _asked(lambda: config, event)) is not None:
         with _or_stock(event, effect, asked):

@@ -62,12 +62,7 @@ def unhook() -> None:
 
 
 def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
-    """Let the front end of an engine tell its workers' audits the content of images and audio.
-
-    Args:
-        engine: the engine, which is up.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-    """
+    """Let the front end of an engine tell its workers' audits the content of images and audio."""
     from .internals.media_contents import follow_media
 
     if is_audited(asked):
@@ -75,16 +70,7 @@ def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations.
-
-    Args:
-        scheduler: the scheduler.
-        config: its ``VllmConfig``.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-
-    Raises:
-        KVTxnError: as ``on_worker``.
-    """
+    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations."""
     from .audit.audited_scheduler import follow_scheduler
     from .internals import audited
 
@@ -97,10 +83,6 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Check the user's settings before any worker starts.
-
-    Args:
-        config: the engine's ``VllmConfig``.
-        asked: the user's ``additional_config``, with settings of kvtxn.
 
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
@@ -125,10 +107,6 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
 
 def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
-
-    Args:
-        wrapper: the worker's wrapper.
-        asked: the user's ``additional_config``, with settings of kvtxn.
 
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have

@@ -153,16 +153,7 @@ def operators_differ(modules: Sequence[object]) -> str | None:
 def hook_states(
     steps: StateSteps, layers: Sequence[StateLayer], batch: Callable[[], StateBatch | None]
 ) -> Callable[[], None]:
-    """Let layers with states verify over copies, and hand their draft rows to the steps.
-
-    Args:
-        steps: the steps of the layers' runner.
-        layers: the layers.
-        batch: returns the requests of the present step; None outside of steps.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let layers with states verify over copies, and hand their draft rows to the steps."""
     undo = cpu_states.hook_core() if any(one.kind == GATED_DELTA for one in layers) else None
 
     def hook(layer: StateLayer) -> None:
@@ -186,9 +177,6 @@ def hook_states(
 
 class States(Part):
     """Asks for one state per request, and says which requests a forward has while it runs.
-
-    Args:
-        runner: the hooked runner.
 
     Attributes:
         batch: the requests of the present step; None outside of its forward.
@@ -215,11 +203,7 @@ class States(Part):
         return self._runner.kvtxn_one_state
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches.
-
-        Raises:
-            KVTxnError: kvtxn stays out, though the caches have one state per request.
-        """
+        """Refuse an engine without windows, which cannot run over these caches."""
         refuse_without_windows(self._runner)
 
     def planned(self, step: PlannedStep) -> None:
@@ -248,12 +232,7 @@ class States(Part):
 
 
 class RowAndStateCaches:
-    """Caches of attention, and of recurrent layers with one state per request.
-
-    Args:
-        runner: the hooked runner.
-        states: knows the requests of the present step.
-    """
+    """Caches of attention, and of recurrent layers with one state per request."""
 
     def __init__(self, runner: HookedRunnerV1, states: States) -> None:
         self._runner = runner

@@ -41,11 +41,7 @@ class Caches(Protocol):
 
 
 class RowCaches:
-    """Caches of attention, with a row per token.
-
-    Args:
-        runner: the hooked runner.
-    """
+    """Caches of attention, with a row per token."""
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
@@ -84,10 +80,6 @@ class Windows(Part):
     """Opens a window for each step with drafts, and commits the accepted ones.
 
     The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
-
-    Args:
-        runner: the hooked runner.
-        caches: what the windows are over.
     """
 
     def __init__(self, runner: HookedRunnerV1, caches: Caches) -> None:

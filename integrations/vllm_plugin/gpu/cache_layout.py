@@ -47,11 +47,6 @@ def with_spare_blocks(
 ) -> tuple[KVCacheConfig, SpareBlocks]:
     """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
 
-    Args:
-        config: vLLM's ``KVCacheConfig``; stays as it is.
-        rows: most rows that can wait at once.
-        without: names of layers that get no additional room.
-
     Raises:
         LayerError: a cache's size is no multiple of its number of blocks.
     """

@@ -126,11 +126,7 @@ class StateCaches(Part):
             self._hook(None).forget_caches()
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches.
-
-        Raises:
-            KVTxnError: kvtxn stays out, though the caches have one state per request.
-        """
+        """Refuse an engine without windows, which cannot run over these caches."""
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
@@ -167,12 +163,7 @@ class StateCaches(Part):
         return self.steps if self._runner.kvtxn is None else None
 
     def _hook(self, make: Capture | None, kept: GraphCache | None = None) -> HeldStates:
-        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
-
-        Args:
-            make: captures the commits of all layers; None commits layer by layer.
-            kept: keeps what is captured.
-        """
+        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed."""
         runner, undo = self._runner, self._runner.kvtxn_undo
         states = HeldStates(runner, make, fast=self._fast, kept=kept)
         states.warm_up()
@@ -195,9 +186,6 @@ class StatesV1(Part):
     By its rows alone vLLM takes a prompt of as many rows as a verify step has for drafts, and
     replays a graph of such steps, which knows nothing of the prompt. Here no step with a prompt
     replays one.
-
-    Args:
-        runner: the hooked runner.
 
     Attributes:
         caches: holds the states; a part that hears events before this one.
@@ -268,9 +256,6 @@ class ReportedModelState:
 
 class StatesV2(Part):
     """Tells states of the steps of the V2 runner, whose ``model_state`` makes their metadata.
-
-    Args:
-        runner: the hooked runner.
 
     Attributes:
         caches: holds the states; a part that hears events before this one.

@@ -195,13 +195,7 @@ def num_sampled(output: object) -> Tensor | None:
 
 
 def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
-    """Read the V1 runner's batch after ``_prepare_inputs``.
-
-    Args:
-        runner: the runner.
-        prepared: the result of ``_prepare_inputs``.
-        lengths: its argument ``num_scheduled_tokens``, numpy int32 ``[num_requests]``.
-    """
+    """Read the V1 runner's batch after ``_prepare_inputs``."""
     metadata, batch = prepared[1], runner.input_batch
     count = len(lengths)
     drafts = None

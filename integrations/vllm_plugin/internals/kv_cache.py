@@ -56,12 +56,7 @@ def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
 
 
 def block_sizes(config: KVCacheConfig, without: set[str]) -> dict[str, int]:
-    """Return the rows per block of each KV-cache group.
-
-    Args:
-        config: vLLM's ``KVCacheConfig``.
-        without: names of layers; groups that have no other layers are left out.
-    """
+    """Return the rows per block of each KV-cache group."""
     return {
         f"group.{number}": int(group.kv_cache_spec.block_size)
         for number, group in enumerate(config.kv_cache_groups)

@@ -69,9 +69,6 @@ def draft_layers(runner: Runner) -> set[str]:
 def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
     """Find the layers whose rows belong into windows; layers with states are not among them.
 
-    Args:
-        runner: a model runner whose KV cache exists.
-
     Returns:
         The layers in the order of their groups, and the facts of the engine, those of the loaded
         model included.
@@ -111,10 +108,6 @@ def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
 
 def attention_of(runner: Runner, device: str) -> str | None:
     """Name the attention backend of a loaded model's layers, before caches exist.
-
-    Args:
-        runner: a model runner.
-        device: that the engine runs on, such as ``"cuda"``.
 
     Returns:
         If the layers differ, a backend that is not supported comes first; None without any layer.

@@ -17,12 +17,7 @@ from .runner_protocols import BlockList, CacheTensors
 
 
 class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
-    """A worker that copies whole blocks, one after another.
-
-    Args:
-        kv_caches: vLLM's description of the caches, ``[num_blocks, ...]`` each.
-        chunks: the number of blocks that the store holds.
-    """
+    """A worker that copies whole blocks, one after another."""
 
     def __init__(self, kv_caches: CacheTensors, chunks: int) -> None:
         self._caches: list[Tensor] = [cache.tensor for cache in kv_caches.tensors]

@@ -61,9 +61,6 @@ class ReplayedLayer(abc.ABC):
         """Compile the kernel that verifies, for the layouts of rows that vLLM's methods have.
 
         No request may have a block yet: the kernel reads and writes no state then.
-
-        Args:
-            dtype: the model's.
         """
 
     def name_sources(self, starts: Tensor) -> Tensor:
