@@ -253,16 +253,11 @@ def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
     return found
 
 
-def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
-    """Return the violations that a worker's audit found."""
+def _of_watch(wrapper: WorkerWrapper, method: str) -> list[dict[str, Any]]:
+    """Return what a worker's audit answers; nothing without an audit."""
     watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
-    return [] if watch is None else watch.report()
-
-
-def _ages(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
-    """Return the rows of earlier weights that each request has read."""
-    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
-    return [] if watch is None else watch.ages()
+    found: list[dict[str, Any]] = [] if watch is None else getattr(watch, method)()
+    return found
 
 
 def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
@@ -277,9 +272,9 @@ def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
 
 _AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
     SNAPSHOT: _snapshot,
-    REPORT: _report,
+    REPORT: partial(_of_watch, method="report"),
     RECORDING: _recording,
-    AGES: _ages,
+    AGES: partial(_of_watch, method="ages"),
 }
 _TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
 

@@ -82,12 +82,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Check the user's settings before any worker starts.
-
-    Raises:
-        KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
-            it out; it stops the start, in the user's own process.
-    """
+    """Check the user's settings before any worker starts."""
     from .internals import config as engine_config
     from .policy.doctor import check_fit
 
@@ -161,12 +156,7 @@ def _leave_stock(runner: HookedRunner) -> None:
 
 
 def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
-    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
-
-    Raises:
-        RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
-            as the user wants, and the user requires kvtxn.
-    """
+    """Return the settings; without their audit, and with a log line, if the ledger cannot watch."""
     from .audit.audited_scheduler import say_logged_alone
     from .internals import audited
 
@@ -255,10 +245,6 @@ def _warmed_up(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
 
     Windows and steps before this point were vLLM's warm-up.
-
-    Raises:
-        RequiredError: the test failed, or there was another error, and the user wants no engine
-            without kvtxn.
     """
     config, rank = getattr(runner, "kvtxn_config", None), getattr(runner, "kvtxn_rank", 0)
     required = getattr(runner, "kvtxn_required", False)

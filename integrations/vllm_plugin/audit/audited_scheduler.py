@@ -108,11 +108,7 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
 def follow_scheduler(
     scheduler: Scheduler, config: VllmConfig, *, contains: bool, required: bool
 ) -> None:
-    """Let a scheduler do its part of an audit; if it cannot, log the reason.
-
-    Raises:
-        RequiredError: it cannot contain, and that is required.
-    """
+    """Let a scheduler do its part of an audit; if it cannot, log the reason."""
     mixins: list[type] = []
     if contains and _can_contain(scheduler, config, required=required):
         mixins.append(ContainingScheduler)

@@ -39,11 +39,7 @@ HookedRunnerT = TypeVar("HookedRunnerT", bound=HookedRunner)
 
 
 class RunnerSteps(Generic[HookedRunnerT]):
-    """The steps of a hooked runner; its watch is the runner's ``kvtxn_audit``.
-
-    Attributes:
-        ready: see ``LedgerReader``.
-    """
+    """The steps of a hooked runner; its watch is the runner's ``kvtxn_audit``."""
 
     ready: Literal["planned", "forward", "later"] = "forward"
 
@@ -168,11 +164,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
 
 
 class StepsV2(RunnerSteps[HookedRunnerV2]):
-    """The steps of a V2 runner, read out of its buffers.
-
-    Attributes:
-        rows: reads the rows of the runner's steps.
-    """
+    """The steps of a V2 runner, read out of its buffers."""
 
     rows: audited_steps.StepReaderV2
     _states: audited_states.DeviceStateReader | None = None
@@ -261,9 +253,6 @@ class TellingConnector:
 
     The rows that a connector brings within a step are in their blocks once this has begun, so the
     audit compares what the step reads only then.
-
-    Attributes:
-        kvtxn_then: called once the step's transfers have begun.
     """
 
     kvtxn_then: Callable[[], None]

@@ -263,9 +263,6 @@ def on_all_ranks(
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
-
-    Raises:
-        RequiredError: a rank has none, and the user requires the audit.
     """
     if key is not None and not all(ranks.of_all(watch is not None)):
         why, watch = why or "another rank cannot be watched", None

@@ -32,7 +32,7 @@ from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows
 from . import attention, cache_layout
-from .windows import row_slots
+from .windows import RowCaches
 
 
 @attrs.frozen(eq=False)
@@ -41,11 +41,6 @@ class OwnGatedDelta(Recurrence):
 
     A row is staged as three tensors in the model's dtype: the output of the convolution,
     ``[num_rows, channels]``, then a and b, ``[num_rows, num_heads]``.
-
-    Attributes:
-        module: vLLM's layer.
-        channels: width of the convolution.
-        dtype: dtype of the rows.
     """
 
     module: GatedDeltaLayer = attrs.field(repr=False)
@@ -79,12 +74,6 @@ class OwnMamba2(Recurrence):
     A row is staged as two tensors in the model's dtype: the output of the convolution,
     ``[num_rows, channels]``, then dt, ``[num_rows, num_heads]``. A state is rounded to its dtype
     after each row, as vLLM rounds it after each token.
-
-    Attributes:
-        module: vLLM's layer.
-        channels: width of the convolution.
-        dtype: dtype of the rows.
-        stored: dtype of the states.
     """
 
     module: Mamba2Layer = attrs.field(repr=False)
@@ -176,11 +165,7 @@ def hook_states(
 
 
 class States(Part):
-    """Asks for one state per request, and says which requests a forward has while it runs.
-
-    Attributes:
-        batch: the requests of the present step; None outside of its forward.
-    """
+    """Asks for one state per request, and says which requests a forward has while it runs."""
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
@@ -231,11 +216,11 @@ class States(Part):
         self.batch = None
 
 
-class RowAndStateCaches:
+class RowAndStateCaches(RowCaches):
     """Caches of attention, and of recurrent layers with one state per request."""
 
     def __init__(self, runner: HookedRunnerV1, states: States) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._states = states
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
@@ -245,11 +230,7 @@ class RowAndStateCaches:
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps, and hook the attention and the recurrent layers.
-
-        Raises:
-            KVTxnError: an operator of a recurrent layer is not the one that is known.
-        """
+        """Make the steps, and hook the attention and the recurrent layers."""
         wrong = unknown_operator(self._runner)
         if wrong is not None:
             raise KVTxnError("vllm", f"an operator of recurrent layers is unknown: {wrong}")
@@ -266,7 +247,7 @@ class RowAndStateCaches:
 
     def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
         """Find the slots of rows and of states, by group."""
-        rows = row_slots(steps)
+        rows = super().slots(steps)
         if isinstance(rows, str):
             return rows
         return {**rows, **state_layers.state_slots(self._runner, state_groups(steps))}

@@ -231,9 +231,6 @@ class WindowLatentImpl:
 
     The part that decodes reads the cache by its block table. What vLLM counts among prompts reads
     the step's own rows from the forward; it is vLLM's own code over vLLM's own blocks.
-
-    Attributes:
-        kvtxn: the layer's hook; None for a layer that is not the target's.
     """
 
     kvtxn: SlotHook | None = None

@@ -11,7 +11,7 @@ the rows; ``StatesV1`` and ``StatesV2`` tell them of each step of the runner.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -45,16 +45,6 @@ from ..seam.window_steps import refuse_without_windows
 log = get_logger()
 
 
-class StepTeller(Protocol):
-    """Tells states of the steps of one of vLLM's runners."""
-
-    def unknown(self) -> str | None:
-        """Say in a sentence what kvtxn does not know about the runner; None if nothing."""
-
-    def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Let states be told of each step's metadata; returns a function that undoes it."""
-
-
 class StateCaches(Part):
     """Asks for caches with one state per request, and lets the layers read what commits write.
 
@@ -69,7 +59,7 @@ class StateCaches(Part):
             even while the runner has no windows, as in a self-test.
     """
 
-    def __init__(self, runner: HookedRunner, teller: StepTeller) -> None:
+    def __init__(self, runner: HookedRunner, teller: StatesV1 | StatesV2) -> None:
         self._runner = runner
         self._teller = teller
         self.steps: GraphSteps | None = None
@@ -130,11 +120,7 @@ class StateCaches(Part):
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
-        """Return what commits the states, for the windows of a manager, and fields for the log.
-
-        Raises:
-            KVTxnError: the model has recurrent layers of a kind that kvtxn does not know.
-        """
+        """Return what commits the states, for the windows of a manager, and fields for the log."""
         if not self.are_written_by_commits():
             wrong = self.unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")

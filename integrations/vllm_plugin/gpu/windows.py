@@ -36,19 +36,13 @@ from ..internals import (
 )
 from ..internals import config as engine_config
 from ..internals import layers as attention_layers
+from ..internals.kv_cache import SpareBlocks, with_spare_blocks
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
 from ..seam.window_steps import end_unheard, open_steps
-from .cache_layout import (
-    SpareBlocks,
-    by_rows,
-    keys_and_values,
-    layer_refs,
-    waiting_rows,
-    with_spare_blocks,
-)
+from .cache_layout import by_rows, keys_and_values, layer_refs, waiting_rows
 
 if TYPE_CHECKING:
     from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
@@ -73,26 +67,6 @@ class StatesBeside(Protocol):
         """Take the steps that were made with the states."""
 
 
-class StepMaker(Protocol):
-    """Makes the steps of one of vLLM's runners."""
-
-    def make(
-        self,
-        manager: TransactionManager,
-        rows: LayerRows | None,
-        layers: Sequence[TargetLayer],
-        states: StateSupplier | None,
-    ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where the runner keeps them.
-
-        Args:
-            manager: over the target's layers.
-            rows: where drafts wait; None under other policies than deferred.
-            layers: the target's layers.
-            states: commits the recurrent states; None without any.
-        """
-
-
 class WindowCaches(Part):
     """Makes the runner's steps over new caches, in fixed buffers, which captured graphs read.
 
@@ -106,7 +80,7 @@ class WindowCaches(Part):
     def __init__(
         self,
         runner: HookedRunnerV1 | HookedRunnerV2,
-        maker: StepMaker,
+        maker: WindowsV1 | WindowsV2,
         states: StatesBeside | None = None,
     ) -> None:
         self._runner = runner
@@ -161,11 +135,13 @@ class WindowCaches(Part):
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
         """Make the steps; see ``open_steps``. Drafts wait behind vLLM's own blocks."""
-        spare = self.spare or SpareBlocks.none()
-        own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
+        spare, own = self.spare, layers
+        if spare is not None:
+            own = [attrs.evolve(one, cache=one.cache[: spare.begin(one.cache)]) for one in layers]
         manager = TransactionManager(layer_refs(own, kv_dtype), settings)
         rows = None
         if settings.policy == "deferred":
+            assert spare is not None  # else the policy is another one
             rows = {
                 ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
                 for ref in layer_refs(layers, kv_dtype)
@@ -177,6 +153,7 @@ class WindowCaches(Part):
         steps = self._maker.make(manager, rows, layers, states)
         if settings.policy == "deferred":
             assert isinstance(steps, GraphSteps)  # stages before the last one never defer
+            assert spare is not None
             names = {layer.name for layer in layers}
             builders = batches.metadata_builders(self._runner, names)
             self._runner.kvtxn_undo.callback(unhook_attention, layers, builders)
@@ -290,11 +267,7 @@ class WindowsV2(Part):
         layers: Sequence[TargetLayer],
         states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where this runner keeps them.
-
-        Raises:
-            KVTxnError: there are states on a pipeline stage that learns outcomes later.
-        """
+        """Make steps that read the slots where this runner keeps them."""
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
         later = batches.steps_until_known(runner)

@@ -490,12 +490,7 @@ def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Ar
 
 @attrs.frozen(eq=False)
 class Told:
-    """A request as the scheduler told the V2 runner of it.
-
-    Attributes:
-        came: what it said when the request came.
-        tables: the request's blocks by KV-cache group.
-    """
+    """A request as the scheduler told the V2 runner of it."""
 
     came: NewRequest
     tables: list[list[int]]

@@ -246,12 +246,7 @@ class PlannedV1:
 
 @attrs.define(eq=False)
 class PlannedV2:
-    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``.
-
-    Attributes:
-        batch: the runner's.
-        prepared: the result of ``prepare_attn``: block tables and slot mappings.
-    """
+    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``."""
 
     batch: InputBatchV2
     prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
@@ -330,9 +325,6 @@ def slot_mappings(runner: RunnerV2, groups: Sequence[str]) -> Tensor:
     """Return the V2 runner's slots of these groups, int64 ``[num_groups, max_tokens]``.
 
     The runner fills this one buffer anew for each step.
-
-    Raises:
-        LayerError: the groups are not neighbours in the runner's buffer.
     """
     slots = runner.block_tables.slot_mappings
     numbers = [int(group.partition(".")[2]) for group in groups]

@@ -325,9 +325,7 @@ def _odd(config: VllmConfig, facts: EngineFacts) -> str | None:
     if facts.recurrent == MAMBA2 and getattr(config.cache_config, "use_replayssm", False):
         return OWN_REPLAY
     replayed = facts.states == "fast" and facts.recurrent in (GATED_DELTA, MAMBA2)
-    speculation = config.speculative_config
-    drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
-    return too_many(facts.recurrent) if replayed and drafts >= MOST_REPLAYED else None
+    return too_many(facts.recurrent) if replayed and drafts(config) >= MOST_REPLAYED else None
 
 
 #: Bytes of a number, by the name of its dtype or cache format; formats of eight bits have one.

@@ -39,9 +39,6 @@ def hook_engines(
         before_init: gets the engine's ``VllmConfig`` before any worker starts, or None if it is no
             argument; an exception of it stops the start.
         after_init: gets the engine once it is up.
-
-    Raises:
-        KVTxnError: engines are hooked already.
     """
 
     def around(original: Callable[..., None]) -> Callable[..., None]:
@@ -83,11 +80,7 @@ def find_client(engine: object) -> Client | None:
 
 
 def ask_engine(engine: object, operation: str, method: str) -> Any:
-    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank.
-
-    Raises:
-        ConfigError: it is an ``AsyncLLM``, which answers later, or something else.
-    """
+    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank."""
     client = find_client(engine)
     try:
         if client is not None:
@@ -141,11 +134,7 @@ def ask_workers(client: Client, method: str) -> list[Any]:
 
 
 async def ask_all_workers(client: AsyncClient, method: str) -> dict[int, list[Any]]:
-    """Call a worker's method in every rank of every engine that an ``AsyncLLM``'s client reaches.
-
-    Returns:
-        By the engine's number: the answers by rank.
-    """
+    """Call a worker's method in every rank of every engine; returns the answers by engine."""
     numbers = list(client.engine_ranks_managed)
     calls = (
         client._call_utility_async("collective_rpc", method, None, (), None, engine=engine)
@@ -214,19 +203,7 @@ def _drafts(speculation: SpeculativeConfig) -> str:
 
 @attrs.define
 class StepCounts:
-    """The steps of a running engine, by vLLM's own counts.
-
-    Attributes:
-        steps: steps so far.
-        tokens: generated tokens so far.
-        preempted: requests that were preempted so far.
-        drafted: draft tokens so far.
-        accepted: accepted draft tokens so far.
-        cached: tokens of prompts that the prefix cache had so far.
-        loaded: tokens of prompts that a connector had so far.
-        requests: requests that the scheduler has, after the last step.
-        used: share of the cache's blocks that are in use, after the last step.
-    """
+    """The steps of a running engine, by vLLM's own counts."""
 
     steps: int = 0
     tokens: int = 0

@@ -251,13 +251,7 @@ class Layers:
 
 @attrs.frozen(kw_only=True)
 class Ran:
-    """The scheduler's treatment of requests that came at once.
-
-    Attributes:
-        most: requests that ran at once.
-        preempted: how often one lost its blocks to another.
-        finished: requests that were answered.
-    """
+    """The scheduler's treatment of requests that came at once."""
 
     most: int
     preempted: int

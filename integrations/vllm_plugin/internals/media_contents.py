@@ -49,21 +49,13 @@ _undo: WeakKeyDictionary[VllmEngine, Callable[[], None]] = WeakKeyDictionary()
 
 
 class Named(str):
-    """The name that a client gave an item, with the hash of its content.
-
-    Attributes:
-        content: vLLM's hash of the item.
-    """
+    """The name that a client gave an item, with the hash of its content."""
 
     content: str
 
 
 class ContentHashes(BeforeInputs):
-    """Hashes items that have names, too; a mixin before the class of a prompt's inputs.
-
-    Attributes:
-        mm_uuid_items: the names by modality; None for an item without one.
-    """
+    """Hashes items that have names, too; a mixin before the class of a prompt's inputs."""
 
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 

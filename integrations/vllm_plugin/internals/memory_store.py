@@ -72,11 +72,7 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
     _worker: MemoryStoreWorker | None
 
     def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
-        """Return the worker.
-
-        Raises:
-            ValueError: a chunk has several blocks.
-        """
+        """Return the worker."""
         if self.blocks_per_chunk != 1:
             raise ValueError("the store in memory needs chunks of one block")
         if self._worker is None:

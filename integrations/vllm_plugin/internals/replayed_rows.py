@@ -272,9 +272,6 @@ class ReplayedRows(StateCommits):
         groups: for each layer the number of its group in the tables.
         rows: most rows of a step.
         width: most rows of a request.
-
-    Attributes:
-        layers: the layers, each with its own rows.
     """
 
     def __init__(
@@ -330,9 +327,6 @@ class ReplayedRows(StateCommits):
             step: the step.
             sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
                 without any keeps its first row. Requests of the step beyond these have no rows.
-
-        Raises:
-            Exception: the launch's own; it has written nothing.
         """
         if not sampled.is_cuda:
             self._tables.name_commits(sampled[: step.requests], step.starts)

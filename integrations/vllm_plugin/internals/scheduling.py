@@ -66,11 +66,7 @@ _WHY_ENDED: Final = (
 def hook_schedulers(
     after_init: Callable[[Scheduler, VllmConfig | None], None],
 ) -> Callable[[], None]:
-    """Call a function with every new scheduler of this process and its ``VllmConfig``.
-
-    Raises:
-        KVTxnError: schedulers are hooked already.
-    """
+    """Call a function with every new scheduler of this process and its ``VllmConfig``."""
 
     def then(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:

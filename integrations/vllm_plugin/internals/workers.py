@@ -39,11 +39,7 @@ def version() -> str:
 
 
 def source_folder() -> Path:
-    """Return the folder that has the installed package ``vllm`` in it; nothing is imported.
-
-    Raises:
-        KVTxnError: there is no such package.
-    """
+    """Return the folder that has the installed package ``vllm`` in it; nothing is imported."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         raise KVTxnError("vllm", "the package is not installed", hint="pip install vllm")
@@ -61,11 +57,7 @@ def hook_workers(
     after_init_device: Callable[[WorkerWrapper], None],
     methods: Mapping[str, Callable[[WorkerWrapper], object]],
 ) -> Callable[[], None]:
-    """Call a function in every worker once it has a model runner, and add methods for RPC.
-
-    Raises:
-        KVTxnError: workers are hooked already.
-    """
+    """Call a function in every worker once it has a model runner, and add methods for RPC."""
 
     def then(original: Callable[..., object]) -> Callable[..., object]:
         def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> object:

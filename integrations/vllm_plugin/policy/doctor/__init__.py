@@ -234,13 +234,7 @@ def _outcomes(
 
 @attrs.frozen
 class Comparison:
-    """The outcome.
-
-    Attributes:
-        version: the checked release.
-        compared: number of hook points that were compared.
-        moves: the hook points that differ.
-    """
+    """The outcome."""
 
     version: str
     compared: int
@@ -283,10 +277,6 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmCon
     """Refuse settings that do not fit the engine.
 
     Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
-
-    Raises:
-        ConfigError: ``max_rows`` is less than the rows of one request with drafts, or
-            ``recurrent`` does not go with the model.
     """
     if wanted is None or not (supported.is_listed(facts.version) or facts.unchecked):
         return
