@@ -32,7 +32,7 @@ from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows
 from . import attention, cache_layout
-from .windows import RowCaches
+from .windows import RowCaches, row_slots
 
 
 @attrs.frozen(eq=False)
@@ -247,7 +247,7 @@ class RowAndStateCaches(RowCaches):
 
     def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
         """Find the slots of rows and of states, by group."""
-        rows = super().slots(steps)
+        rows = row_slots(steps)
         if isinstance(rows, str):
             return rows
         return {**rows, **state_layers.state_slots(self._runner, state_groups(steps))}

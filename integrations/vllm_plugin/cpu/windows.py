@@ -49,10 +49,15 @@ class RowCaches:
         return steps, {}
 
     def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
-        """Find the slots of the step in groups with a row per token; see ``batches.step_slots``."""
-        manager = steps.manager
-        layers = {ref.group: ref.name for ref in manager.layers.values() if not ref.replay}
-        return batches.step_slots(layers, reads_window=manager.policy == "deferred")
+        """Find the slots of the step, by group."""
+        return row_slots(steps)
+
+
+def row_slots(steps: EagerSteps) -> Mapping[str, Tensor] | str:
+    """Find the slots of a step in the groups with a row per token; see ``batches.step_slots``."""
+    manager = steps.manager
+    layers = {ref.group: ref.name for ref in manager.layers.values() if not ref.replay}
+    return batches.step_slots(layers, reads_window=manager.policy == "deferred")
 
 
 class Windows(Part):
