@@ -126,12 +126,7 @@ class Page:
         self._windows = windows
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
-        """Bring the metrics of an engine up to date.
-
-        Args:
-            engine: the engine's number.
-            snapshots: the counters of its workers, by rank.
-        """
+        """Bring the metrics of an engine up to date."""
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):
             if self._windows:
@@ -258,16 +253,11 @@ def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
     return found
 
 
-def _report(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
-    """Return the violations that a worker's audit found."""
+def _of_watch(wrapper: WorkerWrapper, method: str) -> list[dict[str, Any]]:
+    """Return what a worker's audit answers; nothing without an audit."""
     watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
-    return [] if watch is None else watch.report()
-
-
-def _ages(wrapper: WorkerWrapper) -> list[dict[str, Any]]:
-    """Return the rows of earlier weights that each request has read."""
-    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
-    return [] if watch is None else watch.ages()
+    found: list[dict[str, Any]] = [] if watch is None else getattr(watch, method)()
+    return found
 
 
 def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
@@ -282,9 +272,9 @@ def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
 
 _AWAKE: Final[Mapping[str, Callable[[WorkerWrapper], object]]] = {
     SNAPSHOT: _snapshot,
-    REPORT: _report,
+    REPORT: partial(_of_watch, method="report"),
     RECORDING: _recording,
-    AGES: _ages,
+    AGES: partial(_of_watch, method="ages"),
 }
 _TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
 
@@ -301,11 +291,7 @@ def answer(name: str, wrapper: WorkerWrapper) -> object:
 
 
 def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a hooked worker on a GPU sleep and wake up.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a hooked worker on a GPU sleep and wake up."""
     return workers.around_sleep(
         wrapper,
         asleep=partial(_falls_asleep, wrapper),

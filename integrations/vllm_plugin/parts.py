@@ -22,13 +22,6 @@ def attach(
 ) -> None:
     """Give a runner the parts that the user asked for, once, before its KV cache exists.
 
-    Args:
-        runner: one of vLLM's model runners.
-        settings: the user's settings.
-        rank: the worker's.
-        facts: of the engine.
-        windows: the engine gets windows; over recurrent states, too, if its model has any.
-
     Raises:
         RequiredError: the runner is unknown, and the user wants no engine without kvtxn.
     """

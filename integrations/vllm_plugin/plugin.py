@@ -77,12 +77,7 @@ def _answer(name: str) -> Callable[[WorkerWrapper], object]:
 
 
 def _before_engine(config: Foreign) -> None:
-    """Check the settings of an engine that asks for kvtxn, before any worker starts.
-
-    Raises:
-        KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
-            it out; it stops the start, in the user's own process.
-    """
+    """Check the settings of an engine that asks for kvtxn, before any worker starts."""
     if pytest_audit.is_wanted() and config is not None:
         with _or_stock("kvtxn.audit_inactive", "the engine is not audited for the test"):
             wanted = pytest_audit.with_audit(workers.additional_config(config))
@@ -110,12 +105,7 @@ def _after_engine(engine: VllmEngine) -> None:
 
 
 def _on_worker(wrapper: WorkerWrapper) -> None:
-    """Attach to the model runner of a worker whose engine asks for kvtxn.
-
-    Raises:
-        KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
-            it; it stops vLLM's start.
-    """
+    """Attach to the model runner of a worker whose engine asks for kvtxn."""
     event, effect = "kvtxn.inactive", "the engine runs stock"
     if (asked := _asked(lambda: workers.engine_config(wrapper), event)) is not None:
         with _or_stock(event, effect, asked):
@@ -125,11 +115,7 @@ def _on_worker(wrapper: WorkerWrapper) -> None:
 
 
 def _on_scheduler(scheduler: Scheduler, config: Foreign) -> None:
-    """Let kvtxn into the scheduler of an engine that asks for it.
-
-    Raises:
-        KVTxnError: as ``_on_worker``.
-    """
+    """Let kvtxn into the scheduler of an engine that asks for it."""
     event, effect = "kvtxn.scheduler_not_hooked", "wrong rows are logged and not contained"
     if (asked := _asked(lambda: config, event)) is not None:
         with _or_stock(event, effect, asked):
@@ -166,9 +152,6 @@ def _or_stock(event: str, effect: str, asked: Mapping[str, object] | None = None
         effect: what the engine does without.
         asked: the user's ``additional_config``: an engine that requires kvtxn does not start, nor
             one that wants errors to be raised. None: another hook decides that.
-
-    Raises:
-        KVTxnError: one of ``STOPS_THE_START``.
     """
     try:
         yield

@@ -138,12 +138,7 @@ def _bench(runner: HookedRunner) -> Bench:
 
 
 def _room(sizes: Sizes, max_rows: int) -> tuple[int, int]:
-    """Return how many requests with drafts a step has room for, and how many requests in all.
-
-    Args:
-        sizes: the engine's.
-        max_rows: the most rows of a window: of one request with drafts at least.
-    """
+    """Return how many requests with drafts a step has room for, and how many requests in all."""
     rows = sizes.drafts + 1
     most = min(_DRAFTING, sizes.max_requests, sizes.max_tokens // rows)
     drafting = min(most, max(1, max_rows // rows))
@@ -157,11 +152,7 @@ def _group(ref: LayerRef) -> int:
 
 
 def _test(bench: Bench) -> None:
-    """Take the steps, and compare.
-
-    Raises:
-        SelfTestError: a byte, a token or a counter is wrong.
-    """
+    """Take the steps, and compare."""
     known: dict[str, list[int]] = {each.name: [] for each in bench.requests}
     total = [0, 0]
     device = bench.manager.device
@@ -300,15 +291,7 @@ def _put_back(
     accepted: Mapping[str, int],
     rejected: Mapping[str, int],
 ) -> LayerRows:
-    """Return the rows that a window should leave: direct writes, and noise below rejected drafts.
-
-    Args:
-        bench: the runner under test.
-        direct: the rows after direct writes.
-        noise: the rows before.
-        accepted: accepted drafts by request.
-        rejected: rejected drafts by request.
-    """
+    """Return the rows that a window should leave: noise below rejected drafts, else ``direct``."""
     places = {}
     for group in bench.slots:
         number, begin = int(group.partition(".")[2]), 0
@@ -328,11 +311,7 @@ def _put_back(
 
 
 def _compare(bench: Bench, expected: LayerRows, found: LayerRows) -> None:
-    """Compare every byte of the requests' blocks.
-
-    Raises:
-        SelfTestError: a row is not as it should be.
-    """
+    """Compare every byte of the requests' blocks."""
     for name, parts in expected.items():
         for want, got in zip(parts, found[name], strict=True):
             wrong = (want != got).flatten(1).any(1).nonzero().squeeze(1)
@@ -353,11 +332,7 @@ def _counts(bench: Bench) -> list[int]:
 
 
 def decide_by_test(runner: HookedRunner, version: str) -> None:
-    """Test a hooked runner after its warm-up; unhook it if the test fails.
-
-    Raises:
-        RequiredError: the test failed, and the user wants no engine without kvtxn.
-    """
+    """Test a hooked runner after its warm-up; unhook it if the test fails."""
     steps = getattr(runner, "kvtxn", None)
     if steps is None or runner.kvtxn_announce is None:
         return  # kvtxn stays out already, or the test was passed before

@@ -7,7 +7,8 @@ installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -15,11 +16,15 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
-from . import self_test
+from . import metrics, parts, self_test
+from .audit import watch_opening
+from .audit.audited_scheduler import follow_scheduler, say_logged_alone, unhook_schedulers
+from .internals import audited, workers
+from .internals import config as engine_config
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
-from .metrics import unhook_clients
+from .internals.media_contents import follow_media, unfollow_media
 from .policy import STOPS_THE_START, supported, wants
-from .policy.doctor import hook_gone
+from .policy.doctor import bounded, check_fit, hook_gone
 from .policy.engine import EngineFacts
 from .policy.rules import decide, on_trial
 from .policy.settings import PluginSettings, is_audited, settings
@@ -50,44 +55,22 @@ _undo_engines: list[Callable[[], None]] = []
 
 def unhook() -> None:
     """Undo every hook around the engines of this process."""
-    from .audit import audited_scheduler
-    from .internals.media_contents import unfollow_media
-
     unhook_runners()
-    unhook_clients()
+    metrics.unhook_clients()
     unfollow_media()
-    audited_scheduler.unhook_schedulers()
+    unhook_schedulers()
     while _undo_engines:
         _undo_engines.pop()()
 
 
 def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
-    """Let the front end of an engine tell its workers' audits the content of images and audio.
-
-    Args:
-        engine: the engine, which is up.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-    """
-    from .internals.media_contents import follow_media
-
+    """Let the front end of an engine tell its workers' audits the content of images and audio."""
     if is_audited(asked):
         follow_media(engine)
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations.
-
-    Args:
-        scheduler: the scheduler.
-        config: its ``VllmConfig``.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-
-    Raises:
-        KVTxnError: as ``on_worker``.
-    """
-    from .audit.audited_scheduler import follow_scheduler
-    from .internals import audited
-
+    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations."""
     if is_audited(asked) and audited.unwatched(config) is None:  # or else the workers say why not
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
         evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -96,19 +79,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Check the user's settings before any worker starts.
-
-    Args:
-        config: the engine's ``VllmConfig``.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-
-    Raises:
-        KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
-            it out; it stops the start, in the user's own process.
-    """
-    from .internals import config as engine_config
-    from .policy.doctor import check_fit
-
+    """Check the user's settings before any worker starts."""
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
     check_fit(wanted, facts, config)
@@ -126,24 +97,15 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
 def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
 
-    Args:
-        wrapper: the worker's wrapper.
-        asked: the user's ``additional_config``, with settings of kvtxn.
-
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
     """
-    from . import parts
-    from .audit import watch_opening
-    from .internals import config as engine_config
-    from .internals import workers
-    from .policy.doctor import bounded, check_fit
-
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())
-    rank = workers.rank_of(wrapper)
-    try:
+    rank, runner = workers.rank_of(wrapper), workers.runner_of(wrapper)
+    raises, required = wants(asked, "on_error", "raise"), wants(asked, "required", True)
+    with _or_stock(runner, rank, raises=raises, required=required):
         facts = engine_config.config_facts(config)
         wanted = settings(asked, _most_rows(config, facts), facts.device)
         assert wanted is not None  # it is asked for
@@ -160,38 +122,36 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
             stay_out(why, rank, required=wanted.required)
         if wanted.audit == "off":
             return
-        parts.attach(workers.runner_of(wrapper), wanted, rank, facts, windows=False)
+        parts.attach(runner, wanted, rank, facts, windows=False)
         _follow_updates(wrapper, wanted)
         if facts.device != "cpu":
             watch_opening.reserve_memory(wrapper, wanted)
             _after_warm_up(wrapper, facts)
+
+
+@contextmanager
+def _or_stock(runner: HookedRunner, rank: int, *, raises: bool, required: bool) -> Iterator[None]:
+    """After an error of kvtxn's own unhook a runner, unless the user wants the error.
+
+    Raises:
+        KVTxnError: one of ``STOPS_THE_START``.
+    """
+    try:
+        yield
     except STOPS_THE_START:
         raise
     except Exception as error:
-        _leave_stock(workers.runner_of(wrapper))
-        if wants(asked, "on_error", "raise"):
+        try:
+            unhook_runner(runner)
+        except Exception as another:
+            log.warning("kvtxn.not_unhooked", why=repr(another), effect="some hooks stay, idle")
+        if raises:
             raise
-        stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
-
-
-def _leave_stock(runner: HookedRunner) -> None:
-    """Take away from a runner what was hooked before an error; what cannot be undone is logged."""
-    try:
-        unhook_runner(runner)
-    except Exception as error:
-        log.warning("kvtxn.not_unhooked", why=repr(error), effect="some hooks stay, idle")
+        stay_out(repr(error), rank, required=required, error=error)
 
 
 def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
-    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
-
-    Raises:
-        RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
-            as the user wants, and the user requires kvtxn.
-    """
-    from .audit.audited_scheduler import say_logged_alone
-    from .internals import audited
-
+    """Return the settings; without their audit, and with a log line, if the ledger cannot watch."""
     why = None if wanted.audit == "off" else audited.unwatched(config)
     if why is None:
         why = audited.uncontained(config) if wanted.evicts else None
@@ -210,9 +170,6 @@ def _attach(
     wrapper: WorkerWrapper, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
-    from . import parts
-    from .internals import workers
-
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
@@ -225,7 +182,6 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
-    from .audit import watch_opening
     from .gpu.windows import reserve_memory
 
     reserve_memory(wrapper)
@@ -250,9 +206,6 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
 
 def _follow_updates(wrapper: WorkerWrapper, wanted: PluginSettings) -> None:
     """Let the audit of a hooked runner's worker hear of weights that vLLM changes."""
-    from .audit import watch_opening
-    from .internals import workers
-
     runner = workers.runner_of(wrapper)
     if wanted.audit != "off" and is_hooked(runner):
         runner.kvtxn_unhook.callback(watch_opening.follow_updates(wrapper))
@@ -263,9 +216,6 @@ def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
 
     Let it sleep then, too.
     """
-    from . import metrics
-    from .internals import workers
-
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
@@ -277,39 +227,22 @@ def _warmed_up(runner: HookedRunner, version: str) -> None:
     """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
 
     Windows and steps before this point were vLLM's warm-up.
-
-    Raises:
-        RequiredError: the test failed, or there was another error, and the user wants no engine
-            without kvtxn.
     """
     config, rank = getattr(runner, "kvtxn_config", None), getattr(runner, "kvtxn_rank", 0)
+    raises = config is not None and config.on_error == "raise"
     required = getattr(runner, "kvtxn_required", False)
-    try:
-        _begin(runner, version)
-    except STOPS_THE_START:
-        raise
-    except Exception as error:
-        _leave_stock(runner)
-        if config is not None and config.on_error == "raise":
-            raise
-        stay_out(repr(error), rank, required=required, error=error)
-
-
-def _begin(runner: HookedRunner, version: str) -> None:
-    """Test a runner on trial, reset the counters, and begin to watch."""
-    if getattr(runner, "kvtxn_on_trial", False):
-        self_test.decide_by_test(runner, version)
-    elif getattr(runner, "kvtxn", None) is not None:
-        runner.kvtxn.manager.metrics.restart()
-    watch = getattr(runner, "kvtxn_audit", None)
-    if watch is not None:
-        watch.begin()
+    with _or_stock(runner, rank, raises=raises, required=required):
+        if getattr(runner, "kvtxn_on_trial", False):
+            self_test.decide_by_test(runner, version)
+        elif getattr(runner, "kvtxn", None) is not None:
+            runner.kvtxn.manager.metrics.restart()
+        watch = getattr(runner, "kvtxn_audit", None)
+        if watch is not None:
+            watch.begin()
 
 
 def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:
     """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
-    from .internals import config as engine_config
-
     if facts.device == "cpu":
         return engine_config.most_window_rows(config)
     return engine_config.window_rows(config)

@@ -108,17 +108,7 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
 def follow_scheduler(
     scheduler: Scheduler, config: VllmConfig, *, contains: bool, required: bool
 ) -> None:
-    """Let a scheduler do its part of an audit; if it cannot, log the reason.
-
-    Args:
-        scheduler: the scheduler.
-        config: its ``VllmConfig``.
-        contains: the user wants wrong rows, or stale ones, to be contained.
-        required: the user wants no engine without what was asked for.
-
-    Raises:
-        RequiredError: it cannot contain, and that is required.
-    """
+    """Let a scheduler do its part of an audit; if it cannot, log the reason."""
     mixins: list[type] = []
     if contains and _can_contain(scheduler, config, required=required):
         mixins.append(ContainingScheduler)
@@ -133,11 +123,7 @@ def follow_scheduler(
 
 
 def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> bool:
-    """Tell whether a scheduler can contain what the audit finds; if not, log the reason.
-
-    Raises:
-        RequiredError: it cannot, and it is required.
-    """
+    """Tell whether a scheduler can contain what the audit finds; if not, log the reason."""
     why = audited.uncontained(config) or check_methods(
         type(scheduler), scheduling.SCHEDULER_METHODS
     )

@@ -32,21 +32,14 @@ from ..internals.batches import PlannedV1, PlannedV2
 from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
-from .watch_opening import join_stages, new_state_reader, open_device_watch, open_watch
+from .watch_opening import join_stages, new_state_reader, open_watch
 from .watched_connectors import WatchedConnectorV2
 
 HookedRunnerT = TypeVar("HookedRunnerT", bound=HookedRunner)
 
 
 class RunnerSteps(Generic[HookedRunnerT]):
-    """The steps of a hooked runner; its watch is the runner's ``kvtxn_audit``.
-
-    Args:
-        runner: the runner.
-
-    Attributes:
-        ready: see ``LedgerReader``.
-    """
+    """The steps of a hooked runner; its watch is the runner's ``kvtxn_audit``."""
 
     ready: Literal["planned", "forward", "later"] = "forward"
 
@@ -129,7 +122,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         runner, self._copies = self._runner, None
-        watch = open_device_watch(runner, None, None)
+        watch = open_watch(runner, on_device=True)
         if watch is not None:
             given = watch.ledger.input
             self._reader = audited_steps.StepReaderV1(runner, watch.groups, given)
@@ -171,11 +164,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
 
 
 class StepsV2(RunnerSteps[HookedRunnerV2]):
-    """The steps of a V2 runner, read out of its buffers.
-
-    Attributes:
-        rows: reads the rows of the runner's steps.
-    """
+    """The steps of a V2 runner, read out of its buffers."""
 
     rows: audited_steps.StepReaderV2
     _states: audited_states.DeviceStateReader | None = None
@@ -188,7 +177,10 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         runner.kvtxn_requests, self._metadata, self.ready = {}, None, "planned"
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited.lines(runner) if connectors.connector() is None else None
-        watch = open_device_watch(runner, audited.lacking(runner), lines, WatchedConnectorV2)
+        lacking = audited.lacking(runner)
+        watch = open_watch(
+            runner, on_device=True, lacking=lacking, lines=lines, mixin=WatchedConnectorV2
+        )
         if watch is not None:
             self.rows = audited_steps.StepReaderV2(runner, watch.groups, watch.ledger.input)
             self._states = new_state_reader(runner, watch)
@@ -212,9 +204,6 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
 
         The step is ready then, unless a connector brings rows. Windows that hold states may have
         put themselves around the same method; they see the metadata first.
-
-        Returns:
-            A function that undoes it.
         """
 
         def prepared(metadata: Foreign) -> None:
@@ -247,11 +236,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
 
     def returning(self, name: str) -> Arrival:
-        """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
-
-        Raises:
-            LookupError: always.
-        """
+        """Refuse to describe a request that the ledger has forgotten; it forgets none that runs."""
         raise LookupError(f"the ledger was not told of request {name!r}")
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -268,9 +253,6 @@ class TellingConnector:
 
     The rows that a connector brings within a step are in their blocks once this has begun, so the
     audit compares what the step reads only then.
-
-    Attributes:
-        kvtxn_then: called once the step's transfers have begun.
     """
 
     kvtxn_then: Callable[[], None]

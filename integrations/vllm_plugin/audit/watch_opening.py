@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -19,6 +19,7 @@ from ...serving.ledger.shared_identities import SharedIdentities, read_key, shar
 from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
+from ..gpu.cache_layout import layer_refs as device_refs
 from ..internals import (
     aligned_states,
     audited,
@@ -35,7 +36,6 @@ from ..internals.engine_protocols import WorkerWrapper
 from ..internals.hooks import mix_in
 from ..internals.kv_cache import CachePlan
 from ..internals.runner_protocols import Runner
-from ..policy.engine import EngineFacts
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
@@ -47,6 +47,9 @@ log = get_logger()
 _DEFAULTS: Final = Ledger.__init__.__kwdefaults__ or {}
 #: Bytes that Triton's passes of a scrub take, whatever the sizes.
 _LISTS: Final = 4 << 20
+_NOTHING: Final = (
+    "there is nothing to audit: no layer of this model keeps rows or states that are known"
+)
 
 
 def ledger_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: bool) -> int:
@@ -73,11 +76,6 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
     """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
 
     Where the user gives the size of the KV cache, that stays as it is.
-
-    Args:
-        runner: the runner, its model loaded.
-        settings: the user's.
-        available: bytes that are free for the KV cache.
     """
     try:
         plan = None if kv_cache.is_given(runner) else kv_cache.planned(runner)
@@ -96,75 +94,52 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
 
 
 def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
-    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one.
-
-    Args:
-        wrapper: the wrapper of a worker.
-        settings: the user's.
-    """
+    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one."""
     runner = workers.runner_of(wrapper)
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
         runner.kvtxn_unhook.callback(undo)
 
 
-def open_watch(runner: HookedRunner) -> Watch | None:
-    """Open a ledger over a runner's new caches.
-
-    Returns:
-        The watch; None if that is impossible on some rank, and then the reason is logged.
-
-    Raises:
-        RequiredError: it is impossible, and the user requires the audit.
-    """
-    watch = _watch_of_all_ranks(runner)
-    if watch is None:
-        return None
-    if runner.kvtxn_settings.audit == "bytes":
-        _compare_bytes(runner, watch)
-    follow_transfers(runner, watch)
-    follow_weights(runner, watch)
-    say_active(runner, watch)
-    return watch
-
-
-def open_device_watch(
+def open_watch(
     runner: HookedRunner,
-    lacking: str | None,
-    lines: int | None,
+    *,
+    on_device: bool = False,
+    lacking: str | None = None,
+    lines: int | None = None,
     mixin: type[WatchedConnector] = WatchedConnectorV1,
 ) -> Watch | None:
-    """Open a ledger over a runner's new caches on a GPU.
+    """Open a ledger over a runner's new caches; None, and the reason is logged, if a rank cannot.
 
     Args:
         runner: the runner.
+        on_device: the device runs behind the host.
         lacking: the reason why this runner cannot be watched; None if it can.
         lines: as for ``Watch``.
         mixin: for the class of a KV connector.
 
-    Returns:
-        The watch; None if that is impossible on some rank, and then the reason is logged.
-
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    facts = config.runner_facts(runner)
-    late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
-    if late is not None:  # the last stage is watched: there, the engine has its audit
-        stay_out(late, runner.kvtxn_rank)
-        return None
-    watch = _watch_of_all_ranks(runner, lacking, lines, on_device=True)
+    if on_device:
+        facts = config.runner_facts(runner)
+        late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
+        if late is not None:  # the last stage is watched: there, the engine has its audit
+            stay_out(late, runner.kvtxn_rank)
+            return None
+    watch = _watch_of_all_ranks(runner, lacking, lines, on_device=on_device)
     if watch is None:
         return None
     if runner.kvtxn_settings.audit == "bytes":
-        _compare_bytes_on_device(runner, watch, facts)
+        _compare_bytes(runner, watch, on_device=on_device)
     follow_transfers(runner, watch, mixin)
     follow_weights(runner, watch)
-    try:
-        _follow_copies(runner, watch)
-        watch.warm_up()
-    except Exception as failed:
-        watch.stop(failed)
+    if on_device:
+        try:
+            _follow_copies(runner, watch)
+            watch.warm_up()
+        except Exception as failed:
+            watch.stop(failed)
     say_active(runner, watch)
     return watch
 
@@ -193,23 +168,9 @@ def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) ->
 
 
 def _watch_of_all_ranks(
-    runner: HookedRunner,
-    lacking: str | None = None,
-    lines: int | None = None,
-    *,
-    on_device: bool = False,
+    runner: HookedRunner, lacking: str | None, lines: int | None, *, on_device: bool
 ) -> Watch | None:
-    """Make a watch over a runner's groups of rows and states, if every rank can have one.
-
-    Args:
-        runner: the runner.
-        lacking: the reason why this runner cannot be watched; None if it can.
-        lines: as for ``Watch``.
-        on_device: the device runs behind the host.
-
-    Raises:
-        RequiredError: a rank has none, and the user requires the audit.
-    """
+    """Make a watch over a runner's groups of rows and states, if every rank can have one."""
     key, wanted = shared_key(), runner.kvtxn_settings
     shared = read_key(wanted.audit_store, wanted.audit_key_file)
     if key is not None and wanted.audit_key_file is not None:
@@ -217,7 +178,7 @@ def _watch_of_all_ranks(
     why, error, watch = lacking, None, None
     try:
         groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
-        why = nothing_to_audit(groups, states) or lacking
+        why = lacking if groups or states else _NOTHING
         if why is None:
             watch = Watch(
                 *(groups, audited.room(runner), runner.kvtxn_rank, wanted.on_violation),
@@ -238,20 +199,18 @@ def _watch_of_all_ranks(
     return on_all_ranks(runner, key, watch, why, error)
 
 
-def _compare_bytes_on_device(runner: HookedRunner, watch: Watch, facts: EngineFacts) -> None:
+def _compare_bytes(runner: HookedRunner, watch: Watch, *, on_device: bool) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
-    Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
-
-    Raises:
-        RequiredError: it is impossible, and the user requires the audit.
+    Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows,
+    and that of a CPU multiplies them by zero, which a NaN comes through.
     """
-    from ..gpu.cache_layout import layer_refs
-
     error, missing = None, {*watch.groups, *watch.states}
+    layer_refs = device_refs if on_device else cache_layout.layer_refs
     try:
-        layers, loaded = attention_layers.target_layers(runner)
-        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype) if watch.groups else None
+        layers, facts = attention_layers.target_layers(runner)
+        addressed = not (on_device and watch.groups)
+        why = None if addressed else no_bytes(str(facts.attention), facts.kv_cache_dtype)
         if why is None:
             drafters = attention_layers.rows_of_drafters(runner)
             watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
@@ -289,39 +248,6 @@ def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scru
     return Scrub(watch.ledger, refs, every=wanted.audit_every, poison=poisoned, windows=windows)
 
 
-def _compare_bytes(runner: HookedRunner, watch: Watch) -> None:
-    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
-
-    Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
-    through that.
-
-    Raises:
-        RequiredError: it is impossible, and the user requires the audit.
-    """
-    try:
-        layers, facts = attention_layers.target_layers(runner)
-        drafters = attention_layers.rows_of_drafters(runner)
-        watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
-        refs = cache_layout.layer_refs(watched, facts.kv_cache_dtype)
-        refs += audited_states.state_refs(runner, watch.states)
-        watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
-        watch.drafts_late = bool(drafters)
-        missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
-        why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
-        error: Exception | None = None
-    except Exception as refused:
-        missing, why, error, watch.scrub = {*watch.groups}, str(refused), refused, None
-    if missing:
-        say_without_bytes(runner, why, error)
-
-
-def nothing_to_audit(groups: Sized, states: Sized) -> str | None:
-    """Say that there is nothing to audit; None if there is."""
-    if groups or states:
-        return None
-    return "there is nothing to audit: no layer of this model keeps rows or states that are known"
-
-
 def shared_key() -> Key | None:
     """Return the key that this rank shares with its peers, who call this, too; None without any."""
     return ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
@@ -337,16 +263,6 @@ def on_all_ranks(
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
-
-    Args:
-        runner: the runner.
-        key: as ``shared_key`` returned it; the peers call this, too.
-        watch: this rank's watch; None if it cannot be watched.
-        why: the reason for that.
-        error: the error that was met.
-
-    Raises:
-        RequiredError: a rank has none, and the user requires the audit.
     """
     if key is not None and not all(ranks.of_all(watch is not None)):
         why, watch = why or "another rank cannot be watched", None
@@ -375,11 +291,6 @@ def follow_transfers(
     """Let a watch follow the rows of a KV connector, if there is one; if it fails, the audit ends.
 
     Without it, rows that the connector brings would be taken for wrong ones.
-
-    Args:
-        runner: the worker's model runner; once its ``kvtxn_undo`` is closed, nothing is followed.
-        watch: the watch.
-        mixin: for the connector's class.
     """
     try:
         connector = connectors.connector()
@@ -426,11 +337,7 @@ def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities |
 
 
 def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
-    """Log that the bytes of some rows or states are not compared, and why.
-
-    Raises:
-        RequiredError: the user requires the audit.
-    """
+    """Log that the bytes of some rows or states are not compared, and why."""
     if runner.kvtxn_required:
         stay_out(why, runner.kvtxn_rank, required=True, error=error)
     effect = "digests are compared, and no bytes"
@@ -477,9 +384,5 @@ def weights_changed(wrapper: WorkerWrapper, weights: str) -> None:
 
 
 def follow_updates(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a worker's audit hear of weights that vLLM changes.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a worker's audit hear of weights that vLLM changes."""
     return engine_weights.follow_updates(wrapper, partial(weights_changed, wrapper))

@@ -11,11 +11,7 @@ from ..internals.runner_protocols import ConnectorOutput
 
 
 class WatchedConnector:
-    """A mixin of a connector's worker half: each method tells the audit, then does its own work.
-
-    Attributes:
-        kvtxn_transfers: follows the connector's rows.
-    """
+    """A mixin of a connector's worker half: each method tells the audit, then does its own work."""
 
     kvtxn_transfers: TransferWatch
 

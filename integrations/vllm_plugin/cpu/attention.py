@@ -100,11 +100,7 @@ class WindowMixin:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the cache and the staged rows; without a window call vLLM's own attention.
-
-        Returns:
-            ``output``, filled in place.
-        """
+        """Attend over the cache and the staged rows; without a window call vLLM's own attention."""
         hook = self.kvtxn
         if hook is not None and hook.steps.deferring:
             try:
@@ -163,14 +159,7 @@ def _write(
     slots: Tensor,
     rows: Callable[[], tuple[Tensor, ...]],
 ) -> None:
-    """Stage a batch's draft rows and write all others.
-
-    Args:
-        hook: the layer's hook.
-        write: vLLM's own writer of this batch's rows; takes the slots.
-        slots: int64 ``[num_rows]``, the slots of the batch's rows.
-        rows: returns the batch's keys and values, or both parts of its latent rows.
-    """
+    """Stage a batch's draft rows and write all others."""
     if hook is None or not hook.steps.deferring:
         write(slots)
         return

@@ -66,15 +66,7 @@ def probe(write: Writer, block: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
-    """Describe the target's layers and their caches for the library; probe each packing once.
-
-    Args:
-        layers: the layers, with their caches.
-        kv_dtype: vLLM's name of the caches' format.
-
-    Raises:
-        LayerError: rows of a cache cannot be addressed.
-    """
+    """Describe the target's layers and their caches for the library; probe each packing once."""
     tables: dict[tuple[object, ...], Tensor] = {}
     refs = []
     for layer in layers:

@@ -32,7 +32,7 @@ from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows
 from . import attention, cache_layout
-from .windows import row_slots
+from .windows import RowCaches, row_slots
 
 
 @attrs.frozen(eq=False)
@@ -41,11 +41,6 @@ class OwnGatedDelta(Recurrence):
 
     A row is staged as three tensors in the model's dtype: the output of the convolution,
     ``[num_rows, channels]``, then a and b, ``[num_rows, num_heads]``.
-
-    Attributes:
-        module: vLLM's layer.
-        channels: width of the convolution.
-        dtype: dtype of the rows.
     """
 
     module: GatedDeltaLayer = attrs.field(repr=False)
@@ -79,12 +74,6 @@ class OwnMamba2(Recurrence):
     A row is staged as two tensors in the model's dtype: the output of the convolution,
     ``[num_rows, channels]``, then dt, ``[num_rows, num_heads]``. A state is rounded to its dtype
     after each row, as vLLM rounds it after each token.
-
-    Attributes:
-        module: vLLM's layer.
-        channels: width of the convolution.
-        dtype: dtype of the rows.
-        stored: dtype of the states.
     """
 
     module: Mamba2Layer = attrs.field(repr=False)
@@ -153,16 +142,7 @@ def operators_differ(modules: Sequence[object]) -> str | None:
 def hook_states(
     steps: StateSteps, layers: Sequence[StateLayer], batch: Callable[[], StateBatch | None]
 ) -> Callable[[], None]:
-    """Let layers with states verify over copies, and hand their draft rows to the steps.
-
-    Args:
-        steps: the steps of the layers' runner.
-        layers: the layers.
-        batch: returns the requests of the present step; None outside of steps.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let layers with states verify over copies, and hand their draft rows to the steps."""
     undo = cpu_states.hook_core() if any(one.kind == GATED_DELTA for one in layers) else None
 
     def hook(layer: StateLayer) -> None:
@@ -185,14 +165,7 @@ def hook_states(
 
 
 class States(Part):
-    """Asks for one state per request, and says which requests a forward has while it runs.
-
-    Args:
-        runner: the hooked runner.
-
-    Attributes:
-        batch: the requests of the present step; None outside of its forward.
-    """
+    """Asks for one state per request, and says which requests a forward has while it runs."""
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
@@ -215,11 +188,7 @@ class States(Part):
         return self._runner.kvtxn_one_state
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches.
-
-        Raises:
-            KVTxnError: kvtxn stays out, though the caches have one state per request.
-        """
+        """Refuse an engine without windows, which cannot run over these caches."""
         refuse_without_windows(self._runner)
 
     def planned(self, step: PlannedStep) -> None:
@@ -247,16 +216,11 @@ class States(Part):
         self.batch = None
 
 
-class RowAndStateCaches:
-    """Caches of attention, and of recurrent layers with one state per request.
-
-    Args:
-        runner: the hooked runner.
-        states: knows the requests of the present step.
-    """
+class RowAndStateCaches(RowCaches):
+    """Caches of attention, and of recurrent layers with one state per request."""
 
     def __init__(self, runner: HookedRunnerV1, states: States) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._states = states
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
@@ -266,11 +230,7 @@ class RowAndStateCaches:
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps, and hook the attention and the recurrent layers.
-
-        Raises:
-            KVTxnError: an operator of a recurrent layer is not the one that is known.
-        """
+        """Make the steps, and hook the attention and the recurrent layers."""
         wrong = unknown_operator(self._runner)
         if wrong is not None:
             raise KVTxnError("vllm", f"an operator of recurrent layers is unknown: {wrong}")

@@ -7,7 +7,6 @@ committed before the drafter or a connector sees the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import attrs
 from torch import Tensor
@@ -25,33 +24,14 @@ from ..seam.window_steps import end_unheard, open_steps
 from . import attention, cache_layout
 
 
-class Caches(Protocol):
-    """Knows which caches the windows of a runner are over."""
-
-    def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add the facts that are known only once the caches exist."""
-
-    def make_steps(
-        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
-    ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps over the target's layers; see ``open_steps``."""
-
-    def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
-        """Find the slots of the step, by group; see ``batches.step_slots``."""
-
-
 class RowCaches:
-    """Caches of attention, with a row per token.
-
-    Args:
-        runner: the hooked runner.
-    """
+    """Caches of attention, with a row per token."""
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Return the facts as they are."""
+        """Add the facts that are known only once the caches exist: none."""
         return facts
 
     def make_steps(
@@ -84,13 +64,9 @@ class Windows(Part):
     """Opens a window for each step with drafts, and commits the accepted ones.
 
     The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
-
-    Args:
-        runner: the hooked runner.
-        caches: what the windows are over.
     """
 
-    def __init__(self, runner: HookedRunnerV1, caches: Caches) -> None:
+    def __init__(self, runner: HookedRunnerV1, caches: RowCaches) -> None:
         self._runner = runner
         self._caches = caches
 

@@ -1,65 +1,14 @@
-"""The KV cache on a GPU: its rows as the library addresses them, and spare blocks behind it.
-
-Draft rows wait in spare blocks. They follow the blocks that vLLM's scheduler hands out.
-"""
+"""The rows of the KV cache on a GPU, as the library addresses them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import attrs
 from torch import Tensor
 
 from ....layers import LayerRef
-from ..internals import kv_cache
 from ..internals import layers as attention_layers
-from ..internals.engine_protocols import KVCacheConfig
 from ..internals.layers import TargetLayer
-
-
-@attrs.frozen
-class SpareBlocks:
-    """The spare blocks of an engine's caches.
-
-    Attributes:
-        own: number of blocks that vLLM hands out.
-        total: number of all blocks, spare ones included.
-        first: by group, its first spare slot. Groups may share memory, so each has slots that are
-            its alone.
-    """
-
-    own: int
-    total: int
-    first: Mapping[str, int]
-
-    @classmethod
-    def none(cls) -> SpareBlocks:
-        """Return the description of caches without spare blocks."""
-        return cls(1, 1, {})
-
-    def begin(self, cache: Tensor) -> int:
-        """Return the number of the first spare block, in blocks of the cache's own size."""
-        return int(cache.shape[0]) // self.total * self.own
-
-
-def with_spare_blocks(
-    config: KVCacheConfig, rows: int, without: set[str]
-) -> tuple[KVCacheConfig, SpareBlocks]:
-    """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
-
-    Args:
-        config: vLLM's ``KVCacheConfig``; stays as it is.
-        rows: most rows that can wait at once.
-        without: names of layers that get no additional room.
-
-    Raises:
-        LayerError: a cache's size is no multiple of its number of blocks.
-    """
-    own, added, first = kv_cache.num_blocks(config), 0, {}
-    for group, size in kv_cache.block_sizes(config, without).items():
-        first[group] = (own + added) * size
-        added += -(-rows // size)
-    return kv_cache.with_blocks(config, own + added), SpareBlocks(own, own + added, first)
 
 
 def by_rows(cache: Tensor) -> Tensor | None:

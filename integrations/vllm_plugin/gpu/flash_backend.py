@@ -52,9 +52,6 @@ class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, vali
 
     For such a forward vLLM's schedule of FlashAttention, three launches, is left out: the first
     layer makes one for blocks of one row in a single launch, and in a graph the host launches none.
-
-    Attributes:
-        schedules: vLLM makes a schedule; None until it was asked for one.
     """
 
     kvtxn_tables = FlashTables()

@@ -81,9 +81,6 @@ class Reading:
             hook: the first layer's hook.
             metadata: vLLM's metadata of the batch.
             slots: vLLM's slots of the batch, int64 ``[num_rows]``.
-
-        Returns:
-            The slots of the batch's rows, spare ones for drafts.
         """
         tables = self.builder.kvtxn_tables
         given = tables.arguments(metadata)
@@ -116,12 +113,7 @@ class Reading:
 
 
 def warm_up(block_sizes: Iterable[int], position: Tensor) -> None:
-    """Launch each kernel of a step once, so that nothing compiles later.
-
-    Args:
-        block_sizes: rows per block of each group.
-        position: the window's buffer that marks draft rows.
-    """
+    """Launch each kernel of a step once, so that nothing compiles later."""
     none = torch.zeros(2, 1, dtype=torch.int32, device=position.device)
     slots = torch.full((1,), -1, device=position.device)
     for size in block_sizes:
@@ -168,14 +160,7 @@ class SlotBuilder:
         return metadata
 
     def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
-        """Let vLLM build a step's metadata.
-
-        Args:
-            prefix: vLLM's ``common_prefix_len``.
-            common: vLLM's ``common_attn_metadata``.
-            fast: vLLM's ``fast_build``.
-            window: the step has a window, which will read by slot.
-        """
+        """Let vLLM build a step's metadata."""
         return super().build(prefix, common, fast)  # type: ignore[misc]
 
     def update_block_table(
@@ -229,17 +214,7 @@ def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tens
 def attend(
     hook: SlotHook | None, call: Callable[[Tensor, object], T], cache: Tensor, metadata: object
 ) -> T:
-    """Attend over cache and window; without a window run vLLM's own attention.
-
-    Args:
-        hook: the layer's; None for a layer that is not the target's.
-        call: vLLM's own attention, given the cache and the metadata.
-        cache: the layer's cache, as vLLM passes it.
-        metadata: vLLM's metadata of the batch.
-
-    Returns:
-        What ``call`` returns.
-    """
+    """Attend over cache and window; without a window run vLLM's own attention."""
     reading = reading_of(hook, metadata)
     if hook is not None and reading is not None:
         try:
@@ -256,9 +231,6 @@ class WindowLatentImpl:
 
     The part that decodes reads the cache by its block table. What vLLM counts among prompts reads
     the step's own rows from the forward; it is vLLM's own code over vLLM's own blocks.
-
-    Attributes:
-        kvtxn: the layer's hook; None for a layer that is not the target's.
     """
 
     kvtxn: SlotHook | None = None

@@ -11,7 +11,7 @@ the rows; ``StatesV1`` and ``StatesV2`` tell them of each step of the runner.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -45,16 +45,6 @@ from ..seam.window_steps import refuse_without_windows
 log = get_logger()
 
 
-class StepTeller(Protocol):
-    """Tells states of the steps of one of vLLM's runners."""
-
-    def unknown(self) -> str | None:
-        """Say in a sentence what kvtxn does not know about the runner; None if nothing."""
-
-    def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Let states be told of each step's metadata; returns a function that undoes it."""
-
-
 class StateCaches(Part):
     """Asks for caches with one state per request, and lets the layers read what commits write.
 
@@ -69,7 +59,7 @@ class StateCaches(Part):
             even while the runner has no windows, as in a self-test.
     """
 
-    def __init__(self, runner: HookedRunner, teller: StepTeller) -> None:
+    def __init__(self, runner: HookedRunner, teller: StatesV1 | StatesV2) -> None:
         self._runner = runner
         self._teller = teller
         self.steps: GraphSteps | None = None
@@ -126,19 +116,11 @@ class StateCaches(Part):
             self._hook(None).forget_caches()
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches.
-
-        Raises:
-            KVTxnError: kvtxn stays out, though the caches have one state per request.
-        """
+        """Refuse an engine without windows, which cannot run over these caches."""
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
-        """Return what commits the states, for the windows of a manager, and fields for the log.
-
-        Raises:
-            KVTxnError: the model has recurrent layers of a kind that kvtxn does not know.
-        """
+        """Return what commits the states, for the windows of a manager, and fields for the log."""
         if not self.are_written_by_commits():
             wrong = self.unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
@@ -167,12 +149,7 @@ class StateCaches(Part):
         return self.steps if self._runner.kvtxn is None else None
 
     def _hook(self, make: Capture | None, kept: GraphCache | None = None) -> HeldStates:
-        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
-
-        Args:
-            make: captures the commits of all layers; None commits layer by layer.
-            kept: keeps what is captured.
-        """
+        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed."""
         runner, undo = self._runner, self._runner.kvtxn_undo
         states = HeldStates(runner, make, fast=self._fast, kept=kept)
         states.warm_up()
@@ -195,9 +172,6 @@ class StatesV1(Part):
     By its rows alone vLLM takes a prompt of as many rows as a verify step has for drafts, and
     replays a graph of such steps, which knows nothing of the prompt. Here no step with a prompt
     replays one.
-
-    Args:
-        runner: the hooked runner.
 
     Attributes:
         caches: holds the states; a part that hears events before this one.
@@ -268,9 +242,6 @@ class ReportedModelState:
 
 class StatesV2(Part):
     """Tells states of the steps of the V2 runner, whose ``model_state`` makes their metadata.
-
-    Args:
-        runner: the hooked runner.
 
     Attributes:
         caches: holds the states; a part that hears events before this one.

@@ -36,20 +36,13 @@ from ..internals import (
 )
 from ..internals import config as engine_config
 from ..internals import layers as attention_layers
+from ..internals.kv_cache import SpareBlocks, with_spare_blocks
 from ..internals.layers import TargetLayer
-from ..internals.whole_graphs import let_graphs_begin
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
 from ..seam.window_steps import end_unheard, open_steps
-from .cache_layout import (
-    SpareBlocks,
-    by_rows,
-    keys_and_values,
-    layer_refs,
-    waiting_rows,
-    with_spare_blocks,
-)
+from .cache_layout import by_rows, keys_and_values, layer_refs, waiting_rows
 
 if TYPE_CHECKING:
     from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
@@ -74,36 +67,11 @@ class StatesBeside(Protocol):
         """Take the steps that were made with the states."""
 
 
-class StepMaker(Protocol):
-    """Makes the steps of one of vLLM's runners."""
-
-    def make(
-        self,
-        manager: TransactionManager,
-        rows: LayerRows | None,
-        layers: Sequence[TargetLayer],
-        states: StateSupplier | None,
-    ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where the runner keeps them.
-
-        Args:
-            manager: over the target's layers.
-            rows: where drafts wait; None under other policies than deferred.
-            layers: the target's layers.
-            states: commits the recurrent states; None without any.
-        """
-
-
 class WindowCaches(Part):
     """Makes the runner's steps over new caches, in fixed buffers, which captured graphs read.
 
     vLLM sizes the caches without the memory of the steps, which take it once the caches exist.
     The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
-
-    Args:
-        runner: the hooked runner.
-        maker: makes its steps.
-        states: the recurrent states of its model; None without any.
 
     Attributes:
         spare: blocks behind vLLM's own, for drafts that wait; None without any.
@@ -112,7 +80,7 @@ class WindowCaches(Part):
     def __init__(
         self,
         runner: HookedRunnerV1 | HookedRunnerV2,
-        maker: StepMaker,
+        maker: WindowsV1 | WindowsV2,
         states: StatesBeside | None = None,
     ) -> None:
         self._runner = runner
@@ -167,11 +135,13 @@ class WindowCaches(Part):
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
         """Make the steps; see ``open_steps``. Drafts wait behind vLLM's own blocks."""
-        spare = self.spare or SpareBlocks.none()
-        own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
+        spare, own = self.spare, layers
+        if spare is not None:
+            own = [attrs.evolve(one, cache=one.cache[: spare.begin(one.cache)]) for one in layers]
         manager = TransactionManager(layer_refs(own, kv_dtype), settings)
         rows = None
         if settings.policy == "deferred":
+            assert spare is not None  # else the policy is another one
             rows = {
                 ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
                 for ref in layer_refs(layers, kv_dtype)
@@ -183,6 +153,7 @@ class WindowCaches(Part):
         steps = self._maker.make(manager, rows, layers, states)
         if settings.policy == "deferred":
             assert isinstance(steps, GraphSteps)  # stages before the last one never defer
+            assert spare is not None
             names = {layer.name for layer in layers}
             builders = batches.metadata_builders(self._runner, names)
             self._runner.kvtxn_undo.callback(unhook_attention, layers, builders)
@@ -194,11 +165,7 @@ class WindowCaches(Part):
         return steps, {"buffer_bytes": steps.nbytes, **more}
 
     def _with_spare_blocks(self, config: Foreign) -> Foreign:
-        """Return a configuration with spare blocks for drafts, or the given one if none can wait.
-
-        Raises:
-            Exception: whatever went wrong, if the user wants errors to be raised.
-        """
+        """Return a configuration with spare blocks for drafts; the given one if none can wait."""
         runner, wanted = self._runner, self._runner.kvtxn_config
         try:
             if rows_may_wait(runner) and kv_cache.has_rows_in_line(config):
@@ -216,10 +183,6 @@ class WindowsV1(Part):
     """Opens a window for each step of the V1 runner with drafts, and commits the accepted ones.
 
     The commit comes before the drafter or a connector sees the cache.
-
-    Args:
-        runner: the hooked runner.
-        states: the recurrent states of its model; None without any.
 
     Attributes:
         caches: makes the steps; a part that hears events before this one.
@@ -284,10 +247,6 @@ class WindowsV2(Part):
     memory alone: a replay without a window saves for nobody. Forwards that are not one graph have
     their rows saved when a step begins.
 
-    Args:
-        runner: the hooked runner.
-        states: the recurrent states of its model; None without any.
-
     Attributes:
         caches: makes the steps; a part that hears events before this one.
         whole: the mode of steps whose graphs save rows; None if no graph does.
@@ -308,11 +267,7 @@ class WindowsV2(Part):
         layers: Sequence[TargetLayer],
         states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where this runner keeps them.
-
-        Raises:
-            KVTxnError: there are states on a pipeline stage that learns outcomes later.
-        """
+        """Make steps that read the slots where this runner keeps them."""
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
         later = batches.steps_until_known(runner)
@@ -331,7 +286,7 @@ class WindowsV2(Part):
 
     def let_graphs_save(self, steps: GraphSteps) -> None:
         """Let the graphs of whole forwards save the rows that drafts overwrite, if they can."""
-        undo = let_graphs_begin(self._runner, _Saving(steps))
+        undo = whole_graphs.let_graphs_save(self._runner, steps)
         if undo is not None:
             self._runner.kvtxn_undo.callback(self._no_graph_saves)
             self._runner.kvtxn_undo.callback(undo)
@@ -386,25 +341,6 @@ class WindowsV2(Part):
         self.whole = None
 
 
-@attrs.frozen(eq=False)
-class _Saving:
-    """The save as a beginning of graphs.
-
-    Attributes:
-        steps: the steps whose windows the forwards save rows for.
-    """
-
-    steps: GraphSteps
-
-    def launch_in_forward(self, num_rows: int) -> Callable[[], None] | None:
-        """Return the launch that saves; see ``Beginning``."""
-        return self.steps.save_in_forward(num_rows)
-
-    def before_replay(self, *, included: bool | None) -> None:
-        """Tell the steps of a replay; see ``Beginning``. Rows may be saved twice."""
-        self.steps.before_replay(saves=bool(included))
-
-
 def rows_may_wait(runner: HookedRunner) -> bool:
     """Tell, before caches exist, whether the policy may still become ``deferred``."""
     if runner.kvtxn_config.policy not in ("auto", "deferred"):
@@ -420,14 +356,7 @@ def hook_attention(
     spare: Mapping[str, int],
     builders: Sequence[Foreign],
 ) -> None:
-    """Let the layers' attention read the windows.
-
-    Args:
-        steps: the runner's steps.
-        layers: the target's layers over their whole caches, in the order of the manager's layers.
-        spare: for each group, the first slot in which its drafts wait.
-        builders: vLLM's builders of these layers' attention metadata.
-    """
+    """Let the layers' attention read the windows."""
     from .slot_reading import SlotHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
@@ -442,12 +371,7 @@ def hook_attention(
 
 
 def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
-    """Add to the hook of a layer with FLASH_ATTN what kvtxn's calls of FlashAttention need.
-
-    Args:
-        layer: the layer over its whole cache.
-        hook: its hook.
-    """
+    """Add to the hook of a layer with FLASH_ATTN what kvtxn's calls of FlashAttention need."""
     from .flash_backend import FlashHook
 
     size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
@@ -468,9 +392,6 @@ def reserve_memory(wrapper: Foreign) -> None:
     Where the user gives the size of the KV cache, that stays as it is. No memory is held in the
     meantime: vLLM's profile run gets the addresses that it has without kvtxn. It reads memory of
     Mamba-2 layers that nobody wrote, and ends the engine where that is NaN (FAULTS.md).
-
-    Args:
-        wrapper: the wrapper of a worker whose runner is hooked.
     """
     runner: Any = workers.runner_of(wrapper)
 
@@ -484,13 +405,7 @@ def reserve_memory(wrapper: Foreign) -> None:
 
 
 def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
-    """Return the bytes that the steps of a runner take, its model loaded.
-
-    Args:
-        runner: the hooked runner.
-
-    Returns:
-        The bytes; 0 if they cannot be told, which is logged.
+    """Return the bytes that a runner's steps take, its model loaded; 0 (logged) if nobody can tell.
 
     Raises:
         Exception: whatever went wrong, if the user wants errors to be raised.

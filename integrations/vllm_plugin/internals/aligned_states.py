@@ -68,12 +68,7 @@ def copies_differ() -> str | None:
 
 
 def block_tables(runner: Runner, groups: list[str]) -> BlockTables:
-    """Return the block tables of a runner's groups; a table has a line for each place of a batch.
-
-    Args:
-        runner: a runner whose caches exist.
-        groups: names of groups, such as ``"group.0"``.
-    """
+    """Return the tables of a runner's groups, with a line for each place of a batch."""
     from ....backends.state_tables.block_boundaries import BlockTables
 
     tables = tables_of_batch(runner, groups)
@@ -185,15 +180,7 @@ def part_of(context: Any, chosen: Tensor) -> Any:
 
 
 def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
-    """Let vLLM copy the one state that each request has.
-
-    Args:
-        runner: a runner whose caches exist.
-        ends: see ``OneStateCopies.kvtxn_ends``.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let vLLM copy the one state that each request has."""
     context = context_of(runner)
     pasts = context.state_conv_widths > 0
     one = torch.ones_like(context.num_accepted_tokens_out)
@@ -215,12 +202,7 @@ def context_of(runner: Runner) -> Any:
 
 
 def tables_of_requests(runner: Runner, groups: list[str]) -> list[Tensor]:
-    """Return the block tables whose lines the context of copies counts by.
-
-    Args:
-        runner: a runner whose caches exist.
-        groups: names of groups, such as ``"group.0"``.
-    """
+    """Return the block tables whose lines the context of copies counts by."""
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 has a line for each request that it knows
         return [runner.block_tables.block_tables[number].gpu for number in numbers]
@@ -399,17 +381,7 @@ def lacks_context(runner: Runner) -> bool:
 def tell_copies(
     runner: Runner, groups: Iterable[str], carry: Carry, *, held: bool = False
 ) -> Callable[[], None]:
-    """Let a runner's context tell of the copies that it makes.
-
-    Args:
-        runner: a runner whose prefix cache keeps states, and whose caches exist.
-        groups: names of the groups to tell of.
-        carry: is told.
-        held: as for ``CopyTeller``.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a runner's context tell of the copies that it makes."""
     assert is_aligned(runner)
     names = [*groups]
     tables = dict(zip(names, tables_of_requests(runner, names), strict=True))

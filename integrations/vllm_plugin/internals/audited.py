@@ -206,11 +206,7 @@ def _placeholders(state: RequestContent) -> list[int]:
 
 
 def known_tokens(state: RequestContent) -> list[int]:
-    """Return the token ids that vLLM has of a request, placeholders included.
-
-    Args:
-        state: the V1 runner's state of the request, or what the scheduler said when it came.
-    """
+    """Return the token ids that vLLM has of a request, placeholders included."""
     if hasattr(state, "output_token_ids"):
         return [*(state.prompt_token_ids or ()), *state.output_token_ids]
     return tokens_of(state)
@@ -256,17 +252,7 @@ def arrival_of(
     tables: Sequence[Sequence[int]],
     had: int | None = None,
 ) -> Arrival:
-    """Describe a request that comes.
-
-    Args:
-        runner: the runner.
-        state: what vLLM keeps or is told of the request: its LoRA, vectors and features.
-        name: vLLM's id of the request.
-        tokens: as for ``Arrival``.
-        computed: as for ``Arrival``.
-        tables: as for ``Arrival``.
-        had: as for ``Arrival``.
-    """
+    """Describe a request that comes."""
     lora = getattr(state, "lora_request", None)
     extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
     embedded = _embedded(state, _media(runner))
@@ -504,24 +490,14 @@ def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Ar
 
 @attrs.frozen(eq=False)
 class Told:
-    """A request as the scheduler told the V2 runner of it.
-
-    Attributes:
-        came: what it said when the request came.
-        tables: the request's blocks by KV-cache group.
-    """
+    """A request as the scheduler told the V2 runner of it."""
 
     came: NewRequest
     tables: list[list[int]]
 
 
 def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
-    """Bring up to date which requests a runner has, and their blocks; it keeps no such list.
-
-    Args:
-        known: requests by name, as this function left them after the step before.
-        scheduler_output: what the step changes.
-    """
+    """Bring up to date which requests a runner has, and their blocks; it keeps no such list."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
         known.pop(name, None)

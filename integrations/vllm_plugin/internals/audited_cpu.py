@@ -36,11 +36,6 @@ class StepReader:
 
     The runner writes into its own buffers again before a step ends, when it drafts. Here the
     numbers of a step stay until the next one is read, and each number of requests has its tensors.
-
-    Args:
-        runner: the runner, with its KV cache.
-        groups: the groups to read, by name.
-        step_input: copies what the runner says.
     """
 
     def __init__(
@@ -103,13 +98,7 @@ class StepReader:
         return self._runner.input_batch.block_table[self._numbers[name]]
 
     def rows(self, prepared: Prepared, tokens: object = None, positions: object = None) -> Rows:
-        """Read the rows of the forward that comes next, in its context.
-
-        Args:
-            prepared: the result of ``_prepare_inputs``.
-            tokens: the ids that the model is called with; None if it is called with no ids.
-            positions: the positions likewise.
-        """
+        """Read the rows of the forward that comes next, in its context."""
         names, metadata = self._runner.input_batch.req_ids, prepared[1]
         number = len(names)
         drafts = False
@@ -134,11 +123,6 @@ class StepReader:
         self, number: int, tokens: object, positions: object
     ) -> tuple[StepBuffers, Sequence[str]]:
         """Find the buffers that the model and its layers are given; as a rule, the runner's own.
-
-        Args:
-            number: of requests.
-            tokens: the model's argument.
-            positions: likewise.
 
         Returns:
             The buffers, which are the same object where the tensors are, and the names of groups
@@ -252,12 +236,6 @@ def given_slots(context: ForwardContext, layers: Sequence[str], own: Tensor, tot
 
     Those of the first layer that has other ones than the runner. Rows that a layer is given no slot
     for are written nowhere, -1.
-
-    Args:
-        context: of the forward.
-        layers: those of one group.
-        own: the runner's slots of the group, which layers are given as a rule.
-        total: the rows of the forward.
     """
     by_layer = context.slot_mapping
     last: Tensor | None = own
@@ -282,11 +260,6 @@ def given_metadata(
 
     Left out are metadata without tables and lengths of requests, and metadata of other requests:
     of parts of requests, or of the sampling requests alone.
-
-    Args:
-        context: of the forward.
-        layers: those of one group.
-        starts: the runner's first rows of all requests, to which plain metadata refer.
     """
     found: list[BatchMetadata] = []
     by_layer, last = context.attn_metadata, None
@@ -321,11 +294,6 @@ def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) ->
     """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
 
     That of the first layer which has another one than the runner.
-
-    Args:
-        metadata: those of one group's layers.
-        own: the runner's table of the group, which layers are given as a rule.
-        number: of requests.
     """
     for each in metadata:
         given: Tensor = each.block_table
@@ -338,13 +306,7 @@ def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) ->
 
 
 def given_lengths(metadata: Sequence[BatchMetadata], own: Tensor, starts: Tensor) -> Tensor | None:
-    """Return the runner's lengths, if all metadata have them; None if some may have others.
-
-    Args:
-        metadata: those of one group's layers; without any, no lengths are known.
-        own: the runner's lengths of all requests.
-        starts: the runner's first rows of all requests.
-    """
+    """Return the runner's lengths, if all metadata have them; None if some may have others."""
     for each in metadata:
         if not (_is_own(each.seq_lens, own) and _is_own(each.query_start_loc, starts)):
             return None

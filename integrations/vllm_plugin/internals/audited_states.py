@@ -91,12 +91,7 @@ def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
 
 
 def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
-    """Describe the pasts of convolutions, of which a step with drafts reads a part, by layer.
-
-    Args:
-        runner: a runner whose requests may have drafts.
-        refs: recurrent layers, as ``state_refs`` describes them.
-    """
+    """Describe the pasts of convolutions, of which a step with drafts reads a part, by layer."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     drafts, dim = audited.most_drafts(runner), 2 if is_conv_state_dim_first() else 1
@@ -125,11 +120,6 @@ def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States
 
     Each request has one block. A request without drafts continues its state there and leaves the
     state after its last row; with drafts, the state is written once it is known which of them stay.
-
-    Args:
-        runner: a V1 runner on a CPU, for which ``has_single_states`` is true.
-        groups: names of the groups to read.
-        rows: the rows of the forward.
     """
     count = len(rows.names)
     assert rows.first is not None  # on a CPU the host knows it
@@ -155,13 +145,7 @@ def forward_metadata() -> object:
 
 
 class DeviceStateReader:
-    """Reads the states of a GPU's steps into buffers of its own, without waiting for the device.
-
-    Args:
-        runner: the runner, with its KV cache.
-        groups: names of the groups to read.
-        device: of the runner's tensors.
-    """
+    """Reads the states of a GPU's steps into buffers of its own, without waiting for the device."""
 
     def __init__(self, runner: Runner, groups: Iterable[str], device: torch.device) -> None:
         self._runner: Final = runner
@@ -182,13 +166,7 @@ class DeviceStateReader:
         self._known: dict[tuple[object, ...], States] = {}
 
     def read(self, metadata: object, rows: Rows, total: int) -> States:
-        """Read the states of a forward.
-
-        Args:
-            metadata: the attention metadata by layer.
-            rows: the rows of the forward.
-            total: the number of rows.
-        """
+        """Read the states of a forward."""
         count = len(rows.names)
         starts = rows.starts[: count + 1]
         assert rows.positions is not None  # the device alone knows positions

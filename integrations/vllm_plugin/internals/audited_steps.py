@@ -31,12 +31,7 @@ _MAX_REMEMBERED: Final = 2048
 
 
 class GpuStepReader:
-    """The base of each ``StepReader``: its buffers, and what it remembers of steps it has read.
-
-    Args:
-        runner: the runner.
-        step_input: puts numbers of the host into buffers.
-    """
+    """The base of each ``StepReader``: its buffers, and what it remembers of steps it has read."""
 
     def __init__(self, runner: Any, step_input: StepInput) -> None:
         self._runner: Final = runner
@@ -88,11 +83,6 @@ class StepReaderV1(GpuStepReader):
 
     The runner's buffers stay where they are, so the tensors of a step are made once for each number
     of requests.
-
-    Args:
-        runner: the runner, with its KV cache.
-        groups: the groups to read, by name.
-        step_input: puts numbers of the host into buffers.
     """
 
     def __init__(
@@ -115,11 +105,7 @@ class StepReaderV1(GpuStepReader):
         return [(name, tables[int(name.partition(".")[2])]) for name in self._groups]
 
     def rows(self, prepared: Prepared) -> Rows:
-        """Read the rows of the forward that comes next.
-
-        Args:
-            prepared: the result of ``_prepare_inputs``.
-        """
+        """Read the rows of the forward that comes next."""
         runner, own = self._runner, self._own_tables()
         names = runner.input_batch.req_ids
         number = len(names)
@@ -172,10 +158,6 @@ class SampledReader:
     """Reads what a V1 runner has sampled into buffers of its own, without waiting for a GPU.
 
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
-
-    Args:
-        runner: the runner.
-        step_input: counts on the device.
     """
 
     def __init__(self, runner: RunnerV1, step_input: StepInput) -> None:
@@ -230,11 +212,6 @@ class StepReaderV2(GpuStepReader):
 
     The runner's buffers stay where they are, so the tensors of a step are made once for each number
     of requests, and found again by the buffers' addresses.
-
-    Args:
-        runner: the runner, with its KV cache.
-        groups: the groups to read, by name.
-        step_input: puts numbers of the host into buffers.
     """
 
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
@@ -244,12 +221,7 @@ class StepReaderV2(GpuStepReader):
     def rows(
         self, batch: InputBatchV2, prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
     ) -> Rows:
-        """Read the rows of the forward that comes next.
-
-        Args:
-            batch: vLLM's ``InputBatch``.
-            prepared: the result of ``prepare_attn``: block tables and slot mappings.
-        """
+        """Read the rows of the forward that comes next."""
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
         self._forget_unless((inputs.positions, inputs.input_ids, slots))

@@ -53,9 +53,6 @@ def flash_latent() -> tuple[type, type, type]:
 def register(name: str, path: str) -> Callable[[], None]:
     """Let vLLM find the class at ``path`` under the name of one of its attention backends.
 
-    Returns:
-        A function that undoes it.
-
     Raises:
         KVTxnError: somebody else's class is registered under that name.
     """
@@ -107,11 +104,7 @@ def flash_attention() -> tuple[type, type, type]:
 
 
 def flash_version(named: int | None = None) -> int | None:
-    """Return the version of FlashAttention that vLLM takes on this machine's GPU.
-
-    Args:
-        named: the version that the engine's configuration names; None lets vLLM choose.
-    """
+    """Return the version of FlashAttention that vLLM takes on this machine's GPU."""
     found: int | None = named or flash_module().get_flash_attn_version()
     return found
 
@@ -268,13 +261,7 @@ class Tables(Protocol):
         """Return what the table by slot is made of."""
 
     def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> object:
-        """Copy a batch's metadata for blocks of one row.
-
-        Args:
-            metadata: vLLM's metadata of the batch.
-            table: the block table by slot.
-            builder: the builder of the metadata.
-        """
+        """Copy a batch's metadata for blocks of one row."""
 
 
 class BatchTables:

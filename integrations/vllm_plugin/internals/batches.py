@@ -195,13 +195,7 @@ def num_sampled(output: object) -> Tensor | None:
 
 
 def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
-    """Read the V1 runner's batch after ``_prepare_inputs``.
-
-    Args:
-        runner: the runner.
-        prepared: the result of ``_prepare_inputs``.
-        lengths: its argument ``num_scheduled_tokens``, numpy int32 ``[num_requests]``.
-    """
+    """Read the V1 runner's batch after ``_prepare_inputs``."""
     metadata, batch = prepared[1], runner.input_batch
     count = len(lengths)
     drafts = None
@@ -252,12 +246,7 @@ class PlannedV1:
 
 @attrs.define(eq=False)
 class PlannedV2:
-    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``.
-
-    Attributes:
-        batch: the runner's.
-        prepared: the result of ``prepare_attn``: block tables and slot mappings.
-    """
+    """A step of the V2 runner after ``prepare_attn``; see ``PlannedStep``."""
 
     batch: InputBatchV2
     prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
@@ -336,9 +325,6 @@ def slot_mappings(runner: RunnerV2, groups: Sequence[str]) -> Tensor:
     """Return the V2 runner's slots of these groups, int64 ``[num_groups, max_tokens]``.
 
     The runner fills this one buffer anew for each step.
-
-    Raises:
-        LayerError: the groups are not neighbours in the runner's buffer.
     """
     slots = runner.block_tables.slot_mappings
     numbers = [int(group.partition(".")[2]) for group in groups]

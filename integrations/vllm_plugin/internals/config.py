@@ -271,10 +271,6 @@ def too_many(kind: str | None) -> str:
 def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
     """Read the facts of a model's recurrent layers.
 
-    Args:
-        config: the ``VllmConfig``.
-        facts: the other facts of the engine.
-
     Returns:
         Fields of ``EngineFacts``; empty unless windows would hold states.
     """
@@ -329,9 +325,7 @@ def _odd(config: VllmConfig, facts: EngineFacts) -> str | None:
     if facts.recurrent == MAMBA2 and getattr(config.cache_config, "use_replayssm", False):
         return OWN_REPLAY
     replayed = facts.states == "fast" and facts.recurrent in (GATED_DELTA, MAMBA2)
-    speculation = config.speculative_config
-    drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
-    return too_many(facts.recurrent) if replayed and drafts >= MOST_REPLAYED else None
+    return too_many(facts.recurrent) if replayed and drafts(config) >= MOST_REPLAYED else None
 
 
 #: Bytes of a number, by the name of its dtype or cache format; formats of eight bits have one.
@@ -353,11 +347,6 @@ def one_state_gain(config: VllmConfig, drafts: int, tokens: int) -> float:
     Every page of a hybrid's cache has the same bytes: a state with its past, or the rows of as many
     tokens of attention as need that much room. So requests are counted in pages. A drafter's layers
     are left out.
-
-    Args:
-        config: the ``VllmConfig`` of a model with gated delta nets.
-        drafts: the most drafts of a request; stock has a state block for each.
-        tokens: of each request.
 
     Returns:
         1.0 or more; 1.0 if the model's configuration does not name its layers, or has no attention

@@ -56,10 +56,6 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
     addresses from it: the layers of most layouts lie further apart with the blocks. The scheduler's
     half has a copy of its own, so it never hands the blocks out.
 
-    Args:
-        before: the ``KVCacheConfig`` that the connectors were made with.
-        after: the one that the caches are made by.
-
     Returns:
         The number of objects that held ``before`` and now hold ``after``.
     """
@@ -132,15 +128,7 @@ def _names_slots(part: object) -> TypeGuard[SlotTransfers]:
 def _job(
     runner: Runner, part: int, job: OffloadingJob, spec: BlockList, store: object
 ) -> Iterator[Handed]:
-    """Read the blocks of an offloading job, which has them group by group.
-
-    Args:
-        runner: the runner.
-        part: the connector's number among several.
-        job: the job.
-        spec: its blocks in the cache.
-        store: its places in the store.
-    """
+    """Read the blocks of an offloading job, which has them group by group."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
     groups = range(len(spec.group_sizes))
@@ -224,12 +212,7 @@ def of_runner(runner: RunnerV2) -> object:
 
 
 def block_layout(runner: Runner, group: str) -> list[object]:
-    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it.
-
-    Args:
-        runner: the runner.
-        group: name of the KV-cache group.
-    """
+    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it."""
     blocks = runner.kv_cache_config.num_blocks
     shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
     for cache in _caches(runner, group):
@@ -257,12 +240,6 @@ def _block_dimension(cache: Tensor, blocks: int) -> int:
 
 def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) -> Tensor:
     """Return a hash of the bytes of each block, in all layers of a group; waits for the device.
-
-    Args:
-        runner: the runner.
-        key: the audit's key.
-        group: name of the KV-cache group.
-        blocks: numbers of blocks.
 
     Returns:
         int64 ``[len(blocks), 2]`` on the host, keyed sums; see ``kvtxn.audit.checksum``.

@@ -291,13 +291,7 @@ class StateBatch:
 
 
 def step_batch(runner: RunnerV1, drafts: Sequence[int], groups: Sequence[str]) -> StateBatch:
-    """Describe the step that a V1 runner is about to compute.
-
-    Args:
-        runner: the runner.
-        drafts: the drafts of each request; none if no request has drafts.
-        groups: names of the KV-cache groups with states.
-    """
+    """Describe the step that a V1 runner is about to compute."""
     count = runner.input_batch.num_reqs
     places = torch.from_numpy(runner.query_start_loc.np[: count + 1].copy()).long()
     computed = runner.input_batch.num_computed_tokens_cpu[:count].copy()
@@ -488,13 +482,7 @@ def hook_mixer(
     batch: Callable[[], StateBatch | None],
     verify: Callable[[StateRows], None],
 ) -> None:
-    """Let a layer verify drafts over copies of its states, and hand its draft rows to ``verify``.
-
-    Args:
-        layer: a Mamba-2 layer or a short convolution.
-        batch: returns the requests of the present step; None outside of steps.
-        verify: called with each step's draft rows.
-    """
+    """Let a layer verify drafts over copies of its states, and hand its rows to ``verify``."""
     from vllm.forward_context import get_forward_context
 
     module: Any = layer.module

@@ -93,12 +93,6 @@ def verify(
     """Verify drafts in one step, after ``begin``; returns the tokens that each request gets.
 
     A step without these requests comes first, so that no runner takes their drafts from the device.
-
-    Args:
-        runner: the runner.
-        requests: the requests.
-        sampled: the tokens that ``begin`` returned.
-        drafts: token ids by request; a request without drafts computes one row.
     """
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -130,13 +124,7 @@ def end(runner: Any, requests: Sequence[Dummy]) -> None:
 
 
 def _run(runner: Any, output: Any, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
-    """Run a step of the runner, and return the sampled tokens by request.
-
-    Args:
-        runner: the runner.
-        output: vLLM's ``SchedulerOutput`` of the step; its counts of tokens are filled in.
-        scheduled: by request, the rows that it has in the step.
-    """
+    """Run a step of the runner, and return the sampled tokens by request."""
     output.num_scheduled_tokens = dict(scheduled)
     output.total_num_scheduled_tokens = sum(scheduled.values())
     if hasattr(output, "num_spec_tokens_to_schedule"):

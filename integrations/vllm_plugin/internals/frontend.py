@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import attrs
 
-from ....errors import ConfigError, KVTxnError
+from ....errors import ConfigError
 from ...serving.engine_sizes import EngineSizes
-from .hooks import when_imported
+from .hooks import replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .engine_protocols import (
@@ -40,26 +40,18 @@ def hook_engines(
         before_init: gets the engine's ``VllmConfig`` before any worker starts, or None if it is no
             argument; an exception of it stops the start.
         after_init: gets the engine once it is up.
-
-    Returns:
-        A function that undoes the hook.
-
-    Raises:
-        KVTxnError: engines are hooked already.
     """
 
+    def around(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: VllmEngine, *args: Any, **kwargs: Any) -> None:
+            before_init(args[0] if args else kwargs.get("vllm_config"))
+            original(self, *args, **kwargs)
+            after_init(self)
+
+        return __init__
+
     def hook(owner: Any) -> Callable[[], None]:
-        original = owner.__init__
-        if hasattr(original, "kvtxn_hook"):
-            raise KVTxnError(
-                "hook_engines", "vLLM's engines are hooked already", hint="unhook first"
-            )
-        owner.__init__ = _between(before_init, original, after_init)
-
-        def undo() -> None:
-            owner.__init__ = original
-
-        return undo
+        return replace_method(owner, "__init__", around, "engines")
 
     with ExitStack() as undo:
         undo.callback(
@@ -69,21 +61,6 @@ def hook_engines(
             when_imported("vllm.v1.engine.async_llm", lambda module: hook(module.AsyncLLM))
         )
         return undo.pop_all().close
-
-
-def _between(
-    before: Callable[[VllmConfig | None], None],
-    original: Callable[..., None],
-    after: Callable[[VllmEngine], None],
-) -> Callable[..., None]:
-    @wraps(original)
-    def __init__(self: VllmEngine, *args: Any, **kwargs: Any) -> None:
-        before(args[0] if args else kwargs.get("vllm_config"))
-        original(self, *args, **kwargs)
-        after(self)
-
-    __init__.kvtxn_hook = True  # type: ignore[attr-defined]
-    return __init__
 
 
 def config_of(engine: VllmEngine) -> VllmConfig:
@@ -104,16 +81,7 @@ def find_client(engine: object) -> Client | None:
 
 
 def ask_engine(engine: object, operation: str, method: str) -> Any:
-    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank.
-
-    Args:
-        engine: the engine.
-        operation: the call, for the message.
-        method: the worker's method.
-
-    Raises:
-        ConfigError: it is an ``AsyncLLM``, which answers later, or something else.
-    """
+    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank."""
     client = find_client(engine)
     try:
         if client is not None:
@@ -167,11 +135,7 @@ def ask_workers(client: Client, method: str) -> list[Any]:
 
 
 async def ask_all_workers(client: AsyncClient, method: str) -> dict[int, list[Any]]:
-    """Call a worker's method in every rank of every engine that an ``AsyncLLM``'s client reaches.
-
-    Returns:
-        By the engine's number: the answers by rank.
-    """
+    """Call a worker's method in every rank of every engine; returns the answers by engine."""
     numbers = list(client.engine_ranks_managed)
     calls = (
         client._call_utility_async("collective_rpc", method, None, (), None, engine=engine)
@@ -225,19 +189,7 @@ def _drafts(speculation: SpeculativeConfig) -> str:
 
 @attrs.define
 class StepCounts:
-    """The steps of a running engine, by vLLM's own counts.
-
-    Attributes:
-        steps: steps so far.
-        tokens: generated tokens so far.
-        preempted: requests that were preempted so far.
-        drafted: draft tokens so far.
-        accepted: accepted draft tokens so far.
-        cached: tokens of prompts that the prefix cache had so far.
-        loaded: tokens of prompts that a connector had so far.
-        requests: requests that the scheduler has, after the last step.
-        used: share of the cache's blocks that are in use, after the last step.
-    """
+    """The steps of a running engine, by vLLM's own counts."""
 
     steps: int = 0
     tokens: int = 0
@@ -267,12 +219,7 @@ class StepCounts:
 
 
 def start_async(config: VllmConfig, counts: StepCounts | None = None) -> AsyncEngine:
-    """Start an ``AsyncLLM``; its engine core has a process of its own.
-
-    Args:
-        config: its ``VllmConfig``.
-        counts: hears of every step; with None the engine makes no statistics.
-    """
+    """Start an ``AsyncLLM``; its engine core has a process of its own."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine: AsyncEngine
@@ -289,13 +236,7 @@ def stop_async(engine: AsyncEngine) -> None:
 
 
 class _Listener:
-    """Adds what an engine says of its steps to counts; as vLLM's ``StatLoggerBase``.
-
-    Args:
-        counts: the counts.
-        config: the engine's ``VllmConfig``.
-        number: the engine's number.
-    """
+    """Adds what an engine says of its steps to counts; as vLLM's ``StatLoggerBase``."""
 
     def __init__(self, counts: StepCounts, config: VllmConfig, number: int = 0) -> None:
         self._counts = counts

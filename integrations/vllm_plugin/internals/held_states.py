@@ -415,16 +415,7 @@ def bytes_by_formula(
     *,
     fast: bool = False,
 ) -> int:
-    """Return the bytes of buffers and tables; of the tables at most so many.
-
-    Args:
-        kinds: vLLM's layers that have a state, each with its kind.
-        rows: most rows of a step.
-        requests: most requests of a step.
-        width: most rows of a request.
-        size: bytes of a number of the model's dtype.
-        fast: kvtxn's own kernels verify layers of ``REPLAYED``, and keep float32 numbers.
-    """
+    """Return the bytes of buffers and tables; of the tables at most so many."""
     own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
     replayed = [(module, kind) for module, kind in kinds if fast and kind in REPLAYED]
     elements = sum(row_elements(module, kind) for module, kind in own)

@@ -5,6 +5,8 @@ a hook that imported its module would make every process pay for all of them. ``
 an object a private subclass of its class; its own class stays as it is. ``with_globals`` lets names
 in a function of vLLM's stand for other objects. A replaced name that the code no longer uses would
 change nothing, and nobody would notice; so each is looked up in the code before anything is hooked.
+
+Here and elsewhere in the plug-in, a function that hooks something returns one that undoes it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -81,19 +83,7 @@ def restore_class(target: object) -> None:
 
 
 def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
-    """Put mixins before an object's class, and give the object what they need.
-
-    Args:
-        target: as for ``swap_class``.
-        *mixins: as for ``swap_class``.
-        **own: attributes of the object, by name.
-
-    Returns:
-        A function that takes mixins and attributes away again.
-
-    Raises:
-        KVTxnError: as ``swap_class``.
-    """
+    """Put mixins before an object's class, and give the object what they need."""
     swap_class(target, *mixins)
     vars(target).update(own)
 
@@ -120,16 +110,7 @@ def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[]
 
 
 def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each result of an object's method, whoever else has hooked it.
-
-    Args:
-        target: the object.
-        name: the method's name.
-        after: gets the result.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Call a function with each result of an object's method, whoever else has hooked it."""
     own = getattr(target, name)
 
     def call(*args: Any, **kwargs: Any) -> object:
@@ -163,6 +144,36 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
     return shadow(target, name, call)
 
 
+def follow_end(target: Any, name: str, then: Callable[..., None]) -> Callable[[], None]:
+    """Call a function with the arguments of an object's method, after it, even if it raised."""
+    own = getattr(target, name)
+
+    def call(*args: Any, **kwargs: Any) -> object:
+        try:
+            return own(*args, **kwargs)
+        finally:
+            then(*args, **kwargs)
+
+    return shadow(target, name, call)
+
+
+def replace_method(
+    owner: Any, name: str, make: Callable[[Any], Any], what: str
+) -> Callable[[], None]:
+    """Replace a method of one of vLLM's classes by what ``make`` makes of it.
+
+    Raises:
+        KVTxnError: it is replaced already; ``what`` names the class in the error.
+    """
+    own = getattr(owner, name)
+    if hasattr(own, "kvtxn_hook"):
+        raise KVTxnError(f"hook_{what}", f"vLLM's {what} are hooked already", hint="unhook first")
+    method: Any = wraps(own)(make(own))
+    method.kvtxn_hook = True
+    setattr(owner, name, method)
+    return lambda: setattr(owner, name, own)
+
+
 def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
     """Compare a class's methods with the expected ones.
 
@@ -170,9 +181,6 @@ def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | No
         owner: the class.
         methods: each method's parameters after ``self``, by the method's name; "?" after a name
             marks a parameter or method that some releases lack.
-
-    Returns:
-        One sentence about the first difference; None without any.
     """
     for name, parameters in methods.items():
         method = inspect.getattr_static(owner, name, None)

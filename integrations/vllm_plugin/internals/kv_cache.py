@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from copy import deepcopy
 
 import attrs
+from torch import Tensor
 
 from ....errors import LayerError
 from . import batches, state_layers
@@ -55,32 +57,43 @@ def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     return 4 * groups * lines * int(runner.max_model_len)
 
 
-def block_sizes(config: KVCacheConfig, without: set[str]) -> dict[str, int]:
-    """Return the rows per block of each KV-cache group.
+@attrs.frozen
+class SpareBlocks:
+    """Blocks behind those that vLLM's scheduler hands out, in which draft rows wait.
 
-    Args:
-        config: vLLM's ``KVCacheConfig``.
-        without: names of layers; groups that have no other layers are left out.
+    Attributes:
+        own: number of blocks that vLLM hands out.
+        total: number of all blocks, spare ones included.
+        first: by group, its first spare slot. Groups may share memory, so each has slots that are
+            its alone.
     """
-    return {
-        f"group.{number}": int(group.kv_cache_spec.block_size)
-        for number, group in enumerate(config.kv_cache_groups)
-        if not without.issuperset(group.layer_names)
-    }
+
+    own: int
+    total: int
+    first: Mapping[str, int]
+
+    def begin(self, cache: Tensor) -> int:
+        """Return the number of the first spare block, in blocks of the cache's own size."""
+        return int(cache.shape[0]) // self.total * self.own
 
 
-def num_blocks(config: KVCacheConfig) -> int:
-    """Return the number of blocks that vLLM's ``KVCacheConfig`` has."""
-    return int(config.num_blocks)
+def with_spare_blocks(
+    config: KVCacheConfig, rows: int, without: set[str]
+) -> tuple[KVCacheConfig, SpareBlocks]:
+    """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
 
-
-def with_blocks(config: KVCacheConfig, total: int) -> KVCacheConfig:
-    """Copy a ``KVCacheConfig`` and give every cache of the copy ``total`` blocks.
+    Groups that have only layers of ``without`` get none.
 
     Raises:
         LayerError: a cache's size is no multiple of its number of blocks.
     """
-    own, more = config.num_blocks, deepcopy(config)
+    own, added, first = int(config.num_blocks), 0, {}
+    for number, group in enumerate(config.kv_cache_groups):
+        if not without.issuperset(group.layer_names):
+            size = int(group.kv_cache_spec.block_size)
+            first[f"group.{number}"] = (own + added) * size
+            added += -(-rows // size)
+    more, total = deepcopy(config), own + added
     more.num_blocks = total
     for tensor in more.kv_cache_tensors:
         # Where a block holds the pages of all layers, the new blocks follow the last one. Else each
@@ -97,7 +110,7 @@ def with_blocks(config: KVCacheConfig, total: int) -> KVCacheConfig:
                     hint="use policy 'undo'",
                 )
             setattr(tensor, name, each * total)
-    return more
+    return more, SpareBlocks(own, total, first)
 
 
 def has_rows_in_line(config: KVCacheConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeGuard
 
 import attrs
@@ -67,15 +67,7 @@ def draft_layers(runner: Runner) -> set[str]:
 
 
 def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
-    """Find the layers whose rows belong into windows; layers with states are not among them.
-
-    Args:
-        runner: a model runner whose KV cache exists.
-
-    Returns:
-        The layers in the order of their groups, and the facts of the engine, those of the loaded
-        model included.
-    """
+    """Find the layers whose rows belong into windows, group by group, and the engine's facts."""
     mine = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
     shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}
@@ -110,15 +102,7 @@ def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
 
 
 def attention_of(runner: Runner, device: str) -> str | None:
-    """Name the attention backend of a loaded model's layers, before caches exist.
-
-    Args:
-        runner: a model runner.
-        device: that the engine runs on, such as ``"cuda"``.
-
-    Returns:
-        If the layers differ, a backend that is not supported comes first; None without any layer.
-    """
+    """Name the attention backend of a loaded model's layers; an unknown one if they differ."""
     by_name, others = runner.compilation_config.static_forward_context, draft_layers(runner)
     found = [
         module.get_attn_backend().get_name()
@@ -172,18 +156,19 @@ def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLaye
 
 def all_take_slots(runner: Runner) -> bool:
     """Tell whether ``backends.takes_slots`` holds for every target layer of a loaded model."""
-    others = draft_layers(runner) | set(state_layers.modules_of(runner))
-    modules = runner.compilation_config.static_forward_context
-    impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
-    return all(backends.takes_slots(impl) for impl in impls)
+    return all(map(backends.takes_slots, _target_impls(runner)))
 
 
 def lines_by_row(runner: Runner) -> bool:
     """Tell whether some target layers' attention wants a line of the table for each row."""
+    return any(getattr(impl, "kvtxn_line_per_row", False) for impl in _target_impls(runner))
+
+
+def _target_impls(runner: Runner) -> Iterator[object]:
+    """Yield the attention of each target layer that has rows; None for one without any."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
-    impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
-    return any(getattr(impl, "kvtxn_line_per_row", False) for impl in impls)
+    return (getattr(modules[name], "impl", None) for name in modules if name not in others)
 
 
 def depend_on_order(layers: Sequence[TargetLayer]) -> bool:

@@ -83,12 +83,7 @@ class Adapters:
         self._read: dict[str, tuple[Stamps, bytes]] = {}
 
     def identity(self, lora: LoRARequest, runner: Runner) -> int:
-        """Return a hash of an adapter's weights; where they cannot be read, of name and path.
-
-        Args:
-            lora: the ``LoRARequest`` of a request that comes.
-            runner: the runner, which has not loaded the adapter for this request yet.
-        """
+        """Return a hash of an adapter's weights; where they cannot be read, of name and path."""
         number, name = int(lora.lora_int_id), (str(lora.lora_name), str(lora.lora_path))
         loaded = None if getattr(lora, "load_inplace", False) else _loaded(runner, number)
         known = self._known.get(number)
@@ -124,11 +119,7 @@ def hash_of(content: bytes | memoryview) -> int:
 
 
 def _files(path: str) -> tuple[Path, Path]:
-    """Return the weights and the settings that vLLM loads of an adapter.
-
-    Raises:
-        LookupError: there are no weights.
-    """
+    """Return the weights and the settings that vLLM loads of an adapter."""
     folder = Path(path).expanduser()
     for name in _WEIGHTS:
         if (folder / name).is_file():

@@ -37,10 +37,6 @@ def together(engine: VllmEngine, add: Callable[[], None]) -> float:
     runs of the same work. So the core's scheduler is paused while requests are added. A core in
     this process makes no step meanwhile anyway.
 
-    Args:
-        engine: a vLLM ``LLMEngine`` without any requests.
-        add: a function that adds the requests to the engine.
-
     Returns:
         The ``time.perf_counter()`` at which the engine was let go on.
     """
@@ -73,11 +69,7 @@ def set_acceptance(worker: Worker, rates: tuple[float, ...]) -> None:
 
 
 def reported_requests(engine: VllmEngine) -> float:
-    """Return how many requests of the longest length fit into the cache, as vLLM reports it.
-
-    Args:
-        engine: an ``LLMEngine`` whose core is in this process.
-    """
+    """Return how many requests of the longest length fit into the cache, as vLLM reports it."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config as most
 
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -85,11 +77,7 @@ def reported_requests(engine: VllmEngine) -> float:
 
 
 def running_requests(engine: VllmEngine) -> int:
-    """Return how many requests have their blocks now, and take part in steps.
-
-    Args:
-        engine: an ``LLMEngine`` whose core is in this process.
-    """
+    """Return how many requests have their blocks now, and take part in steps."""
     return len(engine.engine_core.engine_core.scheduler.running)
 
 
@@ -263,13 +251,7 @@ class Layers:
 
 @attrs.frozen(kw_only=True)
 class Ran:
-    """The scheduler's treatment of requests that came at once.
-
-    Attributes:
-        most: requests that ran at once.
-        preempted: how often one lost its blocks to another.
-        finished: requests that were answered.
-    """
+    """The scheduler's treatment of requests that came at once."""
 
     most: int
     preempted: int

@@ -49,21 +49,13 @@ _undo: WeakKeyDictionary[VllmEngine, Callable[[], None]] = WeakKeyDictionary()
 
 
 class Named(str):
-    """The name that a client gave an item, with the hash of its content.
-
-    Attributes:
-        content: vLLM's hash of the item.
-    """
+    """The name that a client gave an item, with the hash of its content."""
 
     content: str
 
 
 class ContentHashes(BeforeInputs):
-    """Hashes items that have names, too; a mixin before the class of a prompt's inputs.
-
-    Attributes:
-        mm_uuid_items: the names by modality; None for an item without one.
-    """
+    """Hashes items that have names, too; a mixin before the class of a prompt's inputs."""
 
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
@@ -109,11 +101,7 @@ def _named(name: str, content: str) -> str:
 
 
 def follow_media(engine: VllmEngine) -> None:
-    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it.
-
-    Args:
-        engine: an ``LLMEngine`` or ``AsyncLLM``.
-    """
+    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it."""
     processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
     if processor is None:  # the model takes text alone
         return
@@ -140,11 +128,7 @@ def unfollow_media() -> None:
 
 
 def send_contents(request: EngineCoreRequest) -> None:
-    """Let a request take the hashes of its named items along, in its sampling parameters.
-
-    Args:
-        request: the request, as it is about to be sent to the engine; its names become plain text.
-    """
+    """Let a request take the hashes of its named items along, in its sampling parameters."""
     contents: dict[str, str] = {}
     for feature in request.mm_features or ():
         if isinstance(name := feature.mm_hash, Named):
@@ -170,11 +154,7 @@ class Media:
         self._meant: Final[OrderedDict[tuple[str, str], str]] = OrderedDict()  # by request and name
 
     def hashes(self, state: RequestContent) -> list[tuple[Feature, int]]:
-        """Return the items of a request, and a hash of the content of each.
-
-        Args:
-            state: what vLLM keeps or is told of the request.
-        """
+        """Return the items of a request, and a hash of the content of each."""
         arguments = getattr(getattr(state, "sampling_params", None), "extra_args", None) or {}
         contents: Mapping[str, str] = arguments.get(CONTENTS, {})
         request, found = str(getattr(state, "req_id", "")), []

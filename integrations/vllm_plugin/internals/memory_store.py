@@ -17,12 +17,7 @@ from .runner_protocols import BlockList, CacheTensors
 
 
 class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
-    """A worker that copies whole blocks, one after another.
-
-    Args:
-        kv_caches: vLLM's description of the caches, ``[num_blocks, ...]`` each.
-        chunks: the number of blocks that the store holds.
-    """
+    """A worker that copies whole blocks, one after another."""
 
     def __init__(self, kv_caches: CacheTensors, chunks: int) -> None:
         self._caches: list[Tensor] = [cache.tensor for cache in kv_caches.tensors]
@@ -77,11 +72,7 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
     _worker: MemoryStoreWorker | None
 
     def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
-        """Return the worker.
-
-        Raises:
-            ValueError: a chunk has several blocks.
-        """
+        """Return the worker."""
         if self.blocks_per_chunk != 1:
             raise ValueError("the store in memory needs chunks of one block")
         if self._worker is None:

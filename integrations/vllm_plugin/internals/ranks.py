@@ -48,12 +48,7 @@ def of_all(value: T) -> list[T]:
 
 
 def highest(level: int, *, stages: bool) -> int:
-    """Return the largest ``level`` of the ranks; every rank must call this.
-
-    Args:
-        level: this rank's.
-        stages: of all pipeline stages, and not of this rank's tensor-parallel group alone.
-    """
+    """Return the largest ``level`` of the ranks, all of which must call this, or of all stages'."""
     import torch
     from torch.distributed import ReduceOp, all_reduce
 

@@ -61,9 +61,6 @@ class ReplayedLayer(abc.ABC):
         """Compile the kernel that verifies, for the layouts of rows that vLLM's methods have.
 
         No request may have a block yet: the kernel reads and writes no state then.
-
-        Args:
-            dtype: the model's.
         """
 
     def name_sources(self, starts: Tensor) -> Tensor:
@@ -275,9 +272,6 @@ class ReplayedRows(StateCommits):
         groups: for each layer the number of its group in the tables.
         rows: most rows of a step.
         width: most rows of a request.
-
-    Attributes:
-        layers: the layers, each with its own rows.
     """
 
     def __init__(
@@ -333,9 +327,6 @@ class ReplayedRows(StateCommits):
             step: the step.
             sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
                 without any keeps its first row. Requests of the step beyond these have no rows.
-
-        Raises:
-            Exception: the launch's own; it has written nothing.
         """
         if not sampled.is_cuda:
             self._tables.name_commits(sampled[: step.requests], step.starts)

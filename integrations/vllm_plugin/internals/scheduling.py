@@ -14,14 +14,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from ....errors import KVTxnError
-from .hooks import when_imported
+from .hooks import replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from ...serving.ledger.rank_agreement import Wrong
@@ -68,38 +66,17 @@ _WHY_ENDED: Final = (
 def hook_schedulers(
     after_init: Callable[[Scheduler, VllmConfig | None], None],
 ) -> Callable[[], None]:
-    """Call a function with every new scheduler of this process and its ``VllmConfig``.
+    """Call a function with every new scheduler of this process and its ``VllmConfig``."""
 
-    Args:
-        after_init: gets None for a configuration that is not where it was.
-
-    Returns:
-        A function that undoes the hook.
-
-    Raises:
-        KVTxnError: schedulers are hooked already.
-    """
-
-    def hook(module: ModuleType) -> Callable[[], None]:
-        Theirs = module.Scheduler
-        original = Theirs.__init__
-        if hasattr(original, "kvtxn_hook"):
-            raise KVTxnError(
-                "hook_schedulers", "vLLM's schedulers are hooked already", hint="unhook first"
-            )
-
-        @wraps(original)
+    def then(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             after_init(self, getattr(self, "vllm_config", None))
 
-        __init__.kvtxn_hook = True  # type: ignore[attr-defined]
-        Theirs.__init__ = __init__
+        return __init__
 
-        def undo() -> None:
-            Theirs.__init__ = original
-
-        return undo
+    def hook(module: ModuleType) -> Callable[[], None]:
+        return replace_method(module.Scheduler, "__init__", then, "schedulers")
 
     return when_imported("vllm.v1.core.sched.scheduler", hook)
 
@@ -144,14 +121,6 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     computed again; those that did not read wrong themselves may be so any number of times.
 
     vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
-
-    Args:
-        scheduler: the scheduler, before it takes in the output of the step.
-        wrong: what was read.
-        scheduled: tokens of each request in the step.
-
-    Returns:
-        The names of the spoilt requests.
     """
     manager = scheduler.kv_cache_manager
     sizes = [int(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups]
@@ -314,13 +283,7 @@ def caches(scheduler: Scheduler) -> bool:
 
 
 def look(manager: CacheManager, request: Request, found: Sequence[object]) -> None:
-    """Look what the prefix cache has of a request, and note it.
-
-    Args:
-        manager: vLLM's manager of the cache.
-        request: the request.
-        found: what the manager has found: blocks, then the number of rows that vLLM can use.
-    """
+    """Look what the prefix cache has of a request, and note it."""
     used = found[1]
     assert isinstance(used, int)
     setattr(request, _FOUND, _Cache(manager, request).found(used))
@@ -333,12 +296,7 @@ def spec_of(group: KVCacheGroup) -> KVCacheSpec:
 
 
 class _Cache:
-    """The blocks that a prefix cache has of one request.
-
-    Args:
-        manager: vLLM's manager of the cache.
-        request: the request.
-    """
+    """The blocks that a prefix cache has of one request."""
 
     def __init__(self, manager: CacheManager, request: Request) -> None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec

@@ -116,10 +116,6 @@ class StateTables:
         """In a forward that is captured, name the blocks in the graph, once for each group.
 
         So the host names none in the steps that replay it.
-
-        Args:
-            group: the layer's.
-            layer: the one whose kernel is launched next.
         """
         table = self.captured.get(group)
         if table is not None and self.first.setdefault(group, layer) is layer:
@@ -317,12 +313,7 @@ _FOR_CAPTURE: Final = MODEL_STATE_METHODS["prepare_attn"].index("for_capture") -
 
 
 def is_capture(args: tuple[object, ...], named: Mapping[str, object]) -> bool:
-    """Tell whether metadata is made for a forward that will be captured.
-
-    Args:
-        args: of vLLM's ``prepare_attn``, those after the mode of graphs.
-        named: its arguments by name.
-    """
+    """Tell whether metadata is made for a forward that will be captured."""
     given = args[_FOR_CAPTURE] if len(args) > _FOR_CAPTURE else named.get("for_capture")
     return bool(given)
 
@@ -353,13 +344,7 @@ def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
 def write_side_by_side(
     verified: Sequence[StateCommits], step: VerifyStep, streams: Sequence[torch.cuda.Stream]
 ) -> None:
-    """Write the states that the tables name, of several layers at once.
-
-    Args:
-        verified: the layers' rows; no two layers share a state.
-        step: the step.
-        streams: which take the layers in turn; none: one layer after another.
-    """
+    """Write the states that the tables name, of several layers at once."""
     if not streams:
         for rows in verified:
             rows.commit(step)

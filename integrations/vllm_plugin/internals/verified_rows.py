@@ -385,15 +385,7 @@ def make_rows(
     rows: int,
     dtype: torch.dtype,
 ) -> list[StateCommits]:
-    """Make the buffers of each layer that has a state.
-
-    Args:
-        layers: the layers; of those without a state nothing is made.
-        groups: the names of all groups, in the order of the tables.
-        tables: the tables of all layers.
-        rows: most rows of a step.
-        dtype: the model's.
-    """
+    """Make the buffers of each layer that has a state."""
     made: list[StateCommits] = []
     gates: tuple[Tensor, Tensor] | None = None
     outputs: Tensor | None = None
@@ -431,13 +423,6 @@ class OlmoDeltaRows(VerifiedRows):
 
     The kernel is given the decay and the step size of each row, where the kernels of other gated
     delta nets compute them.
-
-    Args:
-        layer: the layer.
-        tables: the tables of all layers.
-        group: number of the layer's group in the tables.
-        rows: most rows of a step.
-        dtype: the model's.
     """
 
     def __init__(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
-from .hooks import shadow
+from .hooks import follow, follow_end
 
 if TYPE_CHECKING:
     from .engine_protocols import WorkerWrapper
@@ -32,29 +33,9 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
     """Call a function whenever a worker has changed weights, or has lost them in its sleep.
 
     It is called if the update fails, too: some of the weights may have changed by then.
-
-    Args:
-        wrapper: the worker's wrapper.
-        changed: gets the name of the weights.
-
-    Returns:
-        A function that undoes the hooks.
     """
     worker, undo = wrapper.worker, ExitStack()
     updated, slept = TARGET, 0
-
-    def hook(name: str, then: Callable[..., None]) -> None:
-        own = getattr(worker, name, None)
-        if own is None:
-            return
-
-        def call(*args: Any, **kwargs: Any) -> object:
-            try:
-                return own(*args, **kwargs)
-            finally:
-                then(*args, **kwargs)
-
-        undo.callback(shadow(worker, name, call))
 
     def change(*args: Any, **kwargs: Any) -> None:
         changed(TARGET)
@@ -62,18 +43,9 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
     def update(*args: Any, **kwargs: Any) -> None:
         changed(updated)
 
-    def begin(name: str, weights: str) -> None:
-        own = getattr(worker, name, None)
-        if own is None:
-            return
-
-        def call(*args: Any, **kwargs: Any) -> object:
-            nonlocal updated
-            result = own(*args, **kwargs)  # where it refuses, the update under way goes on
-            updated = weights
-            return result
-
-        undo.callback(shadow(worker, name, call))
+    def begin(_: object, weights: str) -> None:  # where it refuses, the update under way goes on
+        nonlocal updated
+        updated = weights
 
     def sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
         nonlocal slept
@@ -86,14 +58,13 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
             changed(TARGET)
             changed(DRAFTER)
 
-    for name in _CHANGES:
-        hook(name, change)
-    for name in _UPDATES:
-        hook(name, update)
+    ends = {**dict.fromkeys(_CHANGES, change), **dict.fromkeys(_UPDATES, update)}
+    for name, then in {**ends, "sleep": sleep, "wake_up": wake_up}.items():
+        if hasattr(worker, name):
+            undo.callback(follow_end(worker, name, then))
     for name, weights in _BEGIN.items():
-        begin(name, weights)
-    hook("sleep", sleep)
-    hook("wake_up", wake_up)
+        if hasattr(worker, name):
+            undo.callback(follow(worker, name, partial(begin, weights=weights)))
     return undo.close
 
 
@@ -101,30 +72,15 @@ def follow_loads(runner: Runner, changed: Callable[[str], None]) -> Callable[[],
     """Call a function whenever the ``load_weights`` of a runner's model or drafter has run.
 
     Training frameworks call it on the model itself, once for each parameter or for many.
-
-    Args:
-        runner: the runner, its models loaded.
-        changed: gets the name of the weights.
-
-    Returns:
-        A function that undoes the hooks.
     """
     undo = ExitStack()
 
-    def hook(model: Any, weights: str) -> None:
-        own = model.load_weights
-
-        def load_weights(*args: Any, **kwargs: Any) -> object:
-            try:
-                return own(*args, **kwargs)
-            finally:
-                changed(weights)
-
-        undo.callback(shadow(model, "load_weights", load_weights))
+    def loaded(name: str, /, *args: object, **kwargs: object) -> None:
+        changed(name)
 
     for weights, model in _models(runner).items():
         if hasattr(model, "load_weights"):
-            hook(model, weights)
+            undo.callback(follow_end(model, "load_weights", partial(loaded, weights)))
     return undo.close
 
 
@@ -151,10 +107,6 @@ def rotary_positions(runner: Runner, *, drafter: bool = True) -> list[Tensor]:
     """Return some rows of each table of rotary positions that a runner's models have.
 
     They are rounded, since vLLM changes a table's dtype when it is used first.
-
-    Args:
-        runner: the runner.
-        drafter: the drafter's tables count as well.
     """
     tables = {
         each.data_ptr(): each

@@ -1,26 +1,25 @@
-"""The V2 runner's graphs of whole forwards, and launches that they begin with.
+"""The V2 runner's graphs of whole forwards, which begin by saving the rows that drafts overwrite.
 
-Where the V2 runner captures a forward as one graph, ``BegunGraphs`` lets the forward begin with
-launches of kvtxn's, so that the host need not make them. They read the runner's buffers in place,
-as the forward does. Each sort of launch is told just before a replay whether the replay includes
-it; if not, the host makes it.
+Where the V2 runner captures a forward as one graph, ``SavingGraphs`` lets the forward begin with
+the launch that saves, so that the host need not make it. It reads the runner's buffers in place, as
+the forward does. The steps are told just before a replay whether the replay includes the launch; if
+not, the host makes it.
 
-Whether *every* graph includes a launch is counted, not assumed: if a model's forward never calls
-the hook of its beginning, none of its graphs includes the launch.
+Whether *every* graph includes the launch is counted, not assumed: if a model's forward never calls
+the hook of its beginning, none of its graphs includes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import attrs
 import torch
 from torch import nn
 
-from .hooks import is_swapped, restore_class, swap_class
+from ...serving.graph_steps import GraphSteps
+from .hooks import mix_in
 
 #: Methods of the runner's graph manager that a mixin overrides, with the parameters that it takes;
 #: those behind ``model`` go through.
@@ -53,9 +52,6 @@ def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], N
     """Call a function at the beginning of each forward of a model, with the forward's rows.
 
     Forwards that are captured in pieces are left out.
-
-    Returns:
-        A function that undoes it.
     """
 
     def begins(module: nn.Module, given: object) -> None:
@@ -88,86 +84,49 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-class Beginning(Protocol):
-    """A sort of launch that graphs begin with."""
-
-    def launch_in_forward(self, num_rows: int) -> Callable[[], None] | None:
-        """Return a launch for the beginning of a forward, once it has compiled.
-
-        Args:
-            num_rows: rows of the forward.
-
-        Returns:
-            The launch; None: forwards of so many rows begin without.
-        """
-
-    def before_replay(self, *, included: bool | None) -> None:
-        """Hear that a graph is replayed now.
-
-        Args:
-            included: the graph begins with the launch; False: no graph does, and the launch has to
-                be made now; None: some do, and nobody knows which.
-        """
-
-
-@attrs.define(eq=False)
-class _Counted:
-    """A beginning, and the graphs that include it.
-
-    Attributes:
-        beginning: the beginning.
-        launches: its launches, by rows of a forward that has run and was not captured yet.
-        graphs: the number of graphs that include it.
-    """
-
-    beginning: Beginning
-    launches: dict[int, Callable[[], None] | None] = attrs.field(factory=dict)
-    graphs: int = 0
-
-    def included(self, number: int) -> bool | None:
-        """Tell whether each of so many graphs includes the launch, or none does; None: some do."""
-        return self.graphs == number if self.graphs in (0, number) else None
-
-    def begins(self, rows: int) -> None:
-        """Note the launch of a forward that vLLM tries before its capture; then capture it."""
-        if not capturing():
-            self.launches[rows] = self.beginning.launch_in_forward(rows)
-        elif (launch := self.launches.get(rows)) is not None:
-            launch()
-            self.graphs += 1
-
-
-class BegunGraphs:
+class SavingGraphs:
     """A mixin of vLLM's graph manager.
 
     Attributes:
         graphs: vLLM's captured forwards.
-        kvtxn_beginnings: what the graphs begin with.
+        kvtxn_steps: the steps whose windows the forwards save rows for.
+        kvtxn_launches: the launches that save, by rows of a forward that was not captured yet.
+        kvtxn_saving: the number of graphs that save.
     """
 
     graphs: Mapping[object, object]
-    kvtxn_beginnings: list[_Counted]
+    kvtxn_steps: GraphSteps
+    kvtxn_launches: dict[int, Callable[[], None] | None]
+    kvtxn_saving: int
 
     def capture(self, model: nn.Module, *others: Any, **named: Any) -> None:
-        """Capture each forward with its beginnings; vLLM runs each once beforehand."""
-        with ExitStack() as undo:
-            for each in self.kvtxn_beginnings:
-                if not self.graphs:
-                    each.graphs = 0  # the graphs of an earlier time are gone
-                undo.callback(each.launches.clear)
-                undo.callback(before_each(model, each.begins))
+        """Capture each forward with its save; vLLM runs each once beforehand."""
+        if not self.graphs:
+            self.kvtxn_saving = 0  # the graphs of an earlier time are gone
+        undo = before_each(model, self.kvtxn_begins)
+        try:
             super().capture(model, *others, **named)  # type: ignore[misc]
+        finally:
+            undo()
+            self.kvtxn_launches.clear()
+
+    def kvtxn_begins(self, rows: int) -> None:
+        """Note the launch of a forward that vLLM tries before its capture; then capture it."""
+        if not capturing():
+            self.kvtxn_launches[rows] = self.kvtxn_steps.save_in_forward(rows)
+        elif (launch := self.kvtxn_launches.get(rows)) is not None:
+            launch()
+            self.kvtxn_saving += 1
 
     def run_fullgraph(self, desc: object) -> object:
-        """Tell the beginnings, then replay."""
-        for each in self.kvtxn_beginnings:
-            each.beginning.before_replay(included=each.included(len(self.graphs)))
+        """Tell the steps, then replay. If only some graphs save, rows may be saved twice."""
+        self.kvtxn_steps.before_replay(saves=self.kvtxn_saving == len(self.graphs))
         found: object = super().run_fullgraph(desc)  # type: ignore[misc]
         return found
 
 
-def let_graphs_begin(runner: object, beginning: Beginning) -> Callable[[], None] | None:
-    """Let a runner's graphs of whole forwards begin with launches, before any of them is captured.
+def let_graphs_save(runner: object, steps: GraphSteps) -> Callable[[], None] | None:
+    """Let a runner's graphs of whole forwards save rows, before any of them is captured.
 
     Returns:
         A function that undoes it, though graphs that are captured by then stay as they are; None if
@@ -176,16 +135,4 @@ def let_graphs_begin(runner: object, beginning: Beginning) -> Callable[[], None]
     manager = getattr(runner, "cudagraph_manager", None)
     if manager is None or differs(manager) or manager.graphs:
         return None
-    if not is_swapped(manager):
-        swap_class(manager, BegunGraphs)
-        manager.kvtxn_beginnings = []
-    counted = _Counted(beginning)
-    manager.kvtxn_beginnings.append(counted)
-
-    def undo() -> None:
-        manager.kvtxn_beginnings.remove(counted)
-        if not manager.kvtxn_beginnings:
-            restore_class(manager)
-            del manager.kvtxn_beginnings
-
-    return undo
+    return mix_in(manager, SavingGraphs, kvtxn_steps=steps, kvtxn_launches={}, kvtxn_saving=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import KVTxnError
 from . import Foreign
-from .hooks import shadow, when_imported
+from .hooks import follow, precede, replace_method, shadow, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .engine_protocols import VllmConfig, Worker, WorkerWrapper
@@ -39,11 +39,7 @@ def version() -> str:
 
 
 def source_folder() -> Path:
-    """Return the folder that has the installed package ``vllm`` in it; nothing is imported.
-
-    Raises:
-        KVTxnError: there is no such package.
-    """
+    """Return the folder that has the installed package ``vllm`` in it; nothing is imported."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         raise KVTxnError("vllm", "the package is not installed", hint="pip install vllm")
@@ -61,39 +57,24 @@ def hook_workers(
     after_init_device: Callable[[WorkerWrapper], None],
     methods: Mapping[str, Callable[[WorkerWrapper], object]],
 ) -> Callable[[], None]:
-    """Call a function in every worker once it has a model runner, and add methods for RPC.
+    """Call a function in every worker once it has a model runner, and add methods for RPC."""
 
-    Args:
-        after_init_device: gets the worker's wrapper.
-        methods: by name; each gets the worker's wrapper.
-
-    Returns:
-        A function that undoes the hook.
-
-    Raises:
-        KVTxnError: workers are hooked already.
-    """
-
-    def hook(module: ModuleType) -> Callable[[], None]:
-        Wrapper = module.WorkerWrapperBase
-        original = Wrapper.init_device
-        if hasattr(original, "kvtxn_hook"):
-            raise KVTxnError(
-                "hook_workers", "vLLM's workers are hooked already", hint="unhook first"
-            )
-
+    def then(original: Callable[..., object]) -> Callable[..., object]:
         def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> object:
             result = original(self, *args, **kwargs)
             after_init_device(self)
             return result
 
-        init_device.kvtxn_hook = True  # type: ignore[attr-defined]
-        Wrapper.init_device = init_device
+        return init_device
+
+    def hook(module: ModuleType) -> Callable[[], None]:
+        Wrapper = module.WorkerWrapperBase
+        undo_method = replace_method(Wrapper, "init_device", then, "workers")
         for name, method in methods.items():
             setattr(Wrapper, name, method)
 
         def undo() -> None:
-            Wrapper.init_device = original
+            undo_method()
             for name in methods:
                 delattr(Wrapper, name)
 
@@ -107,29 +88,8 @@ def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[
 
     Under the V2 runner vLLM warms up with whole steps, drafts included, of requests that no user
     sent; vLLM's own counters leave these steps out.
-
-    Args:
-        wrapper: the worker's wrapper.
-        then: the function.
-
-    Returns:
-        A function that undoes the hook.
-
-    Raises:
-        KVTxnError: this worker is hooked already.
     """
-    worker = wrapper.worker
-    own = worker.compile_or_warm_up_model
-    if hasattr(own, "kvtxn_hook"):
-        raise KVTxnError("after_warm_up", "this worker is hooked already", hint="unhook it first")
-
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> object:
-        result = own(*args, **kwargs)
-        then()
-        return result
-
-    compile_or_warm_up_model.kvtxn_hook = True  # type: ignore[attr-defined]
-    return shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
+    return follow(wrapper.worker, "compile_or_warm_up_model", lambda _: then())
 
 
 def around_sleep(
@@ -147,62 +107,33 @@ def around_sleep(
         lost: called before the content of the KV cache is lost, by sleep or by itself.
         awake: called when all memory is back, but for the weights and the KV cache, maybe, and
             where the worker's own sleep raises: it may go on without waking up.
-
-    Returns:
-        A function that undoes the hooks.
     """
-    worker = wrapper.worker
+    worker, undo = wrapper.worker, ExitStack()
+    own: Any = getattr(worker, "sleep", None)
 
-    def hook(
-        name: str,
-        before: Callable[..., None] | None = None,
-        after: Callable[[], None] | None = None,
-        failed: Callable[[], None] | None = None,
-    ) -> None:
-        own = getattr(worker, name, None)
-        if own is None:  # not every release has all of them
-            return
-
-        def call(*args: Any, **kwargs: Any) -> object:
-            if before is not None:
-                before(*args, **kwargs)
-            try:
-                result = own(*args, **kwargs)
-            except BaseException:
-                if failed is not None:
-                    failed()
-                raise
-            if after is not None:
-                after()
-            return result
-
-        undo.callback(shadow(worker, name, call))
-
-    def sleep(*args: Any, **kwargs: Any) -> None:
+    def sleep(*args: Any, **kwargs: Any) -> object:
         asleep()
         lost()
+        try:
+            return own(*args, **kwargs)
+        except BaseException:
+            awake()
+            raise
 
     def discard(tags: Sequence[str]) -> None:
         if "kv_cache" in tags:
             lost()
 
-    undo = ExitStack()
-    hook("sleep", sleep, failed=awake)
-    hook("discard", discard)
-    hook("wake_up", after=awake)
+    if own is not None:
+        undo.callback(shadow(worker, "sleep", sleep))
+        undo.callback(follow(worker, "wake_up", lambda _: awake()))
+    if hasattr(worker, "discard"):  # not every release has it
+        undo.callback(precede(worker, "discard", discard))
     return undo.close
 
 
 def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Callable[[], None]:
-    """Make a worker size its KV cache by less than all the memory that it finds free.
-
-    Args:
-        wrapper: vLLM's ``WorkerWrapperBase``.
-        rest: gets the bytes that are free, and returns those that the KV cache may take.
-
-    Returns:
-        A function that gives the worker its own method back.
-    """
+    """Make a worker size its KV cache by less than all the memory that it finds free."""
     worker = wrapper.worker
     own = worker.determine_available_memory
 

@@ -140,13 +140,7 @@ def read_hooks(sources: Sources, names: Iterable[str]) -> dict[str, Found]:
 def moves(
     before: Mapping[str, Found], now: Mapping[str, Found], names: Iterable[str]
 ) -> list[Move]:
-    """Compare hook points of two releases.
-
-    Args:
-        before: the hook points of a checked release.
-        now: those of the other one.
-        names: the hook points to compare; any that the checked release lacks are left out.
-    """
+    """Compare hook points of two releases."""
     found = []
     for name in names:
         was, new = before.get(name), now.get(name)
@@ -199,11 +193,7 @@ class _Module:
 
 @attrs.define(eq=False, slots=False)
 class Sources:
-    """The source files of one release of vLLM.
-
-    Args:
-        root: the folder that has the package ``vllm`` in it.
-    """
+    """The source files of one release of vLLM."""
 
     root: Path
     _modules: dict[str, _Module | None] = attrs.field(factory=dict, init=False)

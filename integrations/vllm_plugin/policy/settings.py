@@ -43,6 +43,11 @@ ON_VIOLATION: Final = ("log", "raise", "contain")
 #: The values of ``stale``: what becomes of rows of earlier weights that are read.
 STALE: Final = ("count", "alarm", "contain")
 
+#: Settings that have no effect without an audit.
+_OF_AUDITS: Final = (
+    *("on_violation", "record", "log_tokens", "stale", "weights_every"),
+    *("audit_store", "audit_key_file"),
+)
 #: Numbers that a scrub takes are below this one.
 _TOO_LARGE: Final = 1 << 31
 
@@ -116,15 +121,7 @@ def asked_rows(additional_config: object) -> int | None:
 
 
 def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:
-    """Read and check the settings in ``additional_config={"kvtxn": {...}}``.
-
-    Args:
-        additional_config: vLLM's, as the user gave it.
-        max_rows: the default for ``max_rows``.
-        device: type of the device that the engine runs on, such as ``"cuda"``.
-
-    Returns:
-        The settings; None if the user does not ask for kvtxn.
+    """Read and check the settings in ``additional_config={"kvtxn": {...}}``; None without any.
 
     Raises:
         ConfigError: a setting does not exist, has no effect on this device, or cannot take its
@@ -147,8 +144,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     ours = [field.name for field in attrs.fields(PluginSettings) if field.name not in derived]
     _check_names(given, [field.name for field in attrs.fields(TxnConfig)] + ours)
     audit = _one_of(given, "audit", AUDITS)
-    on_violation = _one_of(given, "on_violation", ON_VIOLATION)
-    if given.get("policy") is None and audit == "off":
+    windows = given.get("policy") is not None
+    if not windows and audit == "off":
         raise ConfigError(
             _WHERE,
             "names no policy",
@@ -156,218 +153,126 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             got=", ".join(map(str, given)) or "no setting",
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
-    _check_policy(given)
-    audit_every, poison = _audit_every(given, audit), _poison(given, audit, device)
-    stale, weights_every = _one_of(given, "stale", STALE), _weights_every(given)
-    required, record = _flag(given, "required"), _flag(given, "record")
-    unchecked, log_tokens = _flag(given, "unchecked"), _flag(given, "log_tokens")
-    if unchecked and given.get("policy") is None:
-        raise ConfigError(
-            _WHERE,
-            "unchecked has no effect without a policy: no window is opened",
-            got=repr(unchecked),
-            hint="leave unchecked out",
-        )
-    if given.get("policy") is None:
-        _check_no_window(given)
-    audit_store, audit_key_file = _audit_store(given)
-    named = (
-        *("on_violation", "record", "log_tokens", "stale", "weights_every"),
-        *("audit_store", "audit_key_file"),
+    if windows:  # ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is no help
+        _one_of(given, "policy", POLICIES, 'write "policy": "auto"')
+    checked = PluginSettings(
+        TxnConfig(),
+        windows=windows,
+        audit=audit,
+        recurrent=_one_of(given, "recurrent", RECURRENT),
+        on_violation=_one_of(given, "on_violation", ON_VIOLATION),
+        stale=_one_of(given, "stale", STALE),
+        required=_flag(given, "required"),
+        record=_flag(given, "record"),
+        unchecked=_flag(given, "unchecked"),
+        log_tokens=_flag(given, "log_tokens"),
+        poison=_flag(given, "poison"),
+        audit_every=_steps(given, "audit_every", EVERY, "; 1 compares every slot in each step"),
+        weights_every=_steps(given, "weights_every", WEIGHTS_EVERY),
     )
-    for name in named if audit == "off" else ():
+    for name, why, hint in _idle(given, checked, device):
         if name in given:
             raise ConfigError(
-                _WHERE,
-                f"{name} has no effect without an audit",
-                got=repr(given[name]),
-                hint=f'add "audit": "ledger", or leave {name} out',
+                _WHERE, f"{name} has no effect {why}", got=repr(given[name]), hint=hint
             )
-    for name, why in WITHOUT_EFFECT.get(device, {}).items():
-        if given.get(name, "auto") != "auto":
-            raise ConfigError(
-                _WHERE,
-                f"{name} has no effect on device {device}: {why}",
-                got=repr(given[name]),
-                hint=f"leave {name} out",
-            )
-    windows = given.get("policy") is not None
-    recurrent = _one_of(given, "recurrent", RECURRENT)
-    if recurrent != "off":
-        _check_recurrent(recurrent, device, windows=windows)
-    txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
+    audit_store, audit_key_file = _audit_store(given)
+    left_out = ours if windows else [*ours, "policy"]
+    values: dict[str, Any] = {n: value for n, value in given.items() if n not in left_out}
+    with _in_the_users_words():
+        txn = TxnConfig(**{"max_rows": max_rows, **values})
     if windows:
         _check_backend(txn, device)
-    return PluginSettings(
-        *(txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every),
-        poison=poison,
-        log_tokens=log_tokens,
-        stale=stale,
-        weights_every=weights_every,
-        audit_store=audit_store,
-        audit_key_file=audit_key_file,
-    )
+    return attrs.evolve(checked, txn=txn, audit_store=audit_store, audit_key_file=audit_key_file)
 
 
-def _check_policy(given: Mapping[str, object]) -> None:
-    """Raise ConfigError for a policy that does not exist.
-
-    ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is of no use here.
-    """
-    asked = given.get("policy")
-    if asked is not None and asked not in POLICIES:
-        raise ConfigError(
-            _WHERE,
-            "policy is not valid",
-            expected=f"one of {', '.join(map(repr, POLICIES))}",
-            got=repr(asked),
-            hint=meant(asked, POLICIES) or 'write "policy": "auto"',
-        )
-    if asked in ("undo", "direct") and given.get("staging", "auto") != "auto":
-        raise ConfigError(
-            _WHERE,
-            f"staging has no effect under policy {asked!r}: no rows wait outside of the cache",
-            got=repr(given["staging"]),
-            hint="leave staging out",
-        )
-
-
-def _check_no_window(given: Mapping[str, object]) -> None:
-    """Raise ConfigError for a setting of windows beside an audit that opens none."""
-    for field in attrs.fields(TxnConfig):
-        if field.name != "policy" and field.name in given:
-            raise ConfigError(
-                _WHERE,
-                f"{field.name} has no effect without a policy: no window is opened",
-                got=repr(given[field.name]),
-                hint=f'add "policy": "auto", or leave {field.name} out',
-            )
-
-
-def _flag(given: Mapping[str, object], name: str) -> bool:
-    """Return a setting that is true or false; false if it is not there."""
-    value = given.get(name, False)
-    if not isinstance(value, bool):
-        raise ConfigError(
-            _WHERE,
-            f"{name} is not valid",
-            expected="true or false",
-            got=repr(value),
-            hint=f"leave {name} out for false",
-        )
-    return value
-
-
-def _audit_every(given: Mapping[str, object], audit: str) -> int:
-    """Return the number of slots of which an audit of bytes compares one in each step."""
-    if "audit_every" not in given:
-        return EVERY
-    if audit != "bytes":
-        raise ConfigError(
-            _WHERE,
-            "audit_every has no effect without an audit of bytes",
-            got=repr(given["audit_every"]),
-            hint='add "audit": "bytes", or leave audit_every out',
-        )
-    hint = f"leave audit_every out for {EVERY}; 1 compares every slot in each step"
-    return _steps(given, "audit_every", hint)
-
-
-def _weights_every(given: Mapping[str, object]) -> int:
-    """Return the number of steps from one sample of the weights to the next."""
-    if "weights_every" not in given:
-        return WEIGHTS_EVERY
-    return _steps(given, "weights_every", f"leave weights_every out for {WEIGHTS_EVERY}")
+def _idle(
+    given: Mapping[str, object], checked: PluginSettings, device: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield names of settings that have no effect if they are given, why, and the next step."""
+    policy, recurrent = given.get("policy"), checked.recurrent
+    no_window = "without a policy: no window is opened"
+    if policy in ("undo", "direct") and given.get("staging", "auto") != "auto":
+        why = f"under policy {policy!r}: no rows wait outside of the cache"
+        yield "staging", why, "leave staging out"
+    if checked.audit != "bytes":
+        for name in ("audit_every", "poison"):
+            hint = f'add "audit": "bytes", or leave {name} out'
+            yield name, "without an audit of bytes", hint
+    elif checked.poison and device == "cpu":
+        why = "on device cpu: its attention multiplies masked rows by zero, and lets a NaN through"
+        yield "poison", why, "leave poison out"
+    if policy is None:
+        if checked.unchecked:
+            yield "unchecked", no_window, "leave unchecked out"
+        for field in attrs.fields(TxnConfig):
+            if field.name != "policy":
+                yield field.name, no_window, f'add "policy": "auto", or leave {field.name} out'
+    if "audit_store" not in given:
+        hint = 'add "audit_store": "sqlite:///PATH" or "redis://HOST", or leave it out'
+        yield "audit_key_file", "without a store", hint
+    for name in _OF_AUDITS if checked.audit == "off" else ():
+        yield name, "without an audit", f'add "audit": "ledger", or leave {name} out'
+    for name, why in WITHOUT_EFFECT.get(device, {}).items():
+        if given.get(name, "auto") != "auto":
+            yield name, f"on device {device}: {why}", f"leave {name} out"
+    if recurrent not in ("off", "auto") and device not in ("cpu", "cuda"):
+        why = f"on device {device}: kvtxn's vLLM plug-in holds states on CPUs and GPUs only"
+        yield "recurrent", why, "leave recurrent out"
+    if recurrent != "off" and policy is None:
+        yield "recurrent", no_window, "leave recurrent out"
+    if recurrent == "fast" and device == "cpu":
+        why = "on device cpu: vLLM's own operator is exact there, and kvtxn has no faster one"
+        yield "recurrent", why, 'use "exact"'
 
 
 def _audit_store(given: Mapping[str, object]) -> tuple[str | None, str | None]:
     """Return the URL of a store of identities, and the file of its key: beside it by default."""
     if "audit_store" not in given:
-        if "audit_key_file" in given:
-            raise ConfigError(
-                _WHERE,
-                "audit_key_file has no effect without a store",
-                got=repr(given["audit_key_file"]),
-                hint='add "audit_store": "sqlite:///PATH" or "redis://HOST", or leave it out',
-            )
         return None, None
     with _in_the_users_words():
         path = store_url(given["audit_store"]).path
     beside = f"{path}.key" if path is not None else None
     file = given.get("audit_key_file", beside)
     if not isinstance(file, str) or not file:
-        raise ConfigError(
-            _WHERE,
-            "audit_key_file is not valid",
-            expected="the path of a file",
-            got=repr(file),
-            hint=f"leave audit_key_file out for {beside}"
-            if beside is not None
-            else "copy a file that key_from_file has written to every machine of the store",
-        )
+        hint = f"leave audit_key_file out for {beside}"
+        if beside is None:
+            hint = "copy a file that key_from_file has written to every machine of the store"
+        raise _not_valid("audit_key_file", "the path of a file", file, hint)
     return str(given["audit_store"]), file
 
 
-def _steps(given: Mapping[str, object], name: str, hint: str) -> int:
-    """Return a setting that is a positive number; ``hint`` is for one that is not."""
-    value = given[name]
-    if type(value) is not int or not 1 <= value < _TOO_LARGE:
-        raise ConfigError(
-            _WHERE,
-            f"{name} is not valid",
-            expected=f"an int from 1 to {_TOO_LARGE - 1}",
-            got=repr(value),
-            hint=hint,
-        )
+def _not_valid(name: str, expected: str, value: object, hint: str) -> ConfigError:
+    """Return the error of a setting that cannot take its value."""
+    return ConfigError(
+        _WHERE, f"{name} is not valid", expected=expected, got=repr(value), hint=hint
+    )
+
+
+def _flag(given: Mapping[str, object], name: str) -> bool:
+    """Return a setting that is true or false; false if it is not there."""
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise _not_valid(name, "true or false", value, f"leave {name} out for false")
     return value
 
 
-def _poison(given: Mapping[str, object], audit: str, device: str) -> bool:
-    """Return whether dead rows and states are filled with NaN."""
-    value = _flag(given, "poison")
-    if "poison" not in given or (audit == "bytes" and (device != "cpu" or not value)):
-        return value
-    why = "without an audit of bytes"
-    if audit == "bytes":
-        why = "on device cpu: its attention multiplies masked rows by zero, and lets a NaN through"
-    raise ConfigError(
-        _WHERE,
-        f"poison has no effect {why}",
-        got=repr(value),
-        hint="leave poison out" if audit == "bytes" else 'add "audit": "bytes", or leave it out',
-    )
+def _steps(given: Mapping[str, object], name: str, default: int, hint: str = "") -> int:
+    """Return a setting that is a positive number."""
+    value = given.get(name, default)
+    if type(value) is not int or not 1 <= value < _TOO_LARGE:
+        expected = f"an int from 1 to {_TOO_LARGE - 1}"
+        raise _not_valid(name, expected, value, f"leave {name} out for {default}{hint}")
+    return value
 
 
-def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
-    """Raise ConfigError for a value of ``recurrent`` that has no effect."""
-    known = device in ("cpu", "cuda") or value == "auto"
-    if not known:
-        why = f"on device {device}: kvtxn's vLLM plug-in holds states on CPUs and GPUs only"
-    elif not windows:
-        why = "without a policy: no window is opened"
-    elif value == "fast" and device == "cpu":
-        why = "on device cpu: vLLM's own operator is exact there, and kvtxn has no faster one"
-    else:
-        return
-    raise ConfigError(
-        _WHERE,
-        f"recurrent has no effect {why}",
-        got=repr(value),
-        hint='use "exact"' if known and windows else "leave recurrent out",
-    )
-
-
-def _one_of(given: Mapping[str, object], name: str, values: Sequence[str]) -> str:
+def _one_of(
+    given: Mapping[str, object], name: str, values: Sequence[str], hint: str | None = None
+) -> str:
     """Return a setting's value, checked against ``values``; without a setting the first value."""
     value = given.get(name, values[0])
     if value not in values:
-        raise ConfigError(
-            _WHERE,
-            f"{name} is not valid",
-            expected=f"one of {', '.join(map(repr, values))}",
-            got=repr(value),
-            hint=meant(value, values) or f"leave {name} out for {values[0]!r}",
-        )
+        hint = meant(value, values) or hint or f"leave {name} out for {values[0]!r}"
+        raise _not_valid(name, f"one of {', '.join(map(repr, values))}", value, hint)
     return str(value)
 
 
@@ -383,13 +288,6 @@ def _check_names(given: Mapping[str, object], known: list[str]) -> None:
         got=", ".join(map(repr, unknown)),
         hint=meant(unknown[0], known) or "leave it out",
     )
-
-
-def _txn_config(given: Mapping[str, Any], max_rows: int, ours: list[str]) -> TxnConfig:
-    """Build the ``TxnConfig``; error messages name the place of the setting in the user's dict."""
-    values = {name: value for name, value in given.items() if name not in ours}
-    with _in_the_users_words():
-        return TxnConfig(**{"max_rows": max_rows, **values})
 
 
 def _check_backend(txn: TxnConfig, device: str) -> None:

@@ -90,11 +90,7 @@ def by_requests(found: Mapping[int, float]) -> str:
 
 
 def takes(facts: EngineFacts) -> str:
-    """Return a sentence on an engine's gain if "auto" took "exact".
-
-    Args:
-        facts: of an engine in which no rule of the table speaks against windows.
-    """
+    """Return a sentence on an engine's gain if "auto" took "exact"."""
     return (
         f'"auto" takes "exact": {facts.gain:.2f} times as many requests of {facts.gain_tokens} '
         f"tokens fit as in stock; {measured_exact()}"

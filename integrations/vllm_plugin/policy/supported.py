@@ -104,22 +104,12 @@ NO_FLASH_ROWS: Final[Mapping[int, str]] = {
 
 
 def read_rows(version: str, *, unchecked: bool) -> tuple[str, ...]:
-    """Return the attention backends that are taken in with a release.
-
-    Args:
-        version: vLLM's release.
-        unchecked: windows may run with unchecked backends, after a self-test.
-    """
+    """Return the attention backends that are taken in with a release."""
     return READ_ROWS if unchecked or version in ROW_RELEASES else READ_ROWS[:1]
 
 
 def reads_no_rows(attention: str | None, flash: int | None) -> str:
-    """Return why an attention backend does not read blocks of one row; "" if nothing is known.
-
-    Args:
-        attention: the backend's name; None if it is not known yet.
-        flash: the version of FlashAttention; None if it is not FlashAttention.
-    """
+    """Return why an attention backend does not read blocks of one row; "" if nothing is known."""
     says = NO_ROWS.get(attention or "") or NO_FLASH_ROWS.get(flash or 0, "")
     return f": {says}" if says else ""
 
@@ -152,10 +142,6 @@ LACKS: Final[Mapping[str, tuple[str, ...]]] = {
 
 def lacking(attention: str | None, wanted: Sequence[str]) -> str:
     """Name the first wanted feature that vLLM's attention backend lacks.
-
-    Args:
-        attention: the backend's name; None if it is not known yet.
-        wanted: dtypes, cache formats and features, named as in ``LACKS``.
 
     Returns:
         One of ``wanted``; "" if the backend has all of them or is not in ``LACKS``.
@@ -225,13 +211,7 @@ def unchecked_connector(device: str, connectors: Sequence[str]) -> str:
 
 
 def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
-    """Say why the ledger cannot watch an engine; None if it can.
-
-    Args:
-        device: the type of the engine's device.
-        runner: ``"v1"`` or ``"v2"``, vLLM's model runner.
-        context_parallel: the ranks that share a request's context.
-    """
+    """Say why the ledger cannot watch an engine; None if it can."""
     if device not in ("cpu", "cuda"):
         return "the ledger watches engines on CPUs and on CUDA GPUs only"
     if device == "cpu" and runner == "v2":
@@ -242,13 +222,7 @@ def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
 
 
 def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | None:
-    """Say why the ledger cannot watch one pipeline stage; None if it can.
-
-    Args:
-        runner: ``"v1"`` or ``"v2"``.
-        speculates: the engine has drafts.
-        last_stage: the stage is the last one, or the only one.
-    """
+    """Say why the ledger cannot watch one pipeline stage; None if it can."""
     if runner == "v2" and speculates and not last_stage:
         return (
             "pipeline stages before the last learn of accepted drafts when they have begun later "
@@ -258,12 +232,7 @@ def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | No
 
 
 def no_bytes(attention: str, kv_dtype: str) -> str | None:
-    """Say why rows on a GPU cannot be addressed, so that no bytes are compared; None if they can.
-
-    Args:
-        attention: attention backend of the target's layers.
-        kv_dtype: ``"auto"`` or the name of a cache format.
-    """
+    """Say why rows on a GPU cannot be addressed, so no bytes are compared; None if they can."""
     if attention not in ATTENTION["cuda"]:
         return f"the rows of attention backend {attention} cannot be addressed"
     if kv_dtype not in CACHE_FORMATS["cuda"]:

@@ -36,11 +36,7 @@ _hooked: WeakSet[Any] = WeakSet()
 
 
 def show_log() -> Callable[[], None]:
-    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvtxn")
     if ours.handlers:
         return lambda: None
@@ -119,12 +115,6 @@ def stay_out(
 ) -> None:
     """Log that a worker runs stock vLLM, and the reason.
 
-    Args:
-        why: the reason, one sentence.
-        rank: the worker's.
-        required: the user set ``"required": true``: raise instead of logging.
-        error: an exception that nobody expected here; the log gets its traceback.
-
     Raises:
         RequiredError: ``required``; it stops vLLM's start.
     """
@@ -148,13 +138,6 @@ def hook_runner(
     *adapters: type,
 ) -> None:
     """Put adapters before a runner's own class, unless it is hooked or its methods differ.
-
-    Args:
-        runner: a model runner of vLLM's.
-        settings: the user's settings.
-        rank: the worker's.
-        methods: the methods that its class must have, see ``check_methods``.
-        *adapters: see ``swap_class``.
 
     Raises:
         RequiredError: its methods differ, and the user wants no engine without kvtxn.

@@ -25,14 +25,7 @@ from ..internals.runner_protocols import InputBatchV2
 
 
 class AdapterV2:
-    """The adapter of vLLM's V2 runner, which ``hook_runner`` puts before vLLM's own class.
-
-    Attributes:
-        kvtxn_parts: the parts that hear what the runner does.
-        kvtxn_scheduled: what the scheduler says of the present step.
-        kvtxn_samples: the engine samples tokens; a pooling engine does not.
-        kvtxn_undo: undoes the hooks around the present KV cache.
-    """
+    """The adapter of vLLM's V2 runner, which ``hook_runner`` puts before vLLM's own class."""
 
     kvtxn_parts: Parts = Parts()
     kvtxn_scheduled: SchedulerOutput

@@ -29,10 +29,6 @@ def end_unheard(runner: HookedRunner, error: Exception) -> None:
     vLLM awaits the answer of one rank and drops the errors of all others. Such a rank would leave
     the others waiting in a collective until a time-out. vLLM notices that a process ends, and stops
     the engine within seconds.
-
-    Args:
-        runner: the hooked runner.
-        error: raised in a call of a step.
     """
     if not _stops(runner, error) or ranks.is_heard(runner):
         return
@@ -111,11 +107,7 @@ def open_steps(
 
 
 def refuse_without_windows(runner: HookedRunner) -> None:
-    """Refuse caches with one state per request that no window commits.
-
-    Raises:
-        KVTxnError: kvtxn stays out, though the caches have one state per request.
-    """
+    """Refuse caches with one state per request that no window commits."""
     if runner.kvtxn_one_state and runner.kvtxn is None:
         raise KVTxnError(
             "initialize_kv_cache",

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from peers_page import RECORD, TABLE, by_file, draw
-from run_peers import Runner, gather
 
 RECORDED = json.loads(RECORD.read_text())
 
@@ -44,16 +43,6 @@ def test_an_outcome_that_differs_is_listed():
     assert "1 end otherwise" in draw({"CPU": {"engine": "e", "files": files}})
 
 
-def test_where_windows_were_had_deferred_counts_too():
-    same = {"a.py::x": "passed"}
-    windows = {"undo": {"a.py": 3}, "deferred": {"a.py": 2}}
-    assert not by_file(runs_of(same, same))["a.py"]["differs"]
-    assert not by_file(runs_of(same, same, same, windows))["a.py"]["differs"]
-    files = by_file(runs_of(same, same, {"a.py::x": "failed"}, windows))
-    assert files["a.py"]["windows"] == {"undo": 3, "deferred": 2}
-    assert list(files["a.py"]["differs"]) == ["a.py::x"]
-
-
 def test_an_audited_file_is_compared_with_stock():
     """One that ran under the ledger alone counts by that run; a difference is listed."""
     files = by_file(runs_of({}, {"a.py::x": "passed"}, audit={"a.py::x": "passed"}))
@@ -79,48 +68,3 @@ def test_vllms_stand_in_for_a_kernel_drops_what_it_writes():
     kernels._expand_kernel_impl(found, temperature, ends, 0, 1)
     assert not torch.equal(found, wanted)
     assert torch.equal(found, torch.full((3,), 7.0))
-
-
-# -- the runner, on tests of our own ------------------------------------------------------
-
-HANGS = """
-import os, signal, time
-def test_before(): pass
-def test_hangs(request):
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as native code would
-    report = request.config.getoption("--kvtxn-report")
-    os.utime(report, (0, 0))  # as if nothing had been said for years
-    time.sleep(600)
-def test_after(): pass
-"""
-DIES = """
-import os
-def test_dies(): os._exit(9)
-def test_after(): assert 1 == 2
-"""
-
-
-class PlainRunner(Runner):
-    """Without vLLM."""
-
-    def options(self, policy):
-        return []
-
-
-def test_a_hang_a_death_and_an_unreadable_file_leave_the_others_alone(tmp_path):
-    files = {"test_a.py": HANGS, "test_b.py": DIES, "test_c.py": "import nothing_here"}
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "pytest.ini").touch()  # or else pytest looks for one in the folders above
-    for name, text in files.items():
-        (tmp_path / "tests" / name).write_text(text)
-    runner, task = PlainRunner(tmp_path, 300, float("inf"), silence=300), ("undo", list(files))
-    found = gather([task], iter([runner(task)]))["undo"]["tests"]
-    assert found["tests/test_a.py::test_before"][0] == "passed"
-    assert found["tests/test_a.py::test_after"][0] == "passed"
-    assert found["tests/test_a.py::test_hangs"] == ("failed", "said nothing for 600 s")
-    assert found["tests/test_b.py::test_dies"] == ("failed", "the process ended with 9")
-    assert found["tests/test_b.py::test_after"] == ("failed", "assert 1 == 2")
-    outcome, why = found["tests/test_c.py"]
-    assert outcome == "failed"
-    assert "nothing_here" in why
-    assert len(found) == 6

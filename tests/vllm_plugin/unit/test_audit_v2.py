@@ -184,23 +184,6 @@ def test_a_wrong_row_of_a_prompt(fault):
     )
 
 
-def test_a_table_of_another_request():
-    rig = started()
-    one, two = rig.add("one", prompt(5, 13)), rig.add("two", prompt(6, 13))
-    rig.step()
-
-    def swapped(rig, batch):
-        rig.runner.tables[0][1, 0] = one.tables[0][0]
-
-    rig.tamper = swapped
-    rig.step()
-    [first, *_] = rig.watch.report()
-    assert (first["kind"], first["request"], first["position"]) == ("foreign", "two", 0)
-    assert first["slot"] == one.tables[0][0] * SIZE
-    assert first["written_request"] == "one"
-    assert two.name == "two"
-
-
 def test_a_count_of_accepted_drafts_that_is_one_too_high():
     """The draft that was not sampled counts as rejected, and its row is read by the next step."""
     rig = started(seed=3)
@@ -256,21 +239,6 @@ def test_a_position_that_goes_back_by_one(same):
         first = found[0]
         assert (first["kind"], first["request"]) == ("foreign", "low")
         assert (first["position"], first["slot"]) == (position, slot)
-
-
-def test_a_prefix_hit_that_is_none():
-    rig = started()
-    one = rig.add("one", prompt(8, 13))
-    rig.step()
-    wrong = rig.add("hit", prompt(9, 13))
-    wrong.tables[0][:2] = one.tables[0][:2]
-    wrong.computed = 8
-    rig.step()
-    [first, *_] = rig.watch.report()
-    assert (first["request"], first["position"], first["slot"]) == (
-        *("hit", 0),
-        one.tables[0][0] * SIZE,
-    )
 
 
 def test_blocks_that_are_handed_out_are_unwritten():

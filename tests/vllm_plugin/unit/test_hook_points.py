@@ -58,15 +58,12 @@ def overridden(source):
     return found
 
 
-def assigned(source):
-    """Names of classes' attributes that are replaced: ``Owner.name = function``."""
+def replaced(source):
+    """Names of classes' methods that are replaced: ``replace_method(owner, "name", ...)``."""
     return {
-        f"{target.value.id}.{target.attr}"
+        node.args[1].value
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
-        if target.value.id[0].isupper()
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "replace_method"
     }
 
 
@@ -84,7 +81,7 @@ def imported(source):
 def test_a_planted_hook_is_found():
     source = "class A:\n def step(self, x):\n  return super().step(x)\n def own(self): pass"
     assert overridden(source) == {"step"}
-    assert assigned("Wrapper.init = hooked\nself.mine = 1") == {"Wrapper.init"}
+    assert replaced('replace_method(Wrapper, "init", make, "them")\nother(1, "it")') == {"init"}
     assert imported("def f():\n from vllm.a import b as c, d\n import vllm.e") == {"b", "d", "e"}
 
 
@@ -93,7 +90,7 @@ def test_what_a_file_hooks_or_imports_is_a_hook_point(path):
     source = path.read_text()
     methods = {name.rpartition(".")[2] for name in NAMES}
     assert overridden(source) <= methods | CONNECTORS
-    assert {name.partition(".")[2] for name in assigned(source)} <= methods
+    assert replaced(source) <= methods
     assert imported(source) <= WORDS | PUBLIC | IMPORTED
 
 
@@ -109,7 +106,7 @@ def test_the_hooks_of_each_kind_are_seen():
     everything = [path.read_text() for path in FILES]
     assert len(set().union(*map(overridden, everything))) > 15
     assert len(set().union(*map(imported, everything))) > 25
-    assert "Wrapper.init_device" in set().union(*map(assigned, everything))
+    assert {"__init__", "init_device"} == set().union(*map(replaced, everything))
 
 
 def test_places_are_those_of_a_device():

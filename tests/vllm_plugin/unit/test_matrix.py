@@ -13,7 +13,6 @@ from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
-    ALIBI,
     BACKENDS,
     FAMILIES,
     FORMATS,
@@ -22,8 +21,6 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
     PLAIN,
     SEEN,
     SEEN_RELEASE,
-    SHARED,
-    SINKS,
     matrix,
 )
 from kvtxn.integrations.vllm_plugin.policy.rule_type import UNLISTED, WITHOUT_STAGES
@@ -32,7 +29,6 @@ from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS
 
 from kvtxn import doctor
 from kvtxn.config import POLICIES
-from kvtxn.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 #: With the release of ``SEEN``, on a CPU and on a GPU.
@@ -99,53 +95,6 @@ def test_what_was_seen_is_in_its_line():
     assert not any(": off" in line and "seen" in line for line in lines)
 
 
-def test_of_hybrids_on_gpus_it_says_which_were_seen():
-    """And that other models of the family, formats and attention were not."""
-    lines = [str(row) for row in matrix(ON_GPU)]
-    mixed = [line for line in lines if "Nemotron-H" in line and ": off" not in line]
-    told = " seen running: Nemotron-H, Granite 4 and Falcon-H1"
-    [seen] = [line for line in mixed if not line.endswith("; not seen running")]
-    assert seen.endswith("; deferred" + told)
-    assert "on FLASH_ATTN | bfloat16 | one worker: deferred, undo by name" in seen
-    assert any("fp8" in line for line in mixed if line != seen)
-    [chosen] = [line for line in lines if line.endswith('; seen running: Qwen3.5, with "exact"')]
-    assert chosen.startswith('Qwen3.5 with "recurrent": "auto" where its rule takes "exact" on ')
-    gated = [line for line in lines if 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"' in line]
-    assert any(line.endswith("; seen running") for line in gated)
-    ranks = [line for line in gated if line.endswith("running: Qwen3.5") and "tensor" in line]
-    assert ranks
-    assert all(" | tensor: deferred" in line for line in ranks)
-
-
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_flash_attention_defers_whatever_it_sums(runner):
-    """In version 3, which lacks ALiBi; shared rows are read within the forward."""
-    families = {PLAIN, ALIBI, SINKS, SHARED}
-    undone = {ALIBI, SHARED}
-    rows = matrix(attrs.evolve(ON_GPU, runner=runner))
-    found = {
-        (family, number): row.auto.policy
-        for row in rows
-        for (family, backend), number in product(row.kinds, row.formats)
-        if backend == "FLASH_ATTN" and "one worker" in row.parallelism and family in families
-    }
-    for family in families:
-        policy = "undo" if family in undone else "deferred"
-        assert found[family, "bfloat16"] == found[family, "fp8"] == policy
-        assert found[family, "float32"] == "off"
-
-
-@pytest.mark.parametrize("flash", [2, 3, None])
-def test_of_flash_attention_the_version_of_this_machine_counts(flash):
-    """Its version counts where it is known; other backends do not depend on it."""
-    rows = matrix(attrs.evolve(ON_GPU, flash=flash))
-    for row in rows:
-        for facts in row.facts:
-            assert facts.flash == (flash if facts.attention == "FLASH_ATTN" else None)
-    kinds = [kind for row in rows if row.auto.policy == "deferred" for kind in row.kinds]
-    assert ((PLAIN, "FLASH_ATTN") in kinds) == (flash != 2)
-
-
 @pytest.mark.parametrize("version", [UNLISTED, SEEN_RELEASE])
 @pytest.mark.parametrize("flash", [2, 3])
 def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
@@ -191,13 +140,6 @@ def test_the_legend_explains_the_words_of_the_rows(device, monkeypatch):
     assert all(row.count(" | ") == 2 for row in rows)
 
 
-def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):
-    [kind] = [kind for kind, policies in SEEN["cpu", "v1"].items() if kind[2] == "fp8"]
-    monkeypatch.setitem(SEEN["cpu", "v1"], kind, ("undo",))
-    lines = [str(row) for row in matrix(ON_CPU)]
-    assert any("fp8" in line and line.endswith("; undo seen running") for line in lines)
-
-
 @pytest.mark.parametrize("where", SEEN)
 def test_what_was_seen_is_a_kind_of_engine_that_can_be(where):
     device, runner = where
@@ -225,23 +167,6 @@ def test_what_vllm_lacks_is_what_it_declares(backend):
     assert types >= {"float16", "bfloat16"}
     assert ("float32" in LACKS[backend]) == ("float32" not in types)
     assert ("fp8" in LACKS[backend]) == ("fp8" not in found.supported_kv_cache_dtypes)
-
-
-def test_an_unsupported_release_is_one_line():
-    [row] = matrix(EngineFacts(version="0.1.0"))
-    assert (
-        str(row)
-        == "any | any | any: off ("
-        + RULES[0].says(attrs.evolve(EngineFacts(), version="0.1.0"))
-        + ")"
-    )
-
-
-@pytest.mark.parametrize("asked", [{"policy": "nope"}, {"polcy": "undo"}, {}, "undo"])
-def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
-    """The doctor reports invalid settings in the plug-in's words, without building an engine."""
-    with pytest.raises(ConfigError, match=r"policy|a dict"):
-        report({"model": "nowhere", "additional_config": {"kvtxn": asked}})
 
 
 @pytest.mark.parametrize(

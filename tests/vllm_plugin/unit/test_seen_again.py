@@ -52,13 +52,6 @@ def test_backends_that_would_change_the_policy_of_latent_attention_are_named(ask
         assert bool(named) == (policy != found.policy and found.policy != "off"), backend
 
 
-def test_flash_attention_over_latents_has_its_own_policy_in_033():
-    """The page said `deferred` alone, and the running engine `undo`."""
-    found = doctor._decide("auto", LATENT, None)
-    assert found.policy == "deferred"
-    assert "; undo with FLASHMLA or FLASH_ATTN_MLA; off with " in found.reason
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"mla": False}, {"attention": "TRITON_MLA"}, {"device": "cpu", "version": "0.32.0"}],

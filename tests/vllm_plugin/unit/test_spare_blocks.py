@@ -23,6 +23,7 @@ from planned_caches import (
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import cache_layout as inside
     from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
+    from kvtxn.integrations.vllm_plugin.internals import kv_cache
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 
     from kvtxn.errors import LayerError
@@ -59,7 +60,7 @@ def test_caches_are_what_vllm_plans_for_more_blocks(layout, groups, kernel_size)
     """By as many as each group of the target's needs; what was given stays as it is."""
     config = planned(layout, groups)
     given = deepcopy(config)
-    more, spare = inside.with_spare_blocks(config, ROWS, drafters(groups))
+    more, spare = kv_cache.with_spare_blocks(config, ROWS, drafters(groups))
     assert config == given
     assert more.kv_cache_groups == given.kv_cache_groups
     added = sum(-(-ROWS // size) for _, _, size in target(groups))
@@ -83,7 +84,7 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 
     However small the blocks are that the attention counts.
     """
-    more, spare = inside.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, spare = kv_cache.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
     caches = allocated(more, layout, kernel_size)
     assert set(spare.first) == {f"group.{number}" for number, _, _ in target(groups)}
     handed_out = []
@@ -104,7 +105,7 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 @EVERY
 def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
     """Their regions have all moved by as much as they grew."""
-    more, _ = inside.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, _ = kv_cache.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
     caches = allocated(more, layout, kernel_size)
     for names, _ in groups:
         found = [
@@ -115,13 +116,9 @@ def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
         assert len(places.unique()) == len(places)
 
 
-def test_without_spare_blocks_every_block_is_vllms():
-    assert inside.SpareBlocks.none().begin(torch.empty(5, 2, 8, 4)) == 5
-
-
 def test_kernels_may_count_smaller_blocks():
     """Four to one of vLLM's."""
-    spare = inside.SpareBlocks(own=7, total=9, first={})
+    spare = kv_cache.SpareBlocks(own=7, total=9, first={})
     assert spare.begin(torch.empty(4 * 9, 2, 2, 4)) == 4 * 7
 
 
@@ -132,7 +129,7 @@ def test_a_layout_that_is_not_by_blocks_is_refused(name):
     setattr(config.kv_cache_tensors[0], name, getattr(config.kv_cache_tensors[0], name) + 2)
     given = deepcopy(config)
     with pytest.raises(LayerError, match=rf"{name} of a KVCacheTensor a multiple of 7 blocks"):
-        inside.with_spare_blocks(config, ROWS, set())
+        kv_cache.with_spare_blocks(config, ROWS, set())
     assert config == given
 
 

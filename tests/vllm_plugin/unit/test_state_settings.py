@@ -19,7 +19,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE, matrix
+from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
@@ -249,14 +249,3 @@ def test_on_a_gpu_states_go_with_every_policy():
         assert decide(asked, attrs.evolve(engine, states="fast")).policy == policy
     other = attrs.evolve(engine, attention="FLASHINFER", flash=None)
     assert decide("auto", other).policy == "undo"
-
-
-def test_the_matrix_names_both_kinds_of_states():
-    lines = [str(row) for row in matrix(EngineFacts(version=SEEN_RELEASE))]
-    held = [line for line in lines if ": deferred (a recurrent state" in line]
-    for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Granite 4, Falcon-H1, Mamba-2", "LFM2"):
-        mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
-        assert mine
-        assert all(line.endswith("; seen running") for line in mine if "bfloat16" in line)
-    assert any("Jamba, Kimi" in line and ": off (kvtxn knows" in line for line in lines)
-    assert any("OLMo hybrid" in line and "Triton kernels alone" in line for line in lines)

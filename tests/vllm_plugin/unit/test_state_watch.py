@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import held_rig as held
-import numpy
 import pytest
 import test_aligned_states
 import test_replayed_rows
@@ -173,71 +172,3 @@ def test_a_state_that_is_not_at_the_end_of_its_block_is_seen(monkeypatch):
     with pytest.raises(AssertionError):  # the rig itself sees it first
         watched.rig.step([4] * held.REQUESTS, [4, 4, 4, 4])
     assert 0 < watched.watch.seen_states()["off"] <= watched.watch.seen_states()["ends"]
-
-
-class RunnerV1:
-    """vLLM's V1 runner as far as its steps are watched: request 1 decodes, request 0 prefills."""
-
-    def __init__(self, names, computed, rows, drafts):
-        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-        count = len(names)
-        tables = [SimpleNamespace(get_device_tensor=lambda n, g=g: torch.arange(n)[:, None] + g)
-                  for g in (10, 20)]  # fmt: skip
-        self.input_batch = SimpleNamespace(
-            req_ids=[f"{name}-x" for name in names],
-            num_computed_tokens_cpu=numpy.array(computed),
-            num_prompt_tokens=numpy.array([20] * count),
-            num_accepted_tokens_cpu_tensor=torch.arange(1, count + 1),
-            block_table=tables,
-        )
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[0, 1])
-        self.seq_lens = torch.tensor(computed) + torch.tensor(rows)
-        starts = torch.tensor([0, *rows]).cumsum(0)
-        self.query_start_loc = SimpleNamespace(gpu=starts)
-        self.rows = numpy.array(rows)
-        self.metadata = SpecDecodeMetadata.__new__(SpecDecodeMetadata)
-        self.metadata.num_draft_tokens = list(drafts)
-
-
-@pytest.fixture
-def watch_v1(monkeypatch):
-    """The watch of V1 engines over a runner, whose device is the host."""
-    monkeypatch.syspath_prepend(GPU)
-    give_back(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with mock.patch.dict(sys.modules):
-        import state_watch_v1
-
-    def made(*step):
-        watch = state_watch_v1.Watch()
-        watch.model_runner = runner = RunnerV1(*step)
-        watch.names, watch.first, watch.seen = {}, 0, []
-        watch.batch = state_watch_v1.Batch.of(runner, runner.metadata, runner.rows)
-        watch.note_states = lambda *given: watch.seen.append(given)
-        return watch
-
-    return made
-
-
-def test_a_step_of_the_v1_runner_is_read(watch_v1):
-    """Tokens after the step are those before it, its settled rows, and the accepted drafts."""
-    watch = watch_v1([0, 1], [10, 30], [6, 4], [0, 3])
-    assert watch.batch.is_prefilling_np.tolist() == [True, False]
-    watch.note_v1(torch.tensor([1, 3], dtype=torch.int32))
-    [(kept, computed, place)] = watch.seen
-    assert kept.tolist() == [1, 3]
-    assert computed == [16, 33]  # three of four: the settled row, and two drafts
-    assert place.tolist() == [0, 1]
-    assert watch.tables(SimpleNamespace(group="group.1")).tolist() == [[20], [21]]
-
-
-def test_lots_are_a_requests_own(watch_v1):
-    """Whatever its place in the batch, at each position others."""
-    one = watch_v1([0, 1], [40, 30], [3, 4], [2, 3]).lots(5, [2, 3])
-    other = watch_v1([1, 0], [30, 40], [4, 3], [3, 2]).lots(5, [3, 2])
-    assert torch.equal(one[2:], other[:3])
-    assert torch.equal(one[:2], other[3:])
-    later = watch_v1([1, 0], [31, 40], [4, 3], [3, 2]).lots(5, [3, 2])
-    assert not torch.equal(other[:3], later[:3])
-    assert torch.equal(other[3:], later[3:])

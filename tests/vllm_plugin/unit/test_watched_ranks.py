@@ -6,7 +6,6 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.audit import watch_opening
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
@@ -80,7 +79,7 @@ def opened(request, monkeypatch):
             )
             watch.warm_up = lambda: None
             monkeypatch.setattr(watch_opening, "Watch", lambda *args, **kwargs: watch)
-        return watch_opening.open_device_watch(runner, None, None), other.calls
+        return watch_opening.open_watch(runner, on_device=True), other.calls
 
     return open_it
 
@@ -114,8 +113,8 @@ def test_an_audit_that_is_required_stops_the_start_on_every_rank(opened):
         opened(peer=False, required=True)
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, on_cpu):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, on_device):
     """On a CPU and on a GPU the scrub is told."""
     told = {}
 
@@ -130,11 +129,6 @@ def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, on_cpu):
     runner = SimpleNamespace(kvtxn_settings=wanted, kvtxn_required=False, kvtxn_rank=0)
     watch = SimpleNamespace(groups={}, states={}, ledger=None)
     monkeypatch.setattr(audited_states, "state_refs", lambda runner, states: [])
-    if on_cpu:
-        monkeypatch.setattr(watch_opening.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
-        watch_opening._compare_bytes(runner, watch)
-    else:
-        with importing_kernels():
-            watch_opening._compare_bytes_on_device(runner, watch, facts)
+    watch_opening._compare_bytes(runner, watch, on_device=on_device)
     assert told.pop("every") == 64
     assert not any(told.values())  # nothing is poisoned unless the user asks for it

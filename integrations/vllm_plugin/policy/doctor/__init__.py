@@ -102,13 +102,7 @@ def _audit_in_words(facts: EngineFacts) -> str:
 
 
 def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
-    """Choose a policy as the plug-in does when the engine starts.
-
-    Args:
-        asked: the policy that the user asks for.
-        facts: the expected facts of the engine.
-        gone: what ``hook_gone`` says of it.
-    """
+    """Choose a policy as the plug-in does when the engine starts."""
     found = decide(asked, facts)
     if found.policy == "off":
         return found
@@ -161,14 +155,7 @@ def _moved(facts: EngineFacts) -> dict[str, object]:
 def _asked(
     wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig, gone: str | None = None
 ) -> list[str]:
-    """Return one line for each of the user's settings: its effect.
-
-    Args:
-        wanted: the settings; None without any.
-        facts: the expected facts of the engine.
-        config: its ``VllmConfig``.
-        gone: what ``hook_gone`` says of it.
-    """
+    """Return one line for each of the user's settings: its effect."""
     if wanted is None:
         return ['nothing: without "kvtxn" in additional_config the engine runs stock']
     outcomes = list(_outcomes(wanted, facts, config, gone))
@@ -247,13 +234,7 @@ def _outcomes(
 
 @attrs.frozen
 class Comparison:
-    """The outcome.
-
-    Attributes:
-        version: the checked release.
-        compared: number of hook points that were compared.
-        moves: the hook points that differ.
-    """
+    """The outcome."""
 
     version: str
     compared: int
@@ -271,15 +252,7 @@ def is_checked(version: str, device: str) -> bool:
 
 
 def compare(version: str, device: str) -> Comparison:
-    """Compare the installed vLLM with the nearest release that was checked on a device.
-
-    Args:
-        version: the number of the installed release.
-        device: type of the device, such as ``"cuda"``; it says which hook points matter.
-
-    Raises:
-        KVTxnError: vLLM is not installed.
-    """
+    """Compare the installed vLLM with the nearest release that was checked on a device."""
     check = "gpu" if device == "cuda" else "cpu"
     before = release_records.nearest(version, check, release_records.load())
     names = [name for place in places_of(device) for name in HOOK_POINTS[place]]
@@ -290,11 +263,7 @@ def compare(version: str, device: str) -> Comparison:
 
 
 def hook_gone(facts: EngineFacts) -> str | None:
-    """Say which hook point a release that was not checked lacks; None without any.
-
-    Args:
-        facts: the facts of an engine that is on trial, or of any other, which lacks none.
-    """
+    """Say which hook point a release that was not checked lacks; None without any."""
     if not on_trial(facts):
         return None
     gone = compare(facts.version, facts.device).gone
@@ -308,15 +277,6 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmCon
     """Refuse settings that do not fit the engine.
 
     Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
-
-    Args:
-        wanted: the user's settings; None without any.
-        facts: the facts of the engine.
-        config: its ``VllmConfig``.
-
-    Raises:
-        ConfigError: ``max_rows`` is less than the rows of one request with drafts, or
-            ``recurrent`` does not go with the model.
     """
     if wanted is None or not (supported.is_listed(facts.version) or facts.unchecked):
         return
@@ -325,15 +285,7 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmCon
 
 
 def check_rows(max_rows: int | None, drafts: int) -> None:
-    """Refuse a ``max_rows`` with which no request could ever have a window.
-
-    Args:
-        max_rows: the user's setting; None without it.
-        drafts: the drafts that the engine verifies of each request; 0 if it does not speculate.
-
-    Raises:
-        ConfigError: one request has more rows.
-    """
+    """Refuse a ``max_rows`` with which no request could ever have a window."""
     rows = drafts + 1
     if drafts and max_rows is not None and max_rows < rows:
         raise ConfigError(
@@ -346,15 +298,7 @@ def check_rows(max_rows: int | None, drafts: int) -> None:
 
 
 def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
-    """Refuse the setting ``recurrent`` for a model whose layers it does not concern.
-
-    Args:
-        wanted: the user's settings.
-        facts: the facts of the engine.
-
-    Raises:
-        ConfigError: the model has no recurrent layers, or none with a fast form.
-    """
+    """Refuse the setting ``recurrent`` for a model whose layers it does not concern."""
     if wanted.recurrent not in ("off", "auto") and facts.recurrent is None:
         raise ConfigError(
             _WHERE,
@@ -372,12 +316,7 @@ def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
 
 
 def bounded(wanted: PluginSettings, config: VllmConfig) -> PluginSettings:
-    """Return the settings with no more ``max_rows`` than a step can have, which sizes buffers.
-
-    Args:
-        wanted: the user's settings.
-        config: the engine's ``VllmConfig``.
-    """
+    """Return the settings with no more ``max_rows`` than a step can have, which sizes buffers."""
     if not (wanted.windows and engine_config.drafts(config)):
         return wanted
     most = engine_config.most_window_rows(config)
