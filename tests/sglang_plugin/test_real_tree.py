@@ -264,18 +264,21 @@ def step_of_two():
     return reqs, batch, result
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("hides", [True, False])
-def test_sglang_takes_a_prompt_in_without_a_hidden_request(processor, hides):
+def test_sglang_takes_a_prompt_in_without_a_hidden_request(processor, hides, waits):
     """The other one gets its token, and the logprobs of its own prompt."""
     (one, other), batch, result = step_of_two()
-    prompts = retraction.has_input_logprobs(batch)
-    with retraction.hidden([one] if hides else [], prompts=prompts):
+    one.is_retracted = waits and hides
+    assert retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else [], prompts=batch.reqs):
         processor.process_batch_result_prefill(batch, result)
     assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
     added = processor.logprob_result_processor.add_logprob_return_values.call_args_list
     assert [call.args[1:3] for call in added] == [*([] if hides else [(one, 0)]), (other, 4)]
     assert not processor.logprob_result_processor.add_input_logprob_return_values.called
-    assert (one.is_retracted, one.inflight_middle_chunks, one.return_logprob) == (False, 0, True)
+    held = one.is_retracted, one.inflight_middle_chunks, one.return_logprob
+    assert held == (waits and hides, 0, True)
 
 
 @pytest.mark.parametrize("hides", [True, False])
@@ -286,8 +289,8 @@ def test_sglang_takes_a_decoded_token_in_without_a_hidden_request(processor, mon
     monkeypatch.setattr(
         type(processor), "_normalize_decode_outputs", lambda *_, **__: ([[7], [8]], None)
     )
-    prompts = retraction.has_input_logprobs(batch)
-    with retraction.hidden([one] if hides else [], prompts=prompts):
+    assert not retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else []):
         processor.process_batch_result_decode(batch, result)
     assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
 

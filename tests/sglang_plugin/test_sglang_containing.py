@@ -332,13 +332,36 @@ def test_logprobs_of_prompts_are_cut_out_for_each_request():
     prompts.return_logprob = False
     assert not retraction.has_input_logprobs(prompts)
     held = SimpleNamespace(**before)
-    with retraction.hidden([held], prompts=True):
+    with retraction.hidden([held], prompts=[held]):
         assert vars(held) == {**before, "inflight_middle_chunks": 1, "return_logprob": False}
         held.inflight_middle_chunks -= 1
     assert vars(held) == before
     with retraction.hidden([held]):
         assert vars(held) == {**before, "is_retracted": True}
     assert vars(held) == before
+
+
+def test_a_request_that_waits_already_is_cut_out_like_a_prompt_that_goes_on():
+    """Its chunk was under way as it was retracted; SGLang would forget its logprobs."""
+    held = SimpleNamespace(is_retracted=True, inflight_middle_chunks=0, return_logprob=True)
+    with retraction.hidden([held], prompts=[held]):
+        assert not held.is_retracted
+    assert held.is_retracted
+
+
+def test_a_prompt_that_goes_on_beside_a_hidden_one_keeps_its_first_logprob():
+    """SGLang streams it without a token, and counts the logprobs of one token as sent."""
+    chunk, held = (
+        SimpleNamespace(
+            is_retracted=False, inflight_middle_chunks=goes_on, return_logprob=True,
+            send_output_token_logprobs_offset=0,
+        )
+        for goes_on in (1, 0)
+    )  # fmt: skip
+    with retraction.hidden([held], prompts=[chunk, held]):
+        chunk.inflight_middle_chunks -= 1
+        chunk.send_output_token_logprobs_offset = 1
+    assert vars(chunk) == {**vars(held), "inflight_middle_chunks": 0}
 
 
 def test_an_error_while_containing_leaves_the_engine_running(contained, caplog, monkeypatch):

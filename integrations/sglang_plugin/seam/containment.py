@@ -177,7 +177,8 @@ class Containment:
         if wrong is not None:
             self._try(lambda: self._contain(step, wrong))
         dropped = set[Req]() if step is None else step.dropped
-        with retraction.hidden(dropped, prompts=retraction.has_input_logprobs(batch)):
+        prompts = batch.reqs if retraction.has_input_logprobs(batch) else ()
+        with retraction.hidden(dropped, prompts=prompts):
             done = run()
         self._taken = None
         self._try(self._compute_again)

@@ -116,6 +116,7 @@ class Req(Protocol):
         input_embeds: vectors in place of tokens, if any.
         is_retracted: it waits to be computed again; results of its steps are passed over.
         return_logprob: its client wants logprobs.
+        send_output_token_logprobs_offset: tokens whose logprobs were sent.
         skip_radix_cache_insert: none of its rows get into the tree.
         inflight_middle_chunks: steps under way that compute a part of its prompt.
         to_finish: why it ends with its next result, such as an abort; None if it does not.
@@ -132,6 +133,7 @@ class Req(Protocol):
     is_retracted: bool
     inflight_middle_chunks: int
     return_logprob: bool
+    send_output_token_logprobs_offset: int
     skip_radix_cache_insert: bool
     _compute_max_prefix_len: Callable[[int], int]
     grammar: Grammar | None

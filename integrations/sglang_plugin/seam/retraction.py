@@ -33,30 +33,37 @@ def pass_over_retracted(scheduler: Scheduler) -> None:
 
 
 @contextmanager
-def hidden(requests: Collection[Req], *, prompts: bool = False) -> Iterator[None]:
+def hidden(requests: Collection[Req], *, prompts: Sequence[Req] = ()) -> Iterator[None]:
     """Mark requests as retracted for a while: SGLang takes in no token of a retracted request.
 
     Args:
         requests: the requests.
-        prompts: the step has logprobs of prompts. SGLang cuts these out one request after another,
-            and forgets those of a retracted one. Of a prompt that goes on it takes them off.
+        prompts: all requests of a step that has logprobs of prompts. SGLang cuts these out one
+            request after another, and forgets those of a retracted one. Of a prompt that goes on it
+            takes them off. Of several such prompts it streams all but one, without a token, and
+            then takes the logprobs of one token for sent.
     """
     before = [
         (req, req.is_retracted, req.inflight_middle_chunks, req.return_logprob) for req in requests
     ]
+    sent = [
+        (req, req.send_output_token_logprobs_offset)
+        for req in prompts
+        if req.inflight_middle_chunks > 0
+    ]
     for req, *_ in before:
-        req.is_retracted = req.is_retracted if prompts else True
+        req.is_retracted = not prompts
         if prompts:
-            req.inflight_middle_chunks, req.return_logprob = (
-                max(req.inflight_middle_chunks, 1),
-                False,
-            )
+            req.inflight_middle_chunks = max(req.inflight_middle_chunks, 1)
+            req.return_logprob = False
     try:
         yield
     finally:
         for req, retracted, chunks, logprobs in before:
             req.is_retracted, req.inflight_middle_chunks = retracted, chunks
             req.return_logprob = logprobs
+        for req, offset in sent:
+            req.send_output_token_logprobs_offset = offset
 
 
 def has_input_logprobs(batch: ScheduleBatch) -> bool:
