@@ -83,10 +83,10 @@ def places(numbers):
 def test_rows_that_a_request_has_locked_stay(engine):
     """All others leave the tree, and their slots are free."""
     free = engine.token_to_kv_pool_allocator.available_size()
-    assert retraction.has(engine, places, {engine.slots[8]})
+    assert engine.slots[8] in retraction.rows_of_tree(engine, places)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {engine.slots[8]})
-    assert retraction.has(engine, places, {engine.slots[7]})
+    assert engine.slots[8] not in retraction.rows_of_tree(engine, places)
+    assert engine.slots[7] in retraction.rows_of_tree(engine, places)
     assert engine.match(range(1, 9)) == 8
     assert engine.match([1, 2, 3, 4, 20]) == 4
     assert engine.token_to_kv_pool_allocator.available_size() == free + 1
@@ -99,14 +99,14 @@ def test_pages_leave_the_tree_for_one_wrong_row(monkeypatch):
     engine = make(monkeypatch, page)
     free = engine.token_to_kv_pool_allocator.available_size()
     wrong, locked = engine.slots[8 * page + 5], engine.slots[7 * page + 5]
-    assert retraction.has(engine, places, {wrong})
+    assert wrong in retraction.rows_of_tree(engine, places)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {wrong})
-    assert retraction.has(engine, places, {locked})
+    assert wrong not in retraction.rows_of_tree(engine, places)
+    assert locked in retraction.rows_of_tree(engine, places)
     assert engine.token_to_kv_pool_allocator.available_size() == free + page
     engine.tree_cache.unlock(engine.lock)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {locked})
+    assert locked not in retraction.rows_of_tree(engine, places)
     assert engine.token_to_kv_pool_allocator.available_size() == 64 * page
     engine.tree_cache.sanity_check()
 
@@ -115,7 +115,7 @@ def test_a_row_leaves_once_its_request_has_given_its_lock_back(engine):
     """As a retraction does."""
     engine.tree_cache.unlock(engine.lock)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, set(engine.slots))
+    assert retraction.rows_of_tree(engine, places) == set()
     assert engine.match(range(1, 9)) == 0
     assert engine.token_to_kv_pool_allocator.available_size() == 64
     engine.tree_cache.sanity_check()

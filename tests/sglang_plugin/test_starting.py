@@ -127,6 +127,8 @@ SOURCES = {
         "class SchedulerBatchResultProcessor:\n"
         "    def process_batch_result_decode(self, batch, result): ...\n"
     ),
+    "srt/observability/req_time_stats.py": "class SchedulerReqTimeStats:\n"
+    "    def set_wait_queue_entry_time(self, ts=None): ...\n",
     "srt/managers/tp_worker.py": "class TpModelWorker:\n"
     "    def forward_batch_generation(self, batch, forward_batch=None, pp_proxy_tensors=None,\n"
     "                                 is_verify=False, *, return_kv_loc_plan=False): ...\n",

@@ -106,6 +106,13 @@ class FinishReason(Protocol):
         """Return the reason as clients get it."""
 
 
+class TimeStats(Protocol):
+    """``sglang.srt.observability.req_time_stats.SchedulerReqTimeStats``."""
+
+    def set_wait_queue_entry_time(self) -> None:
+        """Note that the request waits from now on."""
+
+
 class Req(Protocol):
     """``sglang.srt.managers.schedule_batch.Req``.
 
@@ -121,6 +128,7 @@ class Req(Protocol):
         inflight_middle_chunks: steps under way that compute a part of its prompt.
         to_finish: why it ends with its next result, such as an abort; None if it does not.
         finished_reason: why it is done; None while it is not.
+        finished_output: its client was told so.
     """
 
     rid: str
@@ -139,6 +147,8 @@ class Req(Protocol):
     grammar: Grammar | None
     to_finish: FinishReason | None
     finished_reason: FinishReason
+    finished_output: bool | None
+    time_stats: TimeStats
 
     def __hash__(self) -> int:
         """Return a hash of the object."""
