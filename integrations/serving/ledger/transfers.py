@@ -34,8 +34,7 @@ from .shared_identities import SharedIdentities
 #: Requests of which it is known which blocks are remembered, for each one of a step.
 _FULL: Final = 8
 
-#: The name of the ledger's request for rows that are stored under tokens that no runner's request
-#: has: a fault, or tokens that the scheduler's half knows first.
+#: The ledger's request for tokens that no request has: of a fault, or of the scheduler's half.
 _NOBODYS: Final = "the tokens of a store"
 
 #: A block of a group: the group's name and the block's number.
@@ -123,7 +122,7 @@ class TransferWatch:
         self._given: dict[Place, bool] = {}  # handed out now; with rows before that were believed
         self._ledger: Final = ledger
         self._groups: Final = groups
-        states = [group.name for group in ledger.groups if group.is_state]
+        states = (group.name for group in ledger.groups if group.is_state)
         self._states: Final = {name: state_sizes.get(name) for name in states}
         self._stop: Final = stop
         self._stores: list[Handed] = []
@@ -202,11 +201,10 @@ class TransferWatch:
             group = self._groups.get(each.group)
             if each.request not in self._ledger:
                 continue
+            table = [0] * each.begin + each.blocks
             if group is None:
                 if self._states.get(each.group) is not None:
-                    spans.append(
-                        (each.request, each.group, [0] * each.begin + each.blocks, each.begin)
-                    )
+                    spans.append((each.request, each.group, table, each.begin))
                     kept.append(each)
                 continue
             name, size, other = each.request, group.block_size, each.other
@@ -214,7 +212,6 @@ class TransferWatch:
                 name, tokens = _NOBODYS, other.tokens
                 embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
-            table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
             spans.append((each.request, each.group, table, each.begin))
             kept.append(each)
@@ -227,9 +224,13 @@ class TransferWatch:
                     self._stored[each.group, key] = None
                 else:  # its bytes may come back from there
                     self._stored.pop((each.group, key), None)
+        self._doubt_places()
+
+    def _doubt_places(self) -> None:
+        """Forget what was stored where, once bytes are forgotten that would count as wrong."""
         if self._table.forgotten > self._forgotten:
             self._forgotten = self._table.forgotten
-            self._stored.clear()  # or else bytes that were forgotten would count as wrong
+            self._stored.clear()
 
     def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
         """Return by request where its rows in a step begin, and where those without drafts end.
@@ -293,8 +294,8 @@ class TransferWatch:
             known = torch.cat(identities_of).cpu()
             doubtful = [at for at, place in enumerate(places) if place in self._doubtful]
             known[doubtful, 2:] = UNWRITTEN
-            is_known = self._table.remember(contents, known)
-            remembered |= {place for place, here in zip(places, is_known, strict=True) if here}
+            is_known = zip(places, self._table.remember(contents, known), strict=True)
+            remembered |= {place for place, here in is_known if here}
             if self._shared is not None and group in self._groups:
                 numbers = [len(each) for each in blocks]
                 own = torch.cat(lasts_of).cpu().split(numbers)
@@ -375,14 +376,15 @@ class TransferWatch:
         self._rows = rows if rows.first is not None or self._opaque else None
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
         states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
+        self._came = [(name, at[1]) for name, at, *_ in coming]
+        self._came += [(each.name, at[1]) for each, at in states]
         wanted = [
             place
             for name, place, *_ in coming
             if name in self._received or place in self._loads or place in self._before
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
-        ends = (*lengths.values(), *(end for *_, end in coming))
-        own = OwnWords(self._ledger, max(ends, default=0))
+        own = OwnWords(self._ledger, max([0, *lengths.values(), *(end for *_, end in coming)]))
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
         now = self._hashes([*wanted, *loaded])
@@ -400,12 +402,8 @@ class TransferWatch:
                     self._doubtful.discard(place)
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
-        self._came = [(name, place[1]) for name, place, *_ in coming]
-        came = self._arrivals
-        self._came += [(each.name, at[1]) for each in came for at in self._state_places(each)]
-        names = {arrival.name for arrival in came}
-        self._received -= names
-        self._loads = {at: load for at, load in self._loads.items() if load[0] not in names}
+        self._received -= lengths.keys()
+        self._loads = {at: load for at, load in self._loads.items() if load[0] not in lengths}
         self._arrivals, self._before, self._given = (), {}, {}
 
     def _is_filled(self, place: Place, now: Mapping[Place, Content]) -> bool:
@@ -575,6 +573,7 @@ class TransferWatch:
 
     def _is_stored(self, place: Place) -> bool:
         """Tell whether a block came from a place of the store that this engine alone has filled."""
+        self._doubt_places()
         _, key = self._loads.get(place, ("", None))
         return key is not None and (place[0], key) in self._stored
 
