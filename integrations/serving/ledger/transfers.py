@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, repeat
 from typing import Final
 
@@ -28,7 +29,6 @@ from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
 from ....audit.rows import blocks_read
 from ..step import Arrival, Rows
-from .own_words import OwnWords
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
@@ -42,6 +42,9 @@ Place = tuple[str, int]
 
 #: The checksum of a block's bytes.
 Content = tuple[int, int]
+
+#: Returns the words that a request's rows in a group should have, on the host; waits but once.
+Words = Callable[[str, str], Tensor]
 
 #: Blocks of a request's table: its name, the group, the table, and the column of the first of them.
 Span = tuple[str, str, list[int], int]
@@ -384,7 +387,8 @@ class TransferWatch:
             if name in self._received or place in self._loads or place in self._before
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
-        own = OwnWords(self._ledger, max([0, *lengths.values(), *(end for *_, end in coming)]))
+        last = max([0, *lengths.values(), *(end for *_, end in coming)])
+        own = cache(lambda name, group: self._ledger.expected(name, group, 0, last).cpu())
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
         now = self._hashes([*wanted, *loaded])
@@ -475,7 +479,7 @@ class TransferWatch:
 
     def _rows_of(
         self,
-        words_of: OwnWords,
+        words_of: Words,
         length: int,
         name: str,
         place: Place,
@@ -486,7 +490,7 @@ class TransferWatch:
         """Return the words of rows that came for a request, and the origin of the first of them.
 
         Args:
-            words_of: the words that requests should have.
+            words_of: as for ``_written``.
             length: the number of the request's tokens.
             name: the request.
             place: the block that has the rows.
@@ -501,15 +505,11 @@ class TransferWatch:
         group, _ = place
         size = self._groups[group].block_size
         contents, whole = torch.tensor([content]), first + size <= length
-        own = words_of(name, group, first, first + size if whole else end)
+        own = words_of(name, group)[first : first + size if whole else end]
         (known,) = self._table.lookup(contents)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
-            right = [
-                each
-                for each in known
-                if (each.last == last_word if whole else each.first == first_word)
-            ]
+            right = [e for e in known if (e.last == last_word if whole else e.first == first_word)]
             found = self._best(known, right)
             if found is None:
                 return None, None
@@ -532,7 +532,7 @@ class TransferWatch:
         return None, None
 
     def _written(
-        self, words_of: OwnWords, known: Identity, group: str, first: int, end: int
+        self, words_of: Words, known: Identity, group: str, first: int, end: int
     ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
@@ -541,7 +541,7 @@ class TransferWatch:
         writer = self._ledger.name_of(known.serial)
         if writer is None or writer not in self._ledger:
             return None
-        words = words_of(writer, group, first, end)
+        words = words_of(writer, group)[first:end].clone()
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 

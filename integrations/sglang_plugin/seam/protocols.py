@@ -56,7 +56,6 @@ class ForwardBatch(Protocol):
     """
 
     forward_mode: ForwardMode
-    batch_size: int
     rids: Sequence[str] | None
     input_ids: Tensor
     positions: Tensor
@@ -421,7 +420,6 @@ class ModelRunner(Protocol):
         sliding_window_size: rows behind its own that a query of a layer with a window sees.
     """
 
-    is_draft_worker: bool
     device: str
     attn_backend: AttnBackend
     sliding_window_size: int | None
