@@ -15,6 +15,7 @@ from kvtxn.integrations.sglang_plugin.settings import Settings
 from test_rare_steps import TakesInFirst
 from test_sglang_faults import foreign_line, given_twice, lost_write, wrong_slot
 from toy_contained import ReadingToy, sglang_modules
+from toy_sglang import decodes
 
 SETTINGS = Settings("ledger", on_violation="contain")
 
@@ -66,15 +67,7 @@ class ReadingFirst(TakesInFirst, ReadingToy):
 
 def plants(toy, plant, after=8):
     """Let a fault be planted once into a step that decodes, and return where."""
-    planted = []
-
-    def fault(toy, batch):
-        decodes = batch.forward_batch.forward_mode.name != "EXTEND" and len(batch.reqs) > 2
-        if decodes and not planted and min(batch.before) > 10 and toy.events["steps"] > after:
-            planted.append(plant(toy, batch))
-
-    toy.fault = fault
-    return planted
+    return toy.plants(plant, lambda batch: decodes(batch) and toy.events["steps"] > after)
 
 
 def violations(toy):
