@@ -243,13 +243,31 @@ def row_of_the_tree(toy, batch):
     return batch.reqs[1].rid
 
 
+def test_a_scheduler_that_plans_nothing_does_not_give_up(contained, caplog):
+    """It plans thousands of times while one copy to the host takes place."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    planted, tried = plants(toy, row_of_the_tree), locks_the_tree(toy, 1000)
+    toy.serve(12, steps=0)
+    while not tried:
+        toy.step()
+    for _ in range(1000):
+        toy.kvtxn._watching.containment.plan(lambda: None)
+    assert planted
+    assert len(tried) > 1000
+    toy.serve(12)
+    assert "locked by others than requests" not in caplog.text
+    assert toy.clean_texts()
+    toy.check()
+
+
 @pytest.mark.parametrize("plans", [3, 1000])
 def test_rows_that_a_copy_has_locked_leave_the_tree_later(contained, caplog, plans):
     """The next plans try again, and give up with a sentence."""
     toy = contained(seed=4)
     toy.retracts = 0
     planted, tried = plants(toy, row_of_the_tree), locks_the_tree(toy, plans)
-    toy.serve(30)
+    toy.serve(30 if plans == 3 else 90)
     assert planted
     gave_up = "locked by others than requests" in caplog.text
     assert gave_up == (plans == 1000)

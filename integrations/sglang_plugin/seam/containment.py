@@ -40,8 +40,7 @@ log = get_logger()
 
 #: A request that reads wrong rows for the second time ends.
 _ONCE: Final = 1
-#: Looks at the tree until rows that others than requests have locked are given up; all ranks have
-#: to give up at the same one.
+#: Steps until rows that others than requests have locked are given up: all ranks count the same.
 _MOST_TRIES: Final = 128
 #: The attribute by which a request has the number of its steps that read wrong rows.
 _TIMES: Final = "kvtxn_contained"
@@ -183,6 +182,7 @@ class Containment:
         with retraction.hidden(dropped, prompts=prompts):
             done = run()
         self._taken = None
+        self._tries += self._in_tree
         self._try(self._compute_again)
         return done
 
@@ -210,7 +210,7 @@ class Containment:
         """Hear that the caches were emptied; no request runs."""
         self._under_way.clear()
         self._again.clear()
-        self._suspects, self._in_tree, self._planned = set(), False, None
+        self._suspects, self._in_tree, self._tries, self._planned = set(), False, 0, None
 
     def _try(self, call: Callable[[], object]) -> None:
         """Call something; an error of the audit's own leaves wrong rows where they are."""
@@ -339,12 +339,12 @@ class Containment:
         else:
             self._suspects = self._suspects_in_tree()
         self._in_tree = bool(self._suspects)
-        self._tries = self._tries + 1 if self._in_tree else 0
-        if self._tries == _MOST_TRIES:  # copies to the host lock rows for a while
+        if not self._in_tree:
+            self._tries = 0
+            retraction.let_in(self._scheduler)
+        elif self._tries >= _MOST_TRIES:  # copies to the host lock rows for a while
             self._suspects, self._in_tree, self._tries = set(), False, 0
             say_logged_alone("wrong rows of the radix tree are locked by others than requests")
-        elif not self._in_tree:
-            retraction.let_in(self._scheduler)
 
     def _suspects_in_tree(self) -> set[int]:
         """Return the places of wrong rows that are known, and are in the tree."""
