@@ -31,7 +31,7 @@ from ...serving.ledger.rank_agreement import Wrong
 from ...serving.ledger.violation_log import UNKNOWN_BLOCK
 from . import retraction
 from .pools import STATES, SlotSpace
-from .protocols import GenerationBatchResult, NextBatchPlan, Req, ScheduleBatch, Scheduler
+from .protocols import NextBatchPlan, Req, ScheduleBatch, Scheduler
 from .steps import ForwardStep
 
 Result = TypeVar("Result")
@@ -318,7 +318,8 @@ class Containment:
         """Retract the spoilt requests of no batch that is still to be launched or sampled."""
         if not self._again and self._suspects == set():
             return
-        batches = [step.batch for step in self._under_way if _is_unsampled(step.result)]
+        later = "delay_sample_func"  # of a step that is sampled later
+        batches = [step.batch for step in self._under_way if getattr(step.result, later, None)]
         batches += [] if self._planned is None else [self._planned]
         waiting = {req for batch in batches for req in batch.reqs}
         ready = {req: why for req, why in self._again.items() if req not in waiting}
@@ -351,12 +352,6 @@ class Containment:
         if not self._suspects:
             return set()
         return self._suspects & retraction.rows_of_tree(self._scheduler, self._places)
-
-
-def _is_unsampled(result: object) -> bool:
-    """Tell whether a step is sampled later."""
-    found: GenerationBatchResult | None = result  # type: ignore[assignment]
-    return getattr(found, "delay_sample_func", None) is not None
 
 
 def say_logged_alone(why: str, error: Exception | None = None) -> None:
