@@ -30,7 +30,8 @@ from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...state_supplier import StateSupplier
 from ...window_states import WindowState
-from .step_batches import Array, check_settings, rows_of_window
+from .step import Array
+from .step_batches import check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8

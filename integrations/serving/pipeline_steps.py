@@ -48,7 +48,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...manager import TransactionManager
 from .graph_steps import GraphSteps
-from .step_batches import Array
+from .step import Array
 
 
 @attrs.define(eq=False)

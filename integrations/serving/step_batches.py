@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
-
-from numpy.typing import NDArray
+from typing import Final
 
 from ...config import TxnConfig
 from ...errors import ConfigError, SlotMappingError
-
-#: A numpy array of a batch's requests; its dtype is where it is a parameter.
-Array: TypeAlias = NDArray[Any]
+from .step import Array
 
 #: Settings that decide nothing where drafts wait in fixed tensors and their counts come from the
 #: sampler, and what the steps do instead.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from toy_sglang import ToySglang, next_token
+from toy_states import ToyHybrid
 
 
 @pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
@@ -28,16 +31,28 @@ def test_clean_steps_give_no_alarm(hooks, drafts, trees, overlap, seed):
     assert bool(toy.events["later"]) == (not drafts)
 
 
-@pytest.mark.parametrize(("drafts", "trees"), [(0, False), (3, False), (5, True)])
-def test_the_engine_computes_what_it_does_without_kvtxn(hooks, drafts, trees):
+ENGINES = {
+    "plain": ToySglang,
+    "drafts": partial(ToySglang, drafts=3),
+    "trees": partial(ToySglang, drafts=5, trees=True),
+    "some windows": partial(ToySglang, drafts=3, kind="windows"),
+    "windows": partial(ToySglang, drafts=3, kind="pure"),
+    "no_buffer": partial(ToyHybrid, drafts=3, strategy="no_buffer", overlap=False),
+    "extra_buffer": partial(ToyHybrid, drafts=3, strategy="extra_buffer", overlap=False),
+    "extra_buffer, overlap": partial(ToyHybrid, drafts=3, strategy="extra_buffer"),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_engine_computes_what_it_does_without_kvtxn(hooks, kind):
     """And each text is the model's."""
-    arounds = (hooks.around(), {})
-    toys = [ToySglang(around, drafts=drafts, trees=trees, seed=5) for around in arounds]
+    toys = [ENGINES[kind](around, seed=5) for around in (hooks.around(), {})]
     for toy in toys:
+        toy.serve(12)
         toy.serve(12)
     one, other = ([(r.tokens, r.aborted) for r in toy.done] for toy in toys)
     assert one == other
-    assert len(one) == 12
+    assert len(one) == 24
     for req in toys[0].done:
         tokens = req.tokens
         for end in range(len(req.origin_input_ids), len(tokens)):

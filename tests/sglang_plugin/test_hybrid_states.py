@@ -46,18 +46,6 @@ def test_clean_steps_give_no_alarm(hooks, strategy, overlap, drafts, trees, line
     assert bool(toy.events["more"]) == overlap
 
 
-@pytest.mark.parametrize(("strategy", "overlap"), STRATEGIES)
-def test_each_text_is_the_one_without_kvtxn(hooks, strategy, overlap):
-    toys = [
-        ToyHybrid(around, strategy=strategy, overlap=overlap, drafts=3, seed=5)
-        for around in (hooks.around(), {})
-    ]
-    for toy in toys:
-        serve_turns(toy)
-    one, other = ([(r.tokens, r.aborted) for r in toy.done] for toy in toys)
-    assert one == other
-
-
 # -- faults ----------------------------------------------------------------------------------
 
 
@@ -170,15 +158,13 @@ def test_a_planted_fault_is_found(hooks, case, strategy, overlap):
         hooks.around(), strategy=strategy, overlap=overlap, drafts=drafts, trees=trees, seed=4
     )
     toy.retracts = toy.aborts = 0
-    planted = []
 
-    def fault(toy, batch):
-        if not planted and toy.events["steps"] > 3:
-            assert hooks.report()["violations"] == []
-            found = plant(toy, batch)
-            planted.extend([] if found is None else [found])
+    def fits(batch):
+        late = toy.events["steps"] > 3
+        assert not late or hooks.report()["violations"] == []
+        return late
 
-    toy.fault = fault
+    planted = toy.plants(plant, fits)
     serve_turns(toy, 3)
     (request,) = planted
     found = hooks.report()["violations"]

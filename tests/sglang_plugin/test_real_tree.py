@@ -83,10 +83,10 @@ def places(numbers):
 def test_rows_that_a_request_has_locked_stay(engine):
     """All others leave the tree, and their slots are free."""
     free = engine.token_to_kv_pool_allocator.available_size()
-    assert retraction.has(engine, places, {engine.slots[8]})
+    assert engine.slots[8] in retraction.rows_of_tree(engine, places)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {engine.slots[8]})
-    assert retraction.has(engine, places, {engine.slots[7]})
+    assert engine.slots[8] not in retraction.rows_of_tree(engine, places)
+    assert engine.slots[7] in retraction.rows_of_tree(engine, places)
     assert engine.match(range(1, 9)) == 8
     assert engine.match([1, 2, 3, 4, 20]) == 4
     assert engine.token_to_kv_pool_allocator.available_size() == free + 1
@@ -99,14 +99,14 @@ def test_pages_leave_the_tree_for_one_wrong_row(monkeypatch):
     engine = make(monkeypatch, page)
     free = engine.token_to_kv_pool_allocator.available_size()
     wrong, locked = engine.slots[8 * page + 5], engine.slots[7 * page + 5]
-    assert retraction.has(engine, places, {wrong})
+    assert wrong in retraction.rows_of_tree(engine, places)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {wrong})
-    assert retraction.has(engine, places, {locked})
+    assert wrong not in retraction.rows_of_tree(engine, places)
+    assert locked in retraction.rows_of_tree(engine, places)
     assert engine.token_to_kv_pool_allocator.available_size() == free + page
     engine.tree_cache.unlock(engine.lock)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, {locked})
+    assert locked not in retraction.rows_of_tree(engine, places)
     assert engine.token_to_kv_pool_allocator.available_size() == 64 * page
     engine.tree_cache.sanity_check()
 
@@ -115,7 +115,7 @@ def test_a_row_leaves_once_its_request_has_given_its_lock_back(engine):
     """As a retraction does."""
     engine.tree_cache.unlock(engine.lock)
     retraction.empty_tree(engine)
-    assert not retraction.has(engine, places, set(engine.slots))
+    assert retraction.rows_of_tree(engine, places) == set()
     assert engine.match(range(1, 9)) == 0
     assert engine.token_to_kv_pool_allocator.available_size() == 64
     engine.tree_cache.sanity_check()
@@ -264,18 +264,21 @@ def step_of_two():
     return reqs, batch, result
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("hides", [True, False])
-def test_sglang_takes_a_prompt_in_without_a_hidden_request(processor, hides):
+def test_sglang_takes_a_prompt_in_without_a_hidden_request(processor, hides, waits):
     """The other one gets its token, and the logprobs of its own prompt."""
     (one, other), batch, result = step_of_two()
-    prompts = retraction.has_input_logprobs(batch)
-    with retraction.hidden([one] if hides else [], prompts=prompts):
+    one.is_retracted = waits and hides
+    assert retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else [], prompts=batch.reqs):
         processor.process_batch_result_prefill(batch, result)
     assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
     added = processor.logprob_result_processor.add_logprob_return_values.call_args_list
     assert [call.args[1:3] for call in added] == [*([] if hides else [(one, 0)]), (other, 4)]
     assert not processor.logprob_result_processor.add_input_logprob_return_values.called
-    assert (one.is_retracted, one.inflight_middle_chunks, one.return_logprob) == (False, 0, True)
+    held = one.is_retracted, one.inflight_middle_chunks, one.return_logprob
+    assert held == (waits and hides, 0, True)
 
 
 @pytest.mark.parametrize("hides", [True, False])
@@ -286,8 +289,8 @@ def test_sglang_takes_a_decoded_token_in_without_a_hidden_request(processor, mon
     monkeypatch.setattr(
         type(processor), "_normalize_decode_outputs", lambda *_, **__: ([[7], [8]], None)
     )
-    prompts = retraction.has_input_logprobs(batch)
-    with retraction.hidden([one] if hides else [], prompts=prompts):
+    assert not retraction.has_input_logprobs(batch)
+    with retraction.hidden([one] if hides else []):
         processor.process_batch_result_decode(batch, result)
     assert (one.output_ids, other.output_ids) == ([] if hides else [7], [8])
 

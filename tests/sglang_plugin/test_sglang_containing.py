@@ -15,6 +15,7 @@ from kvtxn.integrations.sglang_plugin.settings import Settings
 from test_rare_steps import TakesInFirst
 from test_sglang_faults import foreign_line, given_twice, lost_write, wrong_slot
 from toy_contained import ReadingToy, sglang_modules
+from toy_sglang import decodes
 
 SETTINGS = Settings("ledger", on_violation="contain")
 
@@ -66,15 +67,7 @@ class ReadingFirst(TakesInFirst, ReadingToy):
 
 def plants(toy, plant, after=8):
     """Let a fault be planted once into a step that decodes, and return where."""
-    planted = []
-
-    def fault(toy, batch):
-        decodes = batch.forward_batch.forward_mode.name != "EXTEND" and len(batch.reqs) > 2
-        if decodes and not planted and min(batch.before) > 10 and toy.events["steps"] > after:
-            planted.append(plant(toy, batch))
-
-    toy.fault = fault
-    return planted
+    return toy.plants(plant, lambda batch: decodes(batch) and toy.events["steps"] > after)
 
 
 def violations(toy):
@@ -194,6 +187,54 @@ def test_rows_that_a_spoilt_chunk_has_written_are_nobodys(contained):
     toy.check(slots=False)
 
 
+def locks_the_tree(toy, plans):
+    """Let copies to the host lock all rows of the tree for a number of looks."""
+    tree, tried = toy.tree_cache, []
+    evict = tree.evict
+
+    def evicts(params):
+        tried.append(params)
+        if len(tried) > plans:
+            evict(params)
+
+    tree.evict = evicts
+    return tried
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("doubts_all", [True, False])
+def test_nobody_reads_rows_of_a_spoilt_chunk_that_a_copy_has_locked(contained, overlap, doubts_all):
+    """The ledger takes them for right, so whoever finds them before they can leave is spoilt."""
+    toy = contained(chunk=6, seed=4, overlap=overlap)
+    toy.retracts = 0
+    toy.offer([40] * 5, 19)
+    for _ in range(3):
+        toy.step()
+    prompt, readers = [*range(1, 25)], []
+    readers.append(toy.offer(prompt, 4))
+    tried = locks_the_tree(toy, 5)
+
+    def fault(toy, batch):
+        extends = batch.forward_batch.forward_mode.name == "EXTEND"
+        if extends and batch.before == [12] and len(readers) == 1:
+            other = toy.row(toy.running[0])[2]
+            toy.row(readers[0])[3] = other
+            readers.append(None)
+            if doubts_all:
+                toy.kvtxn._watching.watch.ledger.findings.lost += 1
+
+    toy.fault = fault
+    while not tried:
+        toy.step()
+    readers[1] = toy.offer(prompt, 4)
+    toy.serve(0)
+    assert len(tried) > 5
+    assert toy.clean_texts()
+    assert toy.ended == []
+    for key, slot in toy.tree_cache.slots.items():
+        assert toy.content[slot] == (key[-1], True)
+
+
 def row_of_the_tree(toy, batch):
     """A row is written where the tree has one, which other requests read."""
     number = toy.row(batch.reqs[1])[2]
@@ -202,21 +243,31 @@ def row_of_the_tree(toy, batch):
     return batch.reqs[1].rid
 
 
+def test_a_scheduler_that_plans_nothing_does_not_give_up(contained, caplog):
+    """It plans thousands of times while one copy to the host takes place."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    planted, tried = plants(toy, row_of_the_tree), locks_the_tree(toy, 1000)
+    toy.serve(12, steps=0)
+    while not tried:
+        toy.step()
+    for _ in range(1000):
+        toy.kvtxn._watching.containment.plan(lambda: None)
+    assert planted
+    assert len(tried) > 1000
+    toy.serve(12)
+    assert "locked by others than requests" not in caplog.text
+    assert toy.clean_texts()
+    toy.check()
+
+
 @pytest.mark.parametrize("plans", [3, 1000])
 def test_rows_that_a_copy_has_locked_leave_the_tree_later(contained, caplog, plans):
     """The next plans try again, and give up with a sentence."""
     toy = contained(seed=4)
     toy.retracts = 0
-    tree, planted = toy.tree_cache, plants(toy, row_of_the_tree)
-    evict, tried = tree.evict, []
-
-    def evicts(params):
-        tried.append(params)
-        if len(tried) > plans:
-            evict(params)
-
-    tree.evict = evicts
-    toy.serve(30)
+    planted, tried = plants(toy, row_of_the_tree), locks_the_tree(toy, plans)
+    toy.serve(30 if plans == 3 else 90)
     assert planted
     gave_up = "locked by others than requests" in caplog.text
     assert gave_up == (plans == 1000)
@@ -225,6 +276,69 @@ def test_rows_that_a_copy_has_locked_leave_the_tree_later(contained, caplog, pla
     if not gave_up:
         assert len(tried) > plans
         toy.check()
+
+
+def test_rows_that_hicache_has_on_the_host_alone_leave_it_too(contained, monkeypatch):
+    """A retraction makes room, and SGLang may take the wrong row for it: the host has a copy."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    tree, planted, release = toy.tree_cache, plants(toy, row_of_the_tree), toy.release
+
+    def releases(req, insert=True):
+        release(req, insert)
+        if planted and not insert:
+            locked = tree.locked()
+            gone = [key for key, slot in tree.slots.items() if slot not in locked]
+            toy.token_to_kv_pool_allocator.free([tree.slots.pop(key) for key in gone])
+
+    toy.release = releases
+    toy.serve(30)
+    assert planted
+    assert tree.emptied == 1
+    assert toy.clean_texts()
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_requests_are_let_into_a_clean_tree_where_windows_need_it(contained, windows):
+    """Their rows with a window would keep their slots, and a long prompt would never be done."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    toy.tree_cache.supports_swa = lambda: windows
+    toy.tree_cache.swa_evictable_size = lambda: 0
+    planted = plants(toy, lost_write)
+    toy.serve(12)
+    (again,) = (req for req in toy.done if req.rid == planted[0].request)
+    assert again.waits == [1]
+    assert again.skip_radix_cache_insert != windows
+    assert toy.clean_texts()
+    toy.check()
+
+
+def test_a_request_that_sglang_fails_to_end_takes_no_other_one_with_it(contained, caplog):
+    """All others are computed again."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+    planted, broken = plants(toy, foreign_line), []
+
+    def fails(req):
+        broken.append(req)
+        raise RuntimeError("broken")
+
+    toy._release_aborted_request = fails
+    plan = toy.fault
+
+    def fault(toy, batch):
+        plan(toy, batch)
+        for req in batch.reqs:
+            if planted and req.rid == planted[0].request:
+                req.session = SimpleNamespace(streaming=True)
+
+    toy.fault = fault
+    toy.serve(12)
+    assert len(broken) == 1
+    assert "kvtxn.audit_not_ended" in caplog.text
+    assert len(toy.done) == 11
+    assert toy.clean_texts()
 
 
 def test_a_second_wrong_read_ends_the_request(contained):
@@ -248,6 +362,7 @@ def test_a_second_wrong_read_ends_the_request(contained):
     assert reason["type"] == "abort"
     assert "computing it again did not help" in reason["message"]
     assert toy.released == [first]
+    assert first.finished_output
     assert toy.clean_texts()
     assert len(toy.done) == 4
     toy.check()
@@ -304,41 +419,6 @@ def test_a_turn_of_a_session_ends_and_a_session_between_turns_gives_back_its_row
     assert "no turn of a streaming session" in reason["message"]
     assert closed == ["one"]
     assert toy.clean_texts()
-
-
-def test_the_grammar_of_a_dropped_step_forgets_its_tokens():
-    """With drafts SGLang lets it take them in before the result is."""
-    forgotten = []
-    grammar = SimpleNamespace(rollback=forgotten.append)
-    one, other, chunk = (
-        SimpleNamespace(name=name, grammar=grammar, inflight_middle_chunks=name == "chunk")
-        for name in ("one", "other", "chunk")
-    )
-    verified = SimpleNamespace(grammar_advanced=True, grammar_retained_tokens=[[1, 2, 3], [4]])
-    retraction.take_back_grammars([one, other], [one], verified)
-    assert forgotten == [3]
-    prompts = SimpleNamespace(grammar_advanced=True, grammar_retained_tokens=None)
-    retraction.take_back_grammars([one, chunk], [one, chunk], prompts)
-    assert forgotten == [3, 1]
-    retraction.take_back_grammars([one], [one], SimpleNamespace(grammar_advanced=False))
-    assert forgotten == [3, 1]
-
-
-def test_logprobs_of_prompts_are_cut_out_for_each_request():
-    """SGLang forgets those of a retracted one, and so gives the next request wrong ones."""
-    before = {"is_retracted": False, "inflight_middle_chunks": 0, "return_logprob": True}
-    prompts = SimpleNamespace(forward_mode=SimpleNamespace(name="MIXED"), return_logprob=True)
-    assert retraction.has_input_logprobs(prompts)
-    prompts.return_logprob = False
-    assert not retraction.has_input_logprobs(prompts)
-    held = SimpleNamespace(**before)
-    with retraction.hidden([held], prompts=True):
-        assert vars(held) == {**before, "inflight_middle_chunks": 1, "return_logprob": False}
-        held.inflight_middle_chunks -= 1
-    assert vars(held) == before
-    with retraction.hidden([held]):
-        assert vars(held) == {**before, "is_retracted": True}
-    assert vars(held) == before
 
 
 def test_an_error_while_containing_leaves_the_engine_running(contained, caplog, monkeypatch):
@@ -463,7 +543,8 @@ def test_ranks_reach_each_other(tmp_path):
 def test_a_release_that_cannot_contain_says_so(on_a_cpu, caplog, monkeypatch, required):
     """Wrong rows are logged; an engine that has to contain them does not start."""
     settings = Settings("ledger", on_violation="contain", required=required)
-    hooks = starting.Hooks(settings)  # without SGLang
+    monkeypatch.setattr(hook_points, "folder", lambda: None)  # without SGLang
+    hooks = starting.Hooks(settings)
     toy = ReadingToy(hooks.around(), seed=4)
     if required:
         with pytest.raises(starting.RequiredError, match="cannot be contained"):

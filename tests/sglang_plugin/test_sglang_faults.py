@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvtxn.integrations.sglang_plugin import starting
 from kvtxn.integrations.sglang_plugin.settings import Settings
-from toy_sglang import VOCABULARY, ToySglang
+from toy_sglang import VOCABULARY, ToySglang, decodes
 
 
 @attrs.define
@@ -171,16 +171,13 @@ def test_a_planted_fault_is_found(hooks, plant, drafts, trees):
     """By request, position, slot and writer, in one of the kinds that it can be."""
     toy = ToySglang(hooks.around(), drafts=drafts, trees=trees, seed=4)
     toy.retracts = toy.aborts = 0
-    planted = []
 
-    def fault(toy, batch):
-        decodes = batch.forward_batch.forward_mode.name != "EXTEND" and len(batch.reqs) > 2
-        if decodes and not planted and min(batch.before) > 10 and toy.events["steps"] > 8:
-            assert hooks.report()["violations"] == []
-            found = plant(toy, batch)
-            planted.extend([] if found is None else [found])
+    def fits(batch):
+        late = decodes(batch) and toy.events["steps"] > 8
+        assert not late or hooks.report()["violations"] == []
+        return late
 
-    toy.fault = fault
+    planted = toy.plants(plant, fits)
     toy.serve(12)
     (place,) = planted
     found = hooks.report()["violations"]
@@ -200,14 +197,7 @@ def test_neighbouring_rows_are_one_line_of_the_log(hooks, caplog):
     """A slot is a block here, and each row of a wrong line of the table is a wrong one."""
     toy = ToySglang(hooks.around(), seed=4)
     toy.retracts = toy.aborts = 0
-    planted = []
-
-    def fault(toy, batch):
-        decodes = batch.forward_batch.forward_mode.name == "DECODE" and len(batch.reqs) > 2
-        if decodes and not planted and min(batch.before) > 10:
-            planted.append(swapped_lines(toy, batch))
-
-    toy.fault = fault
+    toy.plants(swapped_lines, decodes)
     toy.serve(6)
     violations = hooks.report()["violations"]
     lines = [each for each in caplog.messages if "audit_violation" in each]

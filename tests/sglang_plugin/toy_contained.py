@@ -125,6 +125,8 @@ class ReadingToy(ToySglang):
         req.is_retracted, req.to_finish, req.inflight_middle_chunks = False, None, 0
         req.grammar, req.return_logprob, req.kvtxn_contained = None, False, 0
         req.skip_radix_cache_insert = False
+        req.time_stats = SimpleNamespace(set_wait_queue_entry_time=lambda: req.waits.append(1))
+        req.waits, req.send_output_token_logprobs_offset = [], 0
         req._compute_max_prefix_len = lambda length: length - 1
         return req
 

@@ -151,6 +151,12 @@ def grown_tree(text, drafts, chance):
     )  # fmt: skip
 
 
+def decodes(batch, rows=10):
+    """Tell whether a batch decodes at least three requests, each of which has more rows."""
+    mode = batch.forward_batch.forward_mode.name
+    return mode != "EXTEND" and len(batch.reqs) > 2 and min(batch.before) > rows
+
+
 class ModelRunner:
     """The target's runner, or a drafter's."""
 
@@ -272,6 +278,23 @@ class ToySglang:
             if target.endswith(name):
                 return lambda *args, **kwargs: hook(function, *bound, *args, **kwargs)
         return lambda *args, **kwargs: function(*bound, *args, **kwargs)
+
+    def plants(self, plant, fits) -> list:
+        """Plant a fault once, into the first batch that fits; return what ``plant`` returns.
+
+        Args:
+            plant: changes the toy or the batch; returns None if it cannot.
+            fits: tells whether to try.
+        """
+        planted = []
+
+        def fault(toy, batch):
+            if not planted and fits(batch):
+                found = plant(toy, batch)
+                planted.extend([] if found is None else [found])
+
+        self.fault = fault
+        return planted
 
     # -- requests ----------------------------------------------------------------------------
 

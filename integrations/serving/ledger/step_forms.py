@@ -256,49 +256,56 @@ def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
 
 
 class PublishedBlocks:
-    """The blocks of each request that are full, in groups whose steps do not read all of them.
+    """The blocks of each request that are full, and so can be found by other requests.
 
-    A row of a full block may have left the window of the step that fills the block. All other rows
-    of a published block are rows that its step has read.
+    On a GPU those are checked whose rows may have left the window of the step that fills the block.
+    All other rows of a published block are rows that its step has read.
 
     Args:
         ledger: the ledger.
         groups: all watched groups with a row per token.
-        drafts: the most drafts of a request in one step.
+        drafts: the most drafts of a request in one step; None on a CPU, where the host knows which
+            steps fill a block, and all blocks are checked.
 
     Attributes:
         groups: those whose blocks are checked.
     """
 
-    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup], drafts: int) -> None:
+    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup], drafts: int | None) -> None:
         self._ledger: Final = ledger
         self.groups: Final = [
             group
             for group in groups
-            if group.chunk is not None
+            if drafts is None
+            or group.chunk is not None
             or (group.window is not None and group.window < group.block_size + drafts + 1)
         ]
+        self._on_host: Final = drafts is None
         number = ledger.books.sizes.max_requests
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             zeros = [
                 torch.zeros(number, dtype=torch.int64, device=ledger.device) for _ in self.groups
             ]
-        # By line, the position after the last block that is known to be right.
+        # By line, the position after the last block that is known to be right; on a CPU after the
+        # block that is filled next.
         self._ends: Final = [*zip(self.groups, zeros, strict=True)]
 
     def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
-        """Note what is known of requests that came, given their lines."""
+        """Note what is known of requests that came, given their lines: blocks that are computed."""
         if not (arrivals and self._ends):
             return
         device = self._ledger.device
         there = to_device(lines, device, torch.int64)
         for group, ends in self._ends:
-            full = [each.computed // group.block_size * group.block_size for each in arrivals]
+            size = group.block_size
+            full = [(each.computed // size + self._on_host) * size for each in arrivals]
             ends.index_copy_(0, there, to_device(full, device, torch.int64))
 
     def publish(self, step: Step) -> None:
-        """Check the blocks that a step fills."""
+        """Check the blocks that a step fills, since other requests may already find them."""
         for group, ends in self._ends:
+            if self._on_host and not self._ledger.input.reaches(step, ends):
+                continue
             number, size = len(step.lines), group.block_size
             first = first_of(self._ledger.books, step)[:number].long()
             settled = first + step.starts[: number + 1].diff()
@@ -306,10 +313,11 @@ class PublishedBlocks:
                 settled = settled - step.drafts[:number]
             lines = step.lines.clamp(min=0)
             before = ends.index_select(0, lines)
+            before = before - size if self._on_host else before
             end = (settled // size * size).maximum(before)
             begin = not_left(group, first, before)
             self._ledger.inspect(_published(step, group, begin, end.maximum(begin)))
-            ends.index_copy_(0, lines, end)
+            ends.index_copy_(0, lines, end + size if self._on_host else end)
 
 
 def _published(step: Step, group: RowGroup, begin: Tensor, end: Tensor) -> Stretch:
@@ -339,49 +347,12 @@ def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:
     return begin.maximum(first // group.block_size * group.block_size)
 
 
-class FilledBlocks:
-    """The blocks of each request that are full, and so can be found by other requests.
-
-    Args:
-        ledger: the ledger, on a CPU.
-        groups: the groups with a row per token.
-    """
-
-    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup]) -> None:
-        self._ledger: Final = ledger
-        # By group and line, the position after the block that is filled next.
-        number, groups = ledger.books.sizes.max_requests, [*groups]
-        with torch.inference_mode(False):  # steps write into them in inference mode or not
-            zeros = [torch.zeros(number, dtype=torch.int64) for _ in groups]
-        self._next: Final = [*zip(groups, zeros, strict=True)]
-
-    def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
-        """Note what is known of requests that came, given their lines: blocks that are computed."""
-        for line, each in zip(lines, arrivals, strict=True):
-            for group, ends in self._next:
-                ends[line] = (each.computed // group.block_size + 1) * group.block_size
-
-    def publish(self, step: Step) -> None:
-        """Check the blocks that a step fills, since other requests may already find them."""
-        at = first_of(self._ledger.books, step)
-        for group, ends in self._next:
-            if self._ledger.input.reaches(step, ends):
-                first = ends[step.lines] - group.block_size
-                settled = at + step.starts.diff()
-                settled = settled if step.drafts is None else settled - step.drafts
-                full = first.maximum(settled // group.block_size * group.block_size)
-                begin = not_left(group, at, first)
-                full = full.maximum(begin)
-                self._ledger.inspect(_published(step, group, begin, full))
-                ends[step.lines] = full + group.block_size
-
-
 def launch_all(
     ledger: Ledger,
     groups: Collection[str],
     states: Collection[str],
     scrub: Scrub | None,
-    published: FilledBlocks | PublishedBlocks,
+    published: PublishedBlocks,
 ) -> None:
     """Launch every pass once, over a step of padding.
 

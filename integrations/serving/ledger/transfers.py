@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, repeat
 from typing import Final
 
@@ -28,14 +29,12 @@ from ....audit.digest import UNWRITTEN
 from ....audit.identities import Identity, IdentityTable
 from ....audit.rows import blocks_read
 from ..step import Arrival, Rows
-from .own_words import OwnWords
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
 _FULL: Final = 8
 
-#: The name of the ledger's request for rows that are stored under tokens that no runner's request
-#: has: a fault, or tokens that the scheduler's half knows first.
+#: The ledger's request for tokens that no request has: of a fault, or of the scheduler's half.
 _NOBODYS: Final = "the tokens of a store"
 
 #: A block of a group: the group's name and the block's number.
@@ -43,6 +42,9 @@ Place = tuple[str, int]
 
 #: The checksum of a block's bytes.
 Content = tuple[int, int]
+
+#: Returns the words that a request's rows in a group should have, on the host; waits but once.
+Words = Callable[[str, str], Tensor]
 
 #: Blocks of a request's table: its name, the group, the table, and the column of the first of them.
 Span = tuple[str, str, list[int], int]
@@ -123,7 +125,7 @@ class TransferWatch:
         self._given: dict[Place, bool] = {}  # handed out now; with rows before that were believed
         self._ledger: Final = ledger
         self._groups: Final = groups
-        states = [group.name for group in ledger.groups if group.is_state]
+        states = (group.name for group in ledger.groups if group.is_state)
         self._states: Final = {name: state_sizes.get(name) for name in states}
         self._stop: Final = stop
         self._stores: list[Handed] = []
@@ -202,11 +204,10 @@ class TransferWatch:
             group = self._groups.get(each.group)
             if each.request not in self._ledger:
                 continue
+            table = [0] * each.begin + each.blocks
             if group is None:
                 if self._states.get(each.group) is not None:
-                    spans.append(
-                        (each.request, each.group, [0] * each.begin + each.blocks, each.begin)
-                    )
+                    spans.append((each.request, each.group, table, each.begin))
                     kept.append(each)
                 continue
             name, size, other = each.request, group.block_size, each.other
@@ -214,7 +215,6 @@ class TransferWatch:
                 name, tokens = _NOBODYS, other.tokens
                 embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
-            table = [0] * each.begin + each.blocks
             self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
             spans.append((each.request, each.group, table, each.begin))
             kept.append(each)
@@ -227,9 +227,13 @@ class TransferWatch:
                     self._stored[each.group, key] = None
                 else:  # its bytes may come back from there
                     self._stored.pop((each.group, key), None)
+        self._doubt_places()
+
+    def _doubt_places(self) -> None:
+        """Forget what was stored where, once bytes are forgotten that would count as wrong."""
         if self._table.forgotten > self._forgotten:
             self._forgotten = self._table.forgotten
-            self._stored.clear()  # or else bytes that were forgotten would count as wrong
+            self._stored.clear()
 
     def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
         """Return by request where its rows in a step begin, and where those without drafts end.
@@ -293,8 +297,8 @@ class TransferWatch:
             known = torch.cat(identities_of).cpu()
             doubtful = [at for at, place in enumerate(places) if place in self._doubtful]
             known[doubtful, 2:] = UNWRITTEN
-            is_known = self._table.remember(contents, known)
-            remembered |= {place for place, here in zip(places, is_known, strict=True) if here}
+            is_known = zip(places, self._table.remember(contents, known), strict=True)
+            remembered |= {place for place, here in is_known if here}
             if self._shared is not None and group in self._groups:
                 numbers = [len(each) for each in blocks]
                 own = torch.cat(lasts_of).cpu().split(numbers)
@@ -375,14 +379,16 @@ class TransferWatch:
         self._rows = rows if rows.first is not None or self._opaque else None
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
         states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
+        self._came = [(name, at[1]) for name, at, *_ in coming]
+        self._came += [(each.name, at[1]) for each, at in states]
         wanted = [
             place
             for name, place, *_ in coming
             if name in self._received or place in self._loads or place in self._before
         ]
         lengths = {each.name: len(each.tokens) for each in self._arrivals}
-        ends = (*lengths.values(), *(end for *_, end in coming))
-        own = OwnWords(self._ledger, max(ends, default=0))
+        last = max([0, *lengths.values(), *(end for *_, end in coming)])
+        own = cache(lambda name, group: self._ledger.expected(name, group, 0, last).cpu())
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
         now = self._hashes([*wanted, *loaded])
@@ -400,12 +406,8 @@ class TransferWatch:
                     self._doubtful.discard(place)
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
-        self._came = [(name, place[1]) for name, place, *_ in coming]
-        came = self._arrivals
-        self._came += [(each.name, at[1]) for each in came for at in self._state_places(each)]
-        names = {arrival.name for arrival in came}
-        self._received -= names
-        self._loads = {at: load for at, load in self._loads.items() if load[0] not in names}
+        self._received -= lengths.keys()
+        self._loads = {at: load for at, load in self._loads.items() if load[0] not in lengths}
         self._arrivals, self._before, self._given = (), {}, {}
 
     def _is_filled(self, place: Place, now: Mapping[Place, Content]) -> bool:
@@ -477,7 +479,7 @@ class TransferWatch:
 
     def _rows_of(
         self,
-        words_of: OwnWords,
+        words_of: Words,
         length: int,
         name: str,
         place: Place,
@@ -488,7 +490,7 @@ class TransferWatch:
         """Return the words of rows that came for a request, and the origin of the first of them.
 
         Args:
-            words_of: the words that requests should have.
+            words_of: as for ``_written``.
             length: the number of the request's tokens.
             name: the request.
             place: the block that has the rows.
@@ -503,15 +505,11 @@ class TransferWatch:
         group, _ = place
         size = self._groups[group].block_size
         contents, whole = torch.tensor([content]), first + size <= length
-        own = words_of(name, group, first, first + size if whole else end)
+        own = words_of(name, group)[first : first + size if whole else end]
         (known,) = self._table.lookup(contents)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
-            right = [
-                each
-                for each in known
-                if (each.last == last_word if whole else each.first == first_word)
-            ]
+            right = [e for e in known if (e.last == last_word if whole else e.first == first_word)]
             found = self._best(known, right)
             if found is None:
                 return None, None
@@ -534,7 +532,7 @@ class TransferWatch:
         return None, None
 
     def _written(
-        self, words_of: OwnWords, known: Identity, group: str, first: int, end: int
+        self, words_of: Words, known: Identity, group: str, first: int, end: int
     ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
@@ -543,7 +541,7 @@ class TransferWatch:
         writer = self._ledger.name_of(known.serial)
         if writer is None or writer not in self._ledger:
             return None
-        words = words_of(writer, group, first, end)
+        words = words_of(writer, group)[first:end].clone()
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 
@@ -575,6 +573,7 @@ class TransferWatch:
 
     def _is_stored(self, place: Place) -> bool:
         """Tell whether a block came from a place of the store that this engine alone has filled."""
+        self._doubt_places()
         _, key = self._loads.get(place, ("", None))
         return key is not None and (place[0], key) in self._stored
 

@@ -33,7 +33,6 @@ from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
 from .late_counters import COPY_SOON, LateCounters
 from .rank_agreement import RankAgreement, RankReport, Ranks, Wrong
 from .step_forms import (
-    FilledBlocks,
     LineBuffer,
     PublishedBlocks,
     StepForms,
@@ -166,11 +165,7 @@ class Watch:
         self._leaving: States | None = None  # written once it is known which drafts stay
         self._forms: Final = StepForms()
         self._buffer: Final = LineBuffer(self.ledger, self.ledger.books.sizes.max_requests, device)
-        self._published: Final[FilledBlocks | PublishedBlocks] = (
-            FilledBlocks(self.ledger, groups.values())
-            if drafts is None
-            else PublishedBlocks(self.ledger, groups.values(), drafts)
-        )
+        self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
         self.found: Final = FoundViolations(self.ledger, rank)
         self.finds_more: Callable[[], bool] | None = None
         self.repeated: Final = RepeatedWork()

@@ -41,13 +41,6 @@ from .steps import ForwardStep, StepReader
 Result = TypeVar("Result")
 
 
-class Ended(Protocol):
-    """Called once if the audit fails; what it overheard is of no use from then on."""
-
-    def __call__(self, error: Exception) -> None:
-        """End the audit."""
-
-
 class Heard(Protocol):
     """Hears of rows and states that change beside the steps; see the calls of ``Ledger``."""
 
@@ -69,7 +62,7 @@ class Adapter:
         part: hears of the steps.
         reader: reads the forwards.
         requests: the requests that hold rows.
-        ended: called if the audit fails.
+        ended: called once if the audit fails.
         heard: hears of copies, and of states, that no step tells of.
         trees: rows of accepted drafts are moved, after the outcome of their step.
         states: reads the states of a hybrid; None if none are watched.
@@ -82,7 +75,7 @@ class Adapter:
         part: LedgerPart,
         reader: StepReader,
         requests: Requests,
-        ended: Ended,
+        ended: Callable[[Exception], None],
         heard: Heard,
         *,
         trees: bool = False,

@@ -31,7 +31,7 @@ from ...serving.ledger.rank_agreement import Wrong
 from ...serving.ledger.violation_log import UNKNOWN_BLOCK
 from . import retraction
 from .pools import STATES, SlotSpace
-from .protocols import GenerationBatchResult, NextBatchPlan, Req, ScheduleBatch, Scheduler
+from .protocols import NextBatchPlan, Req, ScheduleBatch, Scheduler
 from .steps import ForwardStep
 
 Result = TypeVar("Result")
@@ -40,8 +40,7 @@ log = get_logger()
 
 #: A request that reads wrong rows for the second time ends.
 _ONCE: Final = 1
-#: Looks at the tree until rows that others than requests have locked are given up; all ranks have
-#: to give up at the same one.
+#: Steps until rows that others than requests have locked are given up: all ranks count the same.
 _MOST_TRIES: Final = 128
 #: The attribute by which a request has the number of its steps that read wrong rows.
 _TIMES: Final = "kvtxn_contained"
@@ -108,6 +107,8 @@ class Containment:
         self._again: Final[dict[Req, str | None]] = {}
         #: Places of wrong rows that may be in the tree; None if every row of it is in doubt.
         self._suspects: set[int] | None = set()
+        #: One of them was in the tree: HiCache may have it on the host alone by now.
+        self._in_tree = False
         self._tries = 0
         retraction.pass_over_retracted(scheduler)
 
@@ -174,12 +175,14 @@ class Containment:
         """
         step = self._taken = self._step_of(result)
         wrong = verdict()
-        if wrong is not None:
-            self._try(lambda: self._contain(step, wrong))
+        if wrong is not None or self._suspects:
+            self._try(lambda: self._contain(step, wrong or Wrong()))
         dropped = set[Req]() if step is None else step.dropped
-        with retraction.hidden(dropped, prompts=retraction.has_input_logprobs(batch)):
+        prompts = batch.reqs if retraction.has_input_logprobs(batch) else ()
+        with retraction.hidden(dropped, prompts=prompts):
             done = run()
         self._taken = None
+        self._tries += self._in_tree
         self._try(self._compute_again)
         return done
 
@@ -207,7 +210,7 @@ class Containment:
         """Hear that the caches were emptied; no request runs."""
         self._under_way.clear()
         self._again.clear()
-        self._suspects, self._planned = set(), None
+        self._suspects, self._in_tree, self._tries, self._planned = set(), False, 0, None
 
     def _try(self, call: Callable[[], object]) -> None:
         """Call something; an error of the audit's own leaves wrong rows where they are."""
@@ -222,13 +225,15 @@ class Containment:
         """Find the requests that wrong rows spoil; their tokens are dropped from now on.
 
         A request is spoilt if it read a wrong row, or if its table has a wrong one, or one that a
-        spoilt request has written since.
+        spoilt request has written since. Of the latter the ledger knows nothing. So a request is
+        looked for that has found such a row in the tree, before the row could leave.
         """
         steps = [*([] if step is None else [step]), *self._under_way]
         known = set() if step is None else {req.rid for req in step.dropped}
         readers = wrong.requests
         live = {req: self._places_of(req) for req in self._live(steps)}
         places = set(wrong.blocks) - {UNKNOWN_BLOCK} - {*self.first_blocks.values()}
+        places |= self._suspects_in_tree()
         for each in steps:
             places |= self._written(each, lambda req: req.rid in readers)
         unknown, spoilt, grown = UNKNOWN_BLOCK in wrong.blocks, set[Req](), True
@@ -255,11 +260,12 @@ class Containment:
         states = self.first_blocks[STATES]
         every = unknown or bool(wrong.changed) or any(block >= states for block in places)
         self._suspects = None if every or self._suspects is None else self._suspects | places
-        log.warning(
-            "kvtxn.audit_contained",
-            requests=sorted(req.rid for req in again),
-            blocks=sorted(wrong.blocks),
-        )
+        if again or wrong.blocks:
+            log.warning(
+                "kvtxn.audit_contained",
+                requests=sorted(req.rid for req in again),
+                blocks=sorted(wrong.blocks),
+            )
 
     def _live(self, steps: Sequence[UnderWay]) -> set[Req]:
         """Return the requests that hold rows and go on."""
@@ -312,40 +318,40 @@ class Containment:
         """Retract the spoilt requests of no batch that is still to be launched or sampled."""
         if not self._again and self._suspects == set():
             return
-        batches = [step.batch for step in self._under_way if _is_unsampled(step.result)]
+        later = "delay_sample_func"  # of a step that is sampled later
+        batches = [step.batch for step in self._under_way if getattr(step.result, later, None)]
         batches += [] if self._planned is None else [self._planned]
         waiting = {req for batch in batches for req in batch.reqs}
         ready = {req: why for req, why in self._again.items() if req not in waiting}
         for req in ready:
             del self._again[req]
         every = [step.batch for step in self._under_way]
+        self._in_tree |= self._suspects is None or bool(self._suspects_in_tree())
         retraction.retract(self._scheduler, ready, every)
         if self._again:
             return
-        suspects, self._suspects = self._suspects, set()
-        if suspects is None or retraction.has(self._scheduler, self._places, suspects):
-            retraction.empty_tree(self._scheduler)
-            if suspects and retraction.has(self._scheduler, self._places, suspects):
-                self._keep_trying(suspects)
-            else:
-                self._tries = 0
-        running = self._live(list(self._under_way))
+        suspects, running = self._suspects, self._live(list(self._under_way))
         retraction.end_sessions(self._scheduler, self._places, suspects, running)
+        if self._in_tree:
+            retraction.empty_tree(self._scheduler)
+        if suspects is None:  # rows that innocent requests have locked are not in doubt
+            self._suspects = set[int]().union(*map(self._places_of, running))
+            self._suspects = retraction.rows_of_tree(self._scheduler, self._places) - self._suspects
+        else:
+            self._suspects = self._suspects_in_tree()
+        self._in_tree = bool(self._suspects)
+        if not self._in_tree:
+            self._tries = 0
+            retraction.let_in(self._scheduler)
+        elif self._tries >= _MOST_TRIES:  # copies to the host lock rows for a while
+            self._suspects, self._in_tree, self._tries = set(), False, 0
+            say_logged_alone("wrong rows of the radix tree are locked by others than requests")
 
-    def _keep_trying(self, suspects: set[int]) -> None:
-        """Look again at the next plan: copies to the host lock rows for a while."""
-        self._tries += 1
-        if self._tries < _MOST_TRIES:
-            self._suspects = suspects
-            return
-        self._tries = 0
-        say_logged_alone("wrong rows of the radix tree are locked by others than requests")
-
-
-def _is_unsampled(result: object) -> bool:
-    """Tell whether a step is sampled later."""
-    found: GenerationBatchResult | None = result  # type: ignore[assignment]
-    return getattr(found, "delay_sample_func", None) is not None
+    def _suspects_in_tree(self) -> set[int]:
+        """Return the places of wrong rows that are known, and are in the tree."""
+        if not self._suspects:
+            return set()
+        return self._suspects & retraction.rows_of_tree(self._scheduler, self._places)
 
 
 def say_logged_alone(why: str, error: Exception | None = None) -> None:

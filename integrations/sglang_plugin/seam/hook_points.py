@@ -17,6 +17,7 @@ _WEIGHTS: Final = (
 _RESULTS: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
+_TIMES: Final = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats"
 
 #: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
 HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -36,7 +37,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 #: To contain wrong reads: a plan knows nothing of them, and no token that one of them has sampled
-#: is taken in. The last three are called, or changed.
+#: is taken in. The last four are called, or changed.
 CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
     f"{_SCHEDULER}.process_batch_result": ("self", "batch", "result"),
     f"{_SCHEDULER}.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
@@ -46,6 +47,7 @@ CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "sglang.srt.disaggregation.utils.prepare_abort": ("req", "error_message", "status_code"),
     f"{_RESULTS}.process_batch_result_decode": ("self", "batch", "result"),
+    f"{_TIMES}.set_wait_queue_entry_time": ("self",),
 }
 
 Hook = Callable[..., object]

@@ -56,7 +56,6 @@ class ForwardBatch(Protocol):
     """
 
     forward_mode: ForwardMode
-    batch_size: int
     rids: Sequence[str] | None
     input_ids: Tensor
     positions: Tensor
@@ -106,6 +105,13 @@ class FinishReason(Protocol):
         """Return the reason as clients get it."""
 
 
+class TimeStats(Protocol):
+    """``sglang.srt.observability.req_time_stats.SchedulerReqTimeStats``."""
+
+    def set_wait_queue_entry_time(self) -> None:
+        """Note that the request waits from now on."""
+
+
 class Req(Protocol):
     """``sglang.srt.managers.schedule_batch.Req``.
 
@@ -116,10 +122,12 @@ class Req(Protocol):
         input_embeds: vectors in place of tokens, if any.
         is_retracted: it waits to be computed again; results of its steps are passed over.
         return_logprob: its client wants logprobs.
+        send_output_token_logprobs_offset: tokens whose logprobs were sent.
         skip_radix_cache_insert: none of its rows get into the tree.
         inflight_middle_chunks: steps under way that compute a part of its prompt.
         to_finish: why it ends with its next result, such as an abort; None if it does not.
         finished_reason: why it is done; None while it is not.
+        finished_output: its client was told so.
     """
 
     rid: str
@@ -132,11 +140,14 @@ class Req(Protocol):
     is_retracted: bool
     inflight_middle_chunks: int
     return_logprob: bool
+    send_output_token_logprobs_offset: int
     skip_radix_cache_insert: bool
     _compute_max_prefix_len: Callable[[int], int]
     grammar: Grammar | None
     to_finish: FinishReason | None
     finished_reason: FinishReason
+    finished_output: bool | None
+    time_stats: TimeStats
 
     def __hash__(self) -> int:
         """Return a hash of the object."""
@@ -409,7 +420,6 @@ class ModelRunner(Protocol):
         sliding_window_size: rows behind its own that a query of a layer with a window sees.
     """
 
-    is_draft_worker: bool
     device: str
     attn_backend: AttnBackend
     sliding_window_size: int | None

@@ -17,6 +17,8 @@ log = get_logger()
 
 #: More slots than a host has.
 _EVERY: Final = 1 << 40
+#: The attribute of a request that leaves no row in the tree because it was retracted.
+_KEPT_OUT: Final = "kvtxn_kept_out"
 #: What the client of a request that ends is told.
 WHY_ENDED: Final = (
     "The request read wrong rows of the KV cache, and {why}. "
@@ -33,30 +35,37 @@ def pass_over_retracted(scheduler: Scheduler) -> None:
 
 
 @contextmanager
-def hidden(requests: Collection[Req], *, prompts: bool = False) -> Iterator[None]:
+def hidden(requests: Collection[Req], *, prompts: Sequence[Req] = ()) -> Iterator[None]:
     """Mark requests as retracted for a while: SGLang takes in no token of a retracted request.
 
     Args:
         requests: the requests.
-        prompts: the step has logprobs of prompts. SGLang cuts these out one request after another,
-            and forgets those of a retracted one. Of a prompt that goes on it takes them off.
+        prompts: all requests of a step that has logprobs of prompts. SGLang cuts these out one
+            request after another, and forgets those of a retracted one. Of a prompt that goes on it
+            takes them off. Of several such prompts it streams all but one, without a token, and
+            then takes the logprobs of one token for sent.
     """
     before = [
         (req, req.is_retracted, req.inflight_middle_chunks, req.return_logprob) for req in requests
     ]
+    sent = [
+        (req, req.send_output_token_logprobs_offset)
+        for req in prompts
+        if req.inflight_middle_chunks > 0
+    ]
     for req, *_ in before:
-        req.is_retracted = req.is_retracted if prompts else True
+        req.is_retracted = not prompts
         if prompts:
-            req.inflight_middle_chunks, req.return_logprob = (
-                max(req.inflight_middle_chunks, 1),
-                False,
-            )
+            req.inflight_middle_chunks = max(req.inflight_middle_chunks, 1)
+            req.return_logprob = False
     try:
         yield
     finally:
         for req, retracted, chunks, logprobs in before:
             req.is_retracted, req.inflight_middle_chunks = retracted, chunks
             req.return_logprob = logprobs
+        for req, offset in sent:
+            req.send_output_token_logprobs_offset = offset
 
 
 def has_input_logprobs(batch: ScheduleBatch) -> bool:
@@ -107,8 +116,6 @@ def retract(
         requests: the requests, and why one of them ends.
         batches: the batches that are under way.
     """
-    from sglang.srt.managers.schedule_batch import retract_all
-
     here = {req: why for req, why in requests.items() if holds_rows(req)}
     if not here:
         return
@@ -123,25 +130,36 @@ def retract(
         scheduler.chunked_req = None
     again, aborted = [], getattr(scheduler, "_pending_chunked_abort_req", None)
     for req, why in here.items():
-        if why is None and req.to_finish is None and req is not aborted:
-            try:
-                retract_all(
-                    reqs=[req],
-                    req_to_token_pool=scheduler.req_to_token_pool,
-                    token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-                    tree_cache=scheduler.tree_cache,
-                    hisparse_coordinator=None,
-                    offload_kv=False,
-                )
-            except Exception as error:
-                why = "SGLang could not retract it"
-                log.warning("kvtxn.audit_not_retracted", request=req.rid, exc_info=error)
-            else:
-                _keep_apart(req)
-                again.append(req)
-                continue
-        _end(scheduler, req, why)
+        goes_on = why is None and req.to_finish is None and req is not aborted
+        if goes_on and _retracted(scheduler, req):
+            again.append(req)
+            continue
+        try:
+            _end(scheduler, req, "SGLang could not retract it" if goes_on else why)
+        except Exception as error:  # the others are still to be computed again
+            log.warning("kvtxn.audit_not_ended", request=req.rid, exc_info=error)
     scheduler.waiting_queue[:0] = again
+
+
+def _retracted(scheduler: Scheduler, req: Req) -> bool:
+    """Let a request give its rows back, to be computed again; tell whether SGLang has done so."""
+    from sglang.srt.managers.schedule_batch import retract_all
+
+    try:
+        retract_all(
+            reqs=[req],
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+            offload_kv=False,
+        )
+    except Exception as error:
+        log.warning("kvtxn.audit_not_retracted", request=req.rid, exc_info=error)
+        return False
+    req.time_stats.set_wait_queue_entry_time()  # else it may count as one that waited too long
+    _keep_apart(req)
+    return True
 
 
 def _keep_apart(req: Req) -> None:
@@ -149,8 +167,22 @@ def _keep_apart(req: Req) -> None:
 
     Rows of a tree that cannot be emptied yet would come back to it, by a hit or as it is inserted.
     """
-    req.skip_radix_cache_insert = True
+    if not req.skip_radix_cache_insert:
+        req.skip_radix_cache_insert = True
+        setattr(req, _KEPT_OUT, True)
     req._compute_max_prefix_len = _no_prefix  # hides the method of this request alone
+
+
+def let_in(scheduler: Scheduler) -> None:
+    """Let retracted requests leave rows in the tree, which has no wrong one any more.
+
+    Without that a prompt in chunks keeps the slots of all its rows with a window, and may wait for
+    more than there are.
+    """
+    if scheduler.tree_cache.supports_swa():
+        for req in scheduler.waiting_queue:
+            if vars(req).pop(_KEPT_OUT, False):
+                req.skip_radix_cache_insert = False
 
 
 def _no_prefix(input_len: int) -> int:
@@ -175,7 +207,7 @@ def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
     if why is None and given is not None:
         message, status = given.message, given.status_code
     prepare_abort(req, message, status)
-    req.to_finish = None
+    req.to_finish, req.finished_output = None, True  # nothing is streamed behind the reason
     scheduler._release_aborted_request(req)
     if req.kv.req_pool_idx is not None:
         common.release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
@@ -186,22 +218,17 @@ def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
 # -- the prefix cache ------------------------------------------------------------------------
 
 
-def has(
-    scheduler: Scheduler, places: Callable[[Tensor], set[int]], suspects: Collection[int]
-) -> bool:
-    """Tell whether some rows are in the tree.
+def rows_of_tree(scheduler: Scheduler, places: Callable[[Tensor], set[int]]) -> set[int]:
+    """Return the places of the rows in the tree on the device.
 
     Args:
         scheduler: SGLang's.
         places: returns the places that numbers of the table lead to.
-        suspects: the places of the rows.
     """
     tree = scheduler.tree_cache
-    if not suspects or not tree.supports_prefix_sharing():
-        return False
-    if not tree.evictable_size() + tree.protected_size():
-        return False
-    return not places(tree.all_values_flatten()).isdisjoint(suspects)
+    if not tree.supports_prefix_sharing() or not tree.evictable_size() + tree.protected_size():
+        return set()
+    return places(tree.all_values_flatten())
 
 
 def empty_tree(scheduler: Scheduler) -> None:
@@ -230,8 +257,8 @@ def end_sessions(
 
     Args:
         scheduler: SGLang's.
-        places: as for ``has``.
-        suspects: likewise; None: every row is in doubt.
+        places: as for ``rows_of_tree``.
+        suspects: the places of rows in doubt; None: every row is.
         running: requests that run; one of them may be a session's turn.
     """
     tree, table = scheduler.tree_cache, scheduler.req_to_token_pool.req_to_token

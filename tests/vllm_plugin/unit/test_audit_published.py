@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.integrations.serving.ledger.step_forms import FilledBlocks, PublishedBlocks, not_left
+from kvtxn.integrations.serving.ledger.step_forms import PublishedBlocks, not_left
 from kvtxn.integrations.serving.step import Arrival
 
 from kvtxn.audit import Ledger, RowGroup, Step
@@ -20,10 +20,7 @@ class Blocks:
         self.ledger = Ledger([self.group], max_requests=4, max_length=32)
         self.ledger.admit("a", TOKENS[:7])
         self.line = self.ledger.line("a")
-        if way == "cpu":
-            self.way = FilledBlocks(self.ledger, [self.group])
-        else:
-            self.way = PublishedBlocks(self.ledger, [self.group], drafts=1)
+        self.way = PublishedBlocks(self.ledger, [self.group], None if way == "cpu" else 1)
         self.way.begin([self.line], [Arrival("a", TOKENS[:7], [], {}, 0, [[]])])
 
     def step(self, first, end, table, drafts=0, kept=0):

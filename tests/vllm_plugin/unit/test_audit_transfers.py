@@ -145,6 +145,20 @@ def test_other_bytes_come_back(rig):
     assert unverified(rig) == 0
 
 
+def test_bytes_that_were_pushed_out_of_the_table_come_back(rig):
+    """They are as unknown as any from elsewhere, although they come from where they were stored."""
+    rig.watch.begin(job(rig, "a", 1, 2))
+    rig.watch.end()
+    table = rig.watch._table
+    table._entries.zero_()  # as many blocks do that steps fill and no connector stores
+    table.forgotten += 2
+    come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
+    rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    rig.watch.forward(ROWS)
+    assert kinds(rig) == []
+    assert unverified(rig) == 8
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_other_bytes_come_from_a_tier_behind_the_memory(rig, nested):
     """A file of another engine may have been read into the place."""
