@@ -92,7 +92,7 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
 def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce reports of ``try_states``: engines with kvtxn's kernels, and stock's two kernels."""
     from gpu_ties import compare
-    from try_states import SCENARIOS
+    from state_models import SCENARIOS
 
     def played(report: Mapping[str, Any]) -> list[str]:
         return [each for each in SCENARIOS if each in report]
