@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
-        "machine": machine.describe(args.commit),
+        "machine": machine.describe(),
         "settings": _settings(args),
         "conditions": {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin))},
     }
@@ -128,7 +128,7 @@ def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
 #: Requests per second, where nothing else is said.
 _ARRIVALS: Final = 16.0
 
-_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
+_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
