@@ -115,14 +115,6 @@ def test_a_machine_without_a_gpu_or_the_libraries(monkeypatch, installed):
     assert machine.describe()["driver"] == "unknown"
 
 
-def test_where_results_go(monkeypatch, tmp_path):
-    """With the others in a checkout; an installed package has none, so not into its folder."""
-    monkeypatch.setattr(machine, "RESULTS", tmp_path)
-    assert machine.results_folder() == tmp_path
-    monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
-    assert machine.results_folder() == machine.Path()
-
-
 def test_the_command_without_its_folder(monkeypatch):
     """The command that was run, but not the folder of its results."""
     monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "vllm", "--folder", "/x y", "--rounds", "6"])

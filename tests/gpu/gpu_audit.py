@@ -24,8 +24,7 @@ FOLDERS: Final = ("serving", "vllm_plugin/grid", "vllm_plugin/audit", "vllm_plug
 sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLDERS)]
 
 import gpu_jobs  # noqa: E402
-from audit_jobs import ENGINES  # noqa: E402
-from audit_parts import COME_BACK, DRAWN, LACKING, SHARE  # noqa: E402
+from audit_jobs import COME_BACK, DRAWN, ENGINES, LACKING, SHARE  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_jobs import TIMED  # noqa: E402
