@@ -11,9 +11,8 @@ from torch import Tensor
 from ...executor import AttentionArgs
 from ...layers import LayerRef
 from ...layout import RowLayout
-from .call import AttnCall, power
+from .call import AttnCall, power, scales_of, typed
 from .paged_kernel import combine, paged_attention
-from .scales import scales_of, typed
 from .tile_sizes import AttnTile, tile_for
 
 

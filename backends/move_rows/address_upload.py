@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..launching.host_memory import memoryview_of
+from ..launching.repeated_launch import memoryview_of
 
 
 class AddressBook:
