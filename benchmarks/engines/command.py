@@ -192,10 +192,7 @@ def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
 def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
     """Choose the arguments of ``vllm.LLM``, the same for every policy.
 
-    Args:
-        args: the command's parsed options.
-        model: the model that the engines serve.
-        folder: a folder for the configurations of models.
+    Configurations of models are written into ``folder``.
     """
     loads = vllm_options.points(args)
     length = max(point.context + point.tokens for point in loads) + args.drafts + 8

@@ -156,12 +156,6 @@ def of_fast(
     """Put the medians of the fast kernels together, and their shares of stock's and the floor's.
 
     Beside stock's fused kernel, which applies the gated norm, that norm is counted.
-
-    Args:
-        times: of all candidates, in each round.
-        kernels: names of stock's kernels.
-        nbytes: bytes of the staged rows.
-        host: microseconds of the host per commit.
     """
     parts = {part: times[f"fast: {part}"] for part in _FAST if f"fast: {part}" in times}
     both, whole = (
@@ -183,10 +177,7 @@ def of_fast(
 def check_exact(load: StateWorkload, ops: VllmOps, parts: Sequence[str]) -> None:
     """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
 
-    Args:
-        load: the states and steps.
-        ops: the operators.
-        parts: names of the methods that make up a step with ``exact``.
+    ``parts`` name the methods that make up a step with ``exact``.
 
     Raises:
         AssertionError: they differ in a bit, or another block changed.
