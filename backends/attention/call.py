@@ -164,13 +164,9 @@ def typed(plane: Plane) -> Tensor:
 def scales_of(
     ref: LayerRef, side: int, unread: Tensor, fresh: tuple[Tensor, ...] | None = None
 ) -> Scales:
-    """Find the scales of keys (``side`` 0) or values (1).
+    """Find the scales of keys (``side`` 0) or values (1): cached rows', or those of ``fresh`` rows.
 
-    Args:
-        ref: the layer.
-        side: number of the plane: 0 for keys, 1 for values.
-        unread: float32 tensor to pass in the place of scales if there are none.
-        fresh: staged rows whose own scales are wanted; None for the scales of cached rows.
+    ``unread``, float32, stands in the place of scales if there are none.
     """
     number = ref.planes[side].format
     if number.scales_in is not None:

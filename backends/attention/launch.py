@@ -77,11 +77,8 @@ class AttentionLauncher:
     def _launch(self, call: AttnCall, tile: AttnTile, output: Tensor, lse: Tensor | None) -> None:
         """Launch ``paged_attention``.
 
-        Args:
-            call: the layer's attention.
-            tile: how the work is divided.
-            output: ``[splits, num_rows, num_q_heads, value_head_size]``.
-            lse: ``[splits, num_rows, num_q_heads]``; None if there is one slice only.
+        ``output`` is ``[splits, num_rows, num_q_heads, value_head_size]``, ``lse`` ``[splits,
+        num_rows, num_q_heads]``, or None if there is one slice only.
         """
         layout, query, args = call.layout, call.query, call.args
         starts, tree, longest = call.requests.starts, layout.tree, call.shape.longest
@@ -149,9 +146,7 @@ class AttentionLauncher:
 def _fresh_arguments(call: AttnCall, unread: Tensor) -> dict[str, Any]:
     """Return the kernel's arguments about the window's own keys and values, by name.
 
-    Args:
-        call: the layer's attention; without fresh rows the query is passed in their place, unread.
-        unread: float32 tensor to pass in the place of scales if there are none.
+    Without fresh rows the query is passed in their place, and ``unread`` in that of scales.
     """
     ref, fresh = call.ref, call.fresh
     key, value = (call.query, call.query) if fresh is None else fresh[:2]

@@ -144,15 +144,8 @@ class MoveLauncher:
     ) -> KernelCall:
         """Arrange the call that ``launch`` makes, with the same arguments.
 
-        Args:
-            plan: see ``launch``, as all but the last.
-            layout: the rows.
-            counters: added to if ``count``.
-            acceptance: the acceptance.
-            slots: of each group.
-            count: False if slots are kept.
-            kept: int64 ``[num_groups, num_rows or more]``, the last dimension contiguous: gets the
-                slots of the rows. None keeps none.
+        A launch that does not count may keep slots: ``kept``, int64 ``[num_groups, num_rows or
+        more]``, the last dimension contiguous, gets those of the rows.
         """
         planes = plan.planes
         tile = tile_for(planes, layout.num_rows, self.programs)

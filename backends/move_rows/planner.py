@@ -78,10 +78,7 @@ class MovePlanner:
     def commit(self, parts: Sequence[Tensor], known: int, pattern: object | None) -> MovePlan:
         """Plan the commit of all staged rows, reusing the last plan if it fits this window.
 
-        Args:
-            parts: ``[num_rows, *row_shape]`` per plane of every layer.
-            known: bit g is set if group g has slots.
-            pattern: ``Txn.pattern``.
+        Arguments are those of ``plan``, with the rows of every layer.
         """
         before, addresses, version, plan = self._commit
         now = list(map(Tensor.data_ptr, parts))

@@ -257,13 +257,7 @@ def run(
 ) -> int:
     """Run engines, judge each as it ends, and return how many are not well.
 
-    Args:
-        work: see ``EnginePool``.
-        todo: jobs by name.
-        rules: has ``wrong`` and ``summary`` of a job and a report.
-        given: the command line.
-        at_once: engines that run at a time.
-        more: folders of modules.
+    ``rules`` has ``wrong`` and ``summary`` of a job and a report; ``more`` are folders of modules.
     """
     given.out.mkdir(parents=True, exist_ok=True)
     begin, bad = time.monotonic(), 0

@@ -279,11 +279,7 @@ def timing(llm: Any, name: str) -> dict[str, Any]:
 def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) -> None:
     """Plant faults one after the other until each has struck; report what was found of each.
 
-    Args:
-        llm: the engine.
-        job: has the names of the faults, and what is asked of the audit.
-        report: gets ``healthy``, ``found`` by fault, and ``again``.
-        keep: keeps what is known so far; called after each fault.
+    ``report`` gets ``healthy``, ``found`` by fault, and ``again``; ``keep`` is called after each.
     """
     empty(llm)
     llm.collective_rpc("audit_switch", args=(True,))

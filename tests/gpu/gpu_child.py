@@ -43,14 +43,9 @@ def build(job: dict[str, Any], folder: Path) -> Any:
 
 
 def engine(job: dict[str, Any], folder: Path, ours: dict[str, Any], watch: str, **more: Any) -> Any:
-    """Build a small engine.
+    """Build a small engine with an ``additional_config`` and a worker extension.
 
-    Args:
-        job: says the model, drafts, attention and options.
-        folder: for models.
-        ours: its ``additional_config``.
-        watch: the worker extension.
-        more: options that a job may change.
+    A job's own options come after ``more``.
     """
     from vllm import LLM
 

@@ -116,13 +116,7 @@ def alike(counts: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def recovered(fault: Mapping[str, Any], tokens: Any, early: list[bool]) -> bool:
-    """Tell whether a fault was counted once, cost no row, and changed no token.
-
-    Args:
-        fault: the runs during the fault and afterwards.
-        tokens: those of the same scenario without a fault.
-        early: for each worker, whether it had the fault.
-    """
+    """Tell whether a fault was counted once by each early worker, lost no row, changed no token."""
     runs = fault["during"], fault["afterwards"]
     counted = [
         [each.get("kvtxn_fallbacks_total", 0) for each in run.get("kvtxn", ())] for run in runs
