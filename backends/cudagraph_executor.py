@@ -193,7 +193,7 @@ class CudaGraphExecutor(Executor):
         accepted: Tensor | SampledIds,
         dropped: Callable[[], None],
     ) -> _Captured | None:
-        """Capture a commit over buffers of ``bucket`` rows; None if it is beyond the bound on all graphs.
+        """Capture a commit over buffers of ``bucket`` rows; None if graphs have no room for it.
 
         Every position is -1, so nothing moves now.
         """
