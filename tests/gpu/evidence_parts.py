@@ -184,6 +184,7 @@ _KERNELS: Final = (
         *("deepseek-v3-mla", "--requests", "1", "16", "64", "128", "--accepted", "0.3", "1"),
     ),
     _bench("attention", "attention", 120),
+    _bench("steps", "steps", 30),
     _bench("backends", "backends-0.33.0", 240, "--rounds", "21", engine="vllm"),
     _bench(
         *("backends", "backends-blocks", 150, "--backends", "FLASH_ATTN_MLA", "--blocks", "32"),
@@ -319,6 +320,7 @@ def _sglang() -> Iterator[Part]:
         ("known", 500, ()),
         ("cost", 330, ("--rounds", "5")),
         ("rings", 120, ("--seconds", "75")),
+        ("mamba", 60, ()),
     ):
         yield Part(
             f"sglang-{name}",

@@ -303,6 +303,7 @@ def draw(record: Mapping[str, Any]) -> str:
         ("sglang_known", known_head, _by(seen_known.drawn)),
         ("sglang_cost", seen_sglang.COST, _by(seen_sglang.drawn_cost)),
         ("sglang_rings", rings_head, _by(seen_sglang.drawn_rings)),
+        ("sglang_mamba", seen_sglang.MAMBA, _by(seen_sglang.drawn_mamba)),
     ):
         parts += [head, body(record[kind])] if kind in record else []
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
@@ -426,6 +427,7 @@ REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "sglang_known": seen_known.known,
     "sglang_cost": seen_sglang.cost,
     "sglang_rings": seen_sglang.rings,
+    "sglang_mamba": seen_sglang.mamba,
 }
 
 

@@ -24,6 +24,12 @@ running engines, one after the other. *Found* is the kind of the violation that 
 planted. *Named* means that the violation names one, and that the script knows none to compare it
 with. *Writer* is the request that wrote the row; - is a row that nobody wrote.
 """
+CONTAINED: Final = """### Faults contained beside SGLang
+
+The same with `"on_violation": "contain"`. *Contained* is how often blocks were taken out and their
+readers computed again, and *given up* how many requests ended since they read wrong rows again.
+Texts of all others are compared with those of the engine without kvtxn and without faults.
+"""
 COST: Final = """### Cost beside SGLang
 
 `python tests/gpu/sglang_cost.py OUT`: engines with the weights' shapes of Llama 3 8B, stock, with
@@ -39,6 +45,13 @@ state at the ring's beginning and the ring's rows, and folds the rows into the s
 is full; kvtxn moves each state at each commit. *k* is the number of drafts. Times are medians of
 {rounds} rounds; ratios have their 20th and 80th percentile. *GB moved* is what each must read and
 write in a step, each number once.
+"""
+MAMBA: Final = """### Mamba-2: SGLang's states of each draft beside kvtxn's kernels
+
+`python tests/gpu/sglang_mamba.py OUT`: what a verify step and its commit launch for Mamba-2 layers
+of Nemotron-H 8B, in microseconds, without the convolution. SGLang writes the state behind each
+draft, and copies the last accepted one; kvtxn keeps the drafts' rows, and takes the accepted ones
+in. *Beside the states* is what the running requests need beyond one state each, in MiB.
 """
 
 
@@ -65,6 +78,8 @@ def engines(report: Mapping[str, Any]) -> dict[str, Any]:
             "wrong": each["violations"],
             "tokens": same.get("tokens", 0),
             "same": same.get("first_equal", 0),
+            "contained": each.get("contained", 0),
+            "given_up": each.get("given_up") or 0,
             "faults": [_fault(fault) for fault in each.get("faults", ())],
         }
     return found
@@ -166,6 +181,21 @@ def rings(report: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def mamba(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce what ``sglang_mamba.py`` wrote, of cells in which both were near the recurrence."""
+    return {
+        f"k {cell['drafts']}, {cell['requests']} requests": {
+            **_where(report),
+            **{key: cell[key] for key in ("drafts", "requests", "beside_mib")},
+            **{side: cell["us_per_step"][side]["median"] for side in ("kvtxn", "sglang")},
+            "ratio": [cell["us_per_step"]["ratio"][key] for key in ("median", "p20", "p80")],
+            "parts": {part: each["ratio"]["median"] for part, each in cell["parts"].items()},
+        }
+        for cell in report["cells"]
+        if all(each["ok"] for each in cell["check"].values())
+    }
+
+
 # -- the page -------------------------------------------------------------------------
 
 
@@ -183,7 +213,21 @@ def drawn_engines(found: Mapping[str, Any]) -> str:
     total = {key: sum(each[key] for each in clean.values()) for key in ("rows", "wrong", "tokens")}
     says = f"Together {total['rows']} rows read, {total['wrong']} wrong, and {total['tokens']}"
     parts = [table(header, rows), f"{says} tokens compared.", FAULTS + drawn_faults(found)]
+    parts += [CONTAINED + contained] if (contained := drawn_contained(found)) else []
     return "\n\n".join([*parts, drawn_commands(found)])
+
+
+def drawn_contained(found: Mapping[str, Any]) -> str:
+    """Tabulate engines that went on after faults; empty if there are none."""
+    rows = [
+        [
+            *(name, str(each["contained"]), str(each["given_up"])),
+            f"{each['same']} / {each['tokens']}",
+        ]
+        for name, each in found.items()
+        if each.get("contained")
+    ]
+    return "\n" + table(["engine", "contained", "given up", "same tokens"], rows) if rows else ""
 
 
 def drawn_faults(found: Mapping[str, Any]) -> str:
@@ -254,3 +298,19 @@ def drawn_rings(found: Mapping[str, Any]) -> str:
     header = ["k", "requests", "ring", "kvtxn", "SGLang", "kvtxn / SGLang", "of verify"]
     header += ["of commit", "GB moved, kvtxn / SGLang", "folds a step"]
     return f"{table(header, rows)}\n\n{drawn_commands(found)}"
+
+
+def drawn_mamba(found: Mapping[str, Any]) -> str:
+    """Tabulate steps of both kernels, and what they keep."""
+    rows = [
+        [
+            *(str(cell[key]) for key in ("drafts", "requests")),
+            *(f"{cell[side]:.0f}" for side in ("kvtxn", "sglang")),
+            *(ratio(cell["ratio"]), *(f"{cell['parts'][p]:.2f}" for p in ("verify", "commit"))),
+            " / ".join(f"{cell['beside_mib'][side]:.0f}" for side in ("kvtxn", "sglang")),
+        ]
+        for cell in found.values()
+    ]
+    header = ["k", "requests", "kvtxn", "SGLang", "kvtxn / SGLang", "of verify", "of commit"]
+    drawn = table([*header, "beside the states, kvtxn / SGLang"], rows)
+    return f"{drawn}\n\n{drawn_commands(found)}"

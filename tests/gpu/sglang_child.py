@@ -49,13 +49,34 @@ class Load:
         head = self.chance.choice(self.shared)[: self.chance.randrange(3, 70)]
         return head + self.some(self.chance.randrange(1, 60))
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int] | None]:
+        """Return the tokens of each prompt; None of a request that the ledger has ended."""
         parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        found = self.engine.generate(input_ids=prompts, sampling_params=parameters)
-        for each in found:  # HiCache's hits on the host, where the release tells them
-            hits = each["meta_info"].get("cached_tokens_details") or {}
-            self.result["from_host"] = self.result.get("from_host", 0) + (hits.get("host") or 0)
-        return [list(each.get("output_ids") or each.get("token_ids")) for each in found]
+        if "contain" not in self.name:
+            found = self.engine.generate(input_ids=prompts, sampling_params=parameters)
+            return [self.keep(each) for each in found]
+        return self.engine.loop.run_until_complete(self.each_of(prompts, parameters))
+
+    async def each_of(self, prompts: list[list[int]], parameters: Any) -> list[list[int] | None]:
+        """Ask for each prompt alone: SGLang gives up a batch with the first request that ends."""
+        found = await asyncio.gather(
+            *(
+                self.engine.async_generate(input_ids=each, sampling_params=parameters)
+                for each in prompts
+            ),
+            return_exceptions=True,
+        )
+        ended = [repr(each) for each in found if isinstance(each, BaseException)]
+        if unknown := [each for each in ended if "did not help" not in each]:
+            raise RuntimeError(unknown[0])
+        self.result["given_up"] = self.result.get("given_up", 0) + len(ended)
+        return [None if isinstance(each, BaseException) else self.keep(each) for each in found]
+
+    def keep(self, each: Mapping[str, Any]) -> list[int]:
+        """Count HiCache's hits on the host, where the release tells them; return the tokens."""
+        hits = each["meta_info"].get("cached_tokens_details") or {}
+        self.result["from_host"] = self.result.get("from_host", 0) + (hits.get("host") or 0)
+        return list(each.get("output_ids") or each.get("token_ids"))
 
     def report(self) -> None:
         """Take the ledger's report over, and write."""

@@ -105,7 +105,11 @@ class Faults:
             self.armed = name
             return
         table = runner.req_to_token_pool.req_to_token
-        n, m = self.chance.sample(range(len(batch.rids)), 2)
+        pair = self.pair(name, batch)
+        if pair is None:  # another step has two requests that differ
+            self.todo.insert(0, name)
+            return
+        n, m = pair
         facts = {"request": batch.rids[n], "other": batch.rids[m], "mode": batch.forward_mode.name}
         if name == "state_swap":
             facts |= self.swap_states(runner.req_to_token_pool, batch, n, m)
@@ -126,6 +130,13 @@ class Faults:
         }.get(name, self.change_table)
         facts |= plant(name, table, batch, n, m)
         self.note(name, **facts)
+
+    def pair(self, name, batch):
+        """Draw two requests; of lines that are swapped, two whose last tokens differ."""
+        pairs = [self.chance.sample(range(len(batch.rids)), 2) for _ in range(20)]
+        last = [int(batch.input_ids[self.first_row(batch, n)[0]]) for n in range(len(batch.rids))]
+        fit = [(n, m) for n, m in pairs if name != "swapped_lines" or last[n] != last[m]]
+        return fit[0] if fit else None
 
     def write_elsewhere(self, name, table, batch, n, m):
         """Let a row go to another request's slot, or to none."""

@@ -143,6 +143,7 @@ MAMBA2: Final = {
     "mamba_num_heads": 16,
     "mamba_head_dim": 64,
     "n_groups": 2,
+    "mamba_n_groups": 2,
     "conv_kernel": 4,
     "chunk_size": 64,
     "ssm_state_size": 64,

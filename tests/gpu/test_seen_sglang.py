@@ -12,6 +12,7 @@ from gpu_seen import PAGE, RECORD
 SEEN = json.loads(RECORD.read_text())
 ENGINES, COST, RINGS = (SEEN[kind] for kind in ("sglang", "sglang_cost", "sglang_rings"))
 BEGINS = ("state_clear", "state_copy", "state_other")
+HOST = ("host_page", "host_slot", "host_write")
 PAGES = Path(__file__).parents[2] / "integrations"
 
 
@@ -39,8 +40,15 @@ def test_every_fault_is_found(engine):
         begins = fault["fault"] in BEGINS  # of a state that belongs to no request
         assert {named[0], named[2]} <= {"yes", "named"}, fault
         assert named[1] in ("yes", "named") or begins, fault
-        nobody = fault["found"] == "unwritten" or begins
+        # The host's rows outlive what is known of their writers.
+        nobody = fault["found"] == "unwritten" or begins or fault["fault"] in HOST
         assert named[3] in (("-", "named") if nobody else ("yes", "named"))
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if ENGINES[name].get("contained")])
+def test_a_request_is_given_up_at_most_after_it_was_computed_again(engine):
+    assert ENGINES[engine]["given_up"] < ENGINES[engine]["contained"]
+    assert ENGINES[engine]["tokens"] > 1000
 
 
 @pytest.mark.parametrize("cell", COST)
@@ -55,7 +63,7 @@ def test_a_step_takes_no_longer_than_with_the_ring(cell):
     assert RINGS[cell]["ratio"][0] <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["sglang", "sglang_cost", "sglang_rings"])
+@pytest.mark.parametrize("kind", ["sglang", "sglang_cost", "sglang_rings", "sglang_mamba"])
 def test_a_record_says_where_it_is_from(kind):
     for found in SEEN[kind].values():
         assert found["commit"]
@@ -78,6 +86,11 @@ def test_pages_have_the_records_numbers():
     says = words("SGLANG.md")
     assert f"whole step takes {min(ratios):.2f} to {max(ratios):.2f} of the time" in says
     assert f"verify takes {min(verify):.2f} to {max(verify):.2f} of the time" in says
+    mamba = SEEN["sglang_mamba"].values()
+    states = [cell["ratio"][0] for cell in mamba]
+    assert f"takes {min(states):.2f} to {max(states):.2f} of the time of SGLang's" in says
+    kept = [cell["beside_mib"]["sglang"] / cell["beside_mib"]["kvtxn"] for cell in mamba]
+    assert f"{min(kept):.0f} times the memory" in says
     faults = [fault for each in ENGINES.values() for fault in each["faults"]]
     assert f"All {len(faults)} were found" in says
     for page in ("KV_CANARY.md", "SGLANG.md"):

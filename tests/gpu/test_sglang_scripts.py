@@ -72,7 +72,7 @@ def test_an_unknown_engine_is_refused(capsys):
 
 
 def test_tokens_count_until_two_engines_part():
-    found = sglang_engines.same([[[1, 2, 3], [4, 5]]], [[[1, 9, 3], [4, 5]]])
+    found = sglang_engines.same([[[1, 2, 3], [4, 5], None]], [[[1, 9, 3], [4, 5], [6]]])
     assert found == {"requests": 2, "equal": 1, "tokens": 5, "first_equal": 3}
 
 

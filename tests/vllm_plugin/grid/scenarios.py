@@ -27,6 +27,7 @@ class Engine:
         scores: ask for so many of the likeliest tokens of every step.
 
     Attributes:
+        salt: of the prompts from now on, so that blocks of earlier ones are not found; or None.
         cached: prompt tokens that were in the prefix cache.
         hits: requests that hit a block in the step that filled it.
         prompts: of the requests, in the order of the tokens that a scenario returns.
@@ -36,6 +37,7 @@ class Engine:
     def __init__(self, llm: Any, scores: int | None = None) -> None:
         self.llm = llm
         self.scores = scores
+        self.salt: str | None = None
         self.cached = 0
         self.hits = 0
         self.prompts: Tokens = []
@@ -59,7 +61,8 @@ class Engine:
 
     def ask(self, prompts: Tokens, params: Any) -> Tokens:
         """Generate with these parameters; every output of every prompt."""
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        salt = {} if self.salt is None else {"cache_salt": self.salt}
+        asked = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
         results = self.llm.generate(asked, params, use_tqdm=False)
         self.cached += sum(result.num_cached_tokens or 0 for result in results)
         pairs = zip(prompts, results, strict=True)
