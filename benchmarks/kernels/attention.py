@@ -21,8 +21,7 @@ from ...layers import LayerRef
 from ..common import conformance_gate as gate
 from ..common import machine
 from ..common.model_shapes import BLOCK_SIZE, MODELS, Case
-from .cases import measure_all
-from .timer import medians
+from .timer import measure_all, medians
 
 #: Requests and tokens of context.
 SHAPES: Final = ((1, 2048), (8, 2048), (16, 2048), (64, 2048), (128, 1024))

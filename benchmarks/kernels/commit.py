@@ -22,8 +22,7 @@ from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
 from ..common.model_shapes import MODELS, Case
-from .cases import measure_all
-from .timer import COLD_BYTES, medians
+from .timer import COLD_BYTES, measure_all, medians
 
 if TYPE_CHECKING:
     from .workload import Workload  # needs Triton, which the command line does not

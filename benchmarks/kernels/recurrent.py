@@ -32,7 +32,7 @@ from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import STATES, StateCase
 from ..common.paired_stats import interval, rounded
-from .cases import measure_all
+from .timer import measure_all
 from .timer import samples as graph_samples
 
 if TYPE_CHECKING:
