@@ -1,4 +1,4 @@
-"""``DeltaRows``, what the rows of a verify step leave for the commit; ``DeltaLayers``, all layers."""
+"""The staged rows of a gated delta net, and the layers of one commit as a launch finds them."""
 
 from __future__ import annotations
 

@@ -1,19 +1,9 @@
 """The record of what engines and servers did on GPUs; the page drawn from it.
 
-python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
-python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
-python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
-python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
-python tests/gpu/gpu_seen.py identities FOLDER COMMIT       what ``gpu_identities.py`` wrote
-python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
-python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
-python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
-python tests/gpu/gpu_seen.py sglang_canary OUT/canary.json COMMIT  what ``sglang_canary.py`` wrote
-python tests/gpu/gpu_seen.py sglang_known OUT/known.json COMMIT  what ``sglang_known.py`` wrote
-python tests/gpu/gpu_seen.py sglang_cost OUT/cost.json COMMIT    what ``sglang_cost.py`` wrote
-python tests/gpu/gpu_seen.py sglang_rings OUT/rings.json COMMIT  what ``sglang_rings.py`` wrote
-python tests/gpu/gpu_seen.py                                 draws again
+python tests/gpu/gpu_seen.py KIND PATH COMMIT [RELEASE]   takes over what a script left, and draws
+python tests/gpu/gpu_seen.py                              draws again
 
+KIND is one of ``REDUCERS``, PATH the script's folder of reports, or its file of them.
 A record is taken over engine by engine: what a run left out keeps what an older one said. A run
 with another release of vLLM than the page's gives it after the commit; its engines' names say so.
 """
