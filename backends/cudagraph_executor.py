@@ -193,17 +193,9 @@ class CudaGraphExecutor(Executor):
         accepted: Tensor | SampledIds,
         dropped: Callable[[], None],
     ) -> _Captured | None:
-        """Capture a commit over buffers of ``bucket`` rows.
+        """Capture a commit over buffers of ``bucket`` rows; None if graphs have no room for it.
 
-        Args:
-            plan: what the launch moves.
-            bucket: rows of the buffers. Every position is -1, so nothing moves now.
-            counters: int64 ``[lines, 4]``, see ``Txn.count``.
-            accepted: the acceptance that replays read.
-            dropped: see ``GraphCache.add``.
-
-        Returns:
-            The graph; None if it takes more memory than all graphs may.
+        Every position is -1, so nothing moves now.
         """
         request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         position = torch.full_like(request, -1)

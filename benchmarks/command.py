@@ -31,7 +31,7 @@ SUITES: Final = {
         "requests that a hybrid's cache holds at once: as vLLM reports, and as seen running",
     ),
     "soak": ("soak.command", "an engine with windows for long: what is lost, left, or grows"),
-    "report": ("engines.rerender", "Markdown from the JSON files of `kvtxn bench vllm`"),
+    "report": ("engines.files", "Markdown from the JSON files of `kvtxn bench vllm`"),
 }
 
 #: By measurement: the packages without which it does not start; GPUs apart.

@@ -87,11 +87,7 @@ def as_promql() -> str:
 
 
 def as_json(active: Family) -> str:
-    """Return the dashboard as Grafana imports it.
-
-    Args:
-        active: the metric that an engine has beside the library's.
-    """
+    """Return the dashboard as Grafana imports it; ``active`` is the engine's own metric."""
     panels: list[dict[str, Any]] = []
     _add(panels, "Look here first", map(_of_query, QUERIES))
     _add(panels, "Windows", map(_of_family, (active, *FAMILIES)))

@@ -37,16 +37,23 @@ def load(name: str) -> dict[str, Any]:
 
 def host() -> str:
     """Host time of an idle window."""
-    result = load("host-cpu")
-    rows = [
-        [
-            r["policy"],
-            str(r["requests"]),
-            *(f"{r[p]:.0f}" for p in ("begin", "stage", "commit", "all")),
-        ]
-        for r in result["rows"]
-    ]
-    header = ["policy", "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
+    return _host_table("policy", [("", "host-cpu")])
+
+
+def host_gpu() -> str:
+    """Host time of a window on a GPU machine, per executor."""
+    names = (("`triton`, layer by layer", "triton"), ("`cudagraph`, layer by layer", "cudagraph"))
+    return _host_table("", [(what, f"h200-host-{name}") for what, name in names])
+
+
+def _host_table(first: str, results: Sequence[tuple[str, str]]) -> str:
+    """Tabulate results of ``kvtxn bench host``, each line's first cell named, or its policy."""
+    rows, parts = [], ("begin", "stage", "commit", "all")
+    for what, name in results:
+        result = load(name)
+        for r in result["rows"]:
+            rows.append([what or r["policy"], str(r["requests"]), *(f"{r[p]:.0f}" for p in parts)])
+    header = [first, "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
@@ -54,7 +61,7 @@ def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Engines by turns: each of a pair beside the other one, round by round.
 
     Args:
-        name: a result of ``tests/gpu/before_and_after.py``.
+        name: a result of engines of two commits.
         pairs: names of its engines.
     """
     result, rows = load(name), []
@@ -149,22 +156,6 @@ def sanitizer() -> str:
     later = sorted({f"`{row['family']}` at {row['commit']}" for row in again})
     text = f"{table(header, rows)}\n\nComplaints. {machine_line(result['machine'])}"
     return f"{text}; {', '.join(later)}." if later else f"{text}."
-
-
-def host_gpu() -> str:
-    """Host time of a window on a GPU machine, per way to run one."""
-    rows = []
-    for what, name in (
-        ("`triton`, layer by layer", "h200-host-triton"),
-        ("`cudagraph`, layer by layer", "h200-host-cudagraph"),
-    ):
-        result = load(name)
-        for r in result["rows"]:
-            if r["policy"] == "deferred":
-                times = [f"{r[part]:.0f}" for part in ("begin", "stage", "commit", "all")]
-                rows.append([what, str(r["requests"]), *times])
-    header = ["", "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
 def vllm_speed(*names: str) -> str:

@@ -177,12 +177,9 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
     [
         "host --layers 0",
         "host --requests 1 -1",
-        "host --draft-len x",
         "host --windows 0",
-        "host --device nonsense",
         "kernels --requests 0",
         "recurrent --dtypes float16",
-        "steps --drafts 0",
     ],
 )
 def test_bench_refuses_what_cannot_be_measured(capsys, arguments):

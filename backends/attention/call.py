@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...executor import AttentionArgs
-from ...layers import LayerRef
+from ...layers import LayerRef, Plane
 from ...layout import RowLayout, to_device
 
 _COMPUTE: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -138,3 +138,41 @@ def _compute(query: Tensor, ref: LayerRef) -> tl.dtype:
     if ref.planes[-1].is_scale:  # an 8-bit number times its scale needs more than 16 bits
         return tl.float32
     return _COMPUTE.get(query.dtype, tl.float32) if exact else tl.float32
+
+
+@attrs.frozen(eq=False)
+class Scales:
+    """The scales of keys or of values.
+
+    Attributes:
+        numbers: float32: one, one per KV head, or one per row and head.
+        count: of static scales, 0 if there are none; -1 if each row has its own.
+        strides: of the rows' own scales, in elements: block, slot and head in a cache, row and head
+            in fresh rows; else zeros.
+    """
+
+    numbers: Tensor
+    count: int
+    strides: tuple[int, ...]
+
+
+def typed(plane: Plane) -> Tensor:
+    """View the cache of a plane in the plane's own dtype."""
+    return plane.cells.view(plane.format.dtype)
+
+
+def scales_of(
+    ref: LayerRef, side: int, unread: Tensor, fresh: tuple[Tensor, ...] | None = None
+) -> Scales:
+    """Find the scales of keys (``side`` 0) or values (1): cached rows', or those of ``fresh`` rows.
+
+    ``unread``, float32, stands in the place of scales if there are none.
+    """
+    number = ref.planes[side].format
+    if number.scales_in is not None:
+        beside = typed(ref.planes[number.scales_in]) if fresh is None else fresh[number.scales_in]
+        return Scales(beside, -1, beside.stride())
+    if number.scale is None:
+        return Scales(unread, 0, (0, 0, 0))
+    scale = number.scale.reshape(-1)
+    return Scales(scale, scale.numel(), (0, 0, 0))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...host_values import to_device
-from ..launching.host_memory import memoryview_of
-from ..launching.repeated_launch import ALIGNED
+from ..launching.repeated_launch import ALIGNED, memoryview_of
 
 #: Parts, and the numbers of each: 4 MiB in all.
 _PARTS: Final = 4

@@ -9,8 +9,7 @@
 ``reference`` has the same two functions in torch: the specification, and what runs on a CPU.
 """
 
-from .layers import DeltaLayers
-from .rows import DeltaRows
+from .layers import DeltaLayers, DeltaRows
 from .step import advance_gated_delta, verify_gated_delta
 
 __all__ = ["DeltaLayers", "DeltaRows", "advance_gated_delta", "verify_gated_delta"]

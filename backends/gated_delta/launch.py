@@ -13,8 +13,7 @@ from torch import Tensor
 from ...errors import LayerError
 from ..launching.kernel_call import KernelCall
 from .advance_kernel import advance_rows
-from .layers import DeltaLayers
-from .rows import DeltaRows
+from .layers import DeltaLayers, DeltaRows
 from .verify_kernel import verify_rows
 
 #: The most rows of a request: keys and queries of all of them are one operand of tensor cores.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...recurrent import GatedDelta
 from ...recurrent.rank_one import take_in
-from .layers import DeltaLayers
-from .rows import DeltaRows
+from .layers import DeltaLayers, DeltaRows
 
 #: Beyond this number softplus is the number itself.
 THRESHOLD: Final = 20.0

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from ...errors import LayerError
 from . import reference
-from .layers import DeltaLayers, check_rows, check_state
-from .rows import DeltaRows
+from .layers import DeltaLayers, DeltaRows, check_rows, check_state
 
 
 def verify_gated_delta(

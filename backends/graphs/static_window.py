@@ -8,6 +8,7 @@ are in the executor's ``GraphCache``: a layout whose graph had to go launches as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -17,14 +18,13 @@ import torch
 from torch import Tensor
 
 from ...captured_launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ...cuda_graphs import Replay, capture
+from ...cuda_graphs import GraphCache, Replay, capture
 from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
 from ...state_supplier import Capture
 from ..launching.graph_launch import replay_of
 from ..launching.kernel_call import KernelCall
-from ..launching.recurring_graphs import RecurringGraphs
 from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
 from ..move_rows.launch import CachedLaunch, MovePlan
 from ..move_rows.selection import Accept
@@ -43,6 +43,52 @@ _MOST_SEEN: Final = 256
 #: Arranges the launch of a plan over rows of a layout, with an acceptance. One without acceptance
 #: keeps the slots, where ``CapturedPlaces`` has a place for them.
 Arrange = Callable[[MovePlan, RowLayout, AcceptanceArg], KernelCall]
+
+
+class RecurringGraphs:
+    """Counts launches, and captures a launch that recurs as a graph.
+
+    A capture costs a step many launches' time, so it is worth it only for what comes often. A graph
+    that the cache drops is forgotten, and captured again once its launch came as often anew.
+
+    Args:
+        graphs: keeps what is captured.
+        most_seen: launches that are counted; when there are more, all counts are forgotten.
+    """
+
+    def __init__(self, graphs: GraphCache, most_seen: int = _MOST_SEEN) -> None:
+        self._graphs: Final = graphs
+        self._most_seen: Final = most_seen
+        self._seen: Counter[int] = Counter()
+
+    def recurs(self, key: int, often: int) -> bool:
+        """Count a launch; tell whether it came so often now that it is to be captured."""
+        if len(self._seen) > self._most_seen:
+            self._seen.clear()
+        self._seen[key] += 1
+        return self._seen[key] == often
+
+    def capture(
+        self,
+        key: int,
+        make: Callable[[], Replay | None],
+        replays: dict[int, Replay],
+    ) -> None:
+        """Capture a launch.
+
+        Args:
+            key: names the launch, as in ``recurs``.
+            make: captures; as for ``GraphCache.add``.
+            replays: gets what launches the graph, and loses it when the cache drops the graph.
+        """
+
+        def dropped() -> None:
+            del replays[key]
+            self._seen[key] = 0
+
+        replay = self._graphs.add(make, dropped)
+        if replay is not None:
+            replays[key] = replay
 
 
 class StaticLaunches(CapturedLaunches):
@@ -136,8 +182,8 @@ class StaticLayout(LayoutLaunches):
         self._run: CachedLaunch | None = None
         self.replays: dict[int, Callable[[], None]] = {}
         self.with_states: dict[int, Callable[[], None]] = {}
-        self._recurring = RecurringGraphs(launches.graphs, _MOST_SEEN)
-        self._with_states = RecurringGraphs(launches.graphs, _MOST_SEEN)
+        self._recurring = RecurringGraphs(launches.graphs)
+        self._with_states = RecurringGraphs(launches.graphs)
 
     def save(self) -> None:
         """Save the drafts' rows; the first call arranges the launch, which replaces this method."""
@@ -185,7 +231,7 @@ class StaticLayout(LayoutLaunches):
 
         make = partial(self._launches.captured if capture is None else capture, both)
         try:
-            self._with_states.capture(place, make, self.with_states, place)
+            self._with_states.capture(place, make, self.with_states)
         except Exception as error:  # both commits still work, one after the other
             log.debug("static_window.not_captured", error=repr(error))
 
@@ -196,4 +242,4 @@ class StaticLayout(LayoutLaunches):
         if self._recurring.recurs(place, _OFTEN):
             launch = partial(self._run.run, sampled)
             make = partial(self._launches.captured, launch)
-            self._recurring.capture(place, make, self.replays, place)
+            self._recurring.capture(place, make, self.replays)

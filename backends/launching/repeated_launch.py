@@ -187,3 +187,9 @@ def works(device: int) -> bool:
 def address_of(argument: Any) -> Any:
     """Return the address of a tensor, and anything else as it is."""
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def memoryview_of(numbers: Tensor) -> memoryview:
+    """Return the memory of int64 ``[n]`` on the host, contiguous, which must stay alive."""
+    memory = (ctypes.c_int64 * len(numbers)).from_address(numbers.data_ptr())
+    return memoryview(memory).cast("B").cast("q")

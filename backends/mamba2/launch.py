@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from ..gated_delta.launch import longest_of, power_of_two
-from ..gated_delta.rows import DeltaRows
+from ..gated_delta.layers import DeltaRows
 from .verify_kernel import verify_rows
 
 #: Rows of a head's state in a program of one warp. Of the sizes that were timed for Nemotron-H's

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...recurrent import Mamba2
+from ..gated_delta.layers import DeltaRows
 from ..gated_delta.reference import THRESHOLD
-from ..gated_delta.rows import DeltaRows
 
 
 def verify_mamba2(

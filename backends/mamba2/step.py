@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..gated_delta.layers import check_rows, check_state
-from ..gated_delta.rows import DeltaRows
+from ..gated_delta.layers import DeltaRows, check_rows, check_state
 from . import reference
 
 

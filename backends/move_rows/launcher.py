@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,11 +12,60 @@ from torch import Tensor
 from ...layout import RowLayout
 from ..launching import repeated_launch
 from ..launching.kernel_call import KernelCall
-from ..launching.launch_cache import LaunchCache
 from . import kernel as kernels
 from .acceptance import AcceptanceArg
 from .launch import CachedLaunch, MovePlan
 from .tile_sizes import tile_for
+
+#: A launch, and what holds the objects that its key names.
+Remembered = tuple[CachedLaunch, MovePlan, RowLayout]
+
+#: Bytes of the host that one prepared launch takes, about: its arguments, and their packed copy.
+LAUNCH_BYTES: Final = 8 << 10
+
+#: Bytes that the launches of one executor may take: some thousand layouts of up to 256 rows.
+MOST_BYTES: Final = 16 << 20
+
+
+class LaunchCache:
+    """Prepared launches by key. The one that was added first goes first, and is prepared anew.
+
+    Args:
+        most_bytes: the bound.
+
+    Attributes:
+        most_bytes: as given.
+        nbytes: bytes of the launches that are kept.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.nbytes = 0
+        self._kept: dict[Hashable, tuple[Remembered, int]] = {}
+
+    def __len__(self) -> int:
+        """Count the launches that are kept."""
+        return len(self._kept)
+
+    def get(self, key: Hashable) -> Remembered | None:
+        """Return the launch of a key, or None."""
+        found = self._kept.get(key)
+        return None if found is None else found[0]
+
+    def add(self, key: Hashable, launch: Remembered, tensors: Iterable[Tensor]) -> None:
+        """Keep a launch whose key has none, and drop others if there are too many bytes.
+
+        Args:
+            key: names the launch.
+            launch: is kept whatever its size.
+            tensors: kept until the launch is dropped; their bytes count as well.
+        """
+        nbytes = LAUNCH_BYTES + sum(tensor.nbytes for tensor in tensors)
+        while self._kept and self.nbytes + nbytes > self.most_bytes:
+            _, dropped = self._kept.pop(next(iter(self._kept)))
+            self.nbytes -= dropped
+        self._kept[key] = launch, nbytes
+        self.nbytes += nbytes
 
 
 class MoveLauncher:
@@ -35,7 +86,7 @@ class MoveLauncher:
         self._groups = limits.shape[0]
         self._overwrites = overwrites
         self._uniform: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
-        self._launches: LaunchCache[tuple[CachedLaunch, MovePlan, RowLayout]] = LaunchCache()
+        self._launches = LaunchCache()
         self.programs = 1
         if limits.device.type == "cuda":
             device = torch.cuda.get_device_properties(limits.device)
@@ -93,15 +144,8 @@ class MoveLauncher:
     ) -> KernelCall:
         """Arrange the call that ``launch`` makes, with the same arguments.
 
-        Args:
-            plan: see ``launch``, as all but the last.
-            layout: the rows.
-            counters: added to if ``count``.
-            acceptance: the acceptance.
-            slots: of each group.
-            count: False if slots are kept.
-            kept: int64 ``[num_groups, num_rows or more]``, the last dimension contiguous: gets the
-                slots of the rows. None keeps none.
+        A launch that does not count may keep slots: ``kept``, int64 ``[num_groups, num_rows or
+        more]``, the last dimension contiguous, gets those of the rows.
         """
         planes = plan.planes
         tile = tile_for(planes, layout.num_rows, self.programs)

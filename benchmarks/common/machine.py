@@ -21,15 +21,11 @@ from ...integrations.audit_command.shown_arguments import shown
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def describe(commit: str | None = None) -> dict[str, Any]:
-    """Describe the machine, versions, commit and command, as every result file has them.
-
-    Args:
-        commit: commit of these sources, used if neither git nor a file COMMIT names it.
-    """
+def describe() -> dict[str, Any]:
+    """Describe the machine, versions, commit and command, as every result file has them."""
     facts: dict[str, Any] = {
         "command": shlex.join(["kvtxn", *_shown(sys.argv[1:])]),
-        "commit": commit or commit_of(),
+        "commit": commit_of(),
         "python": platform.python_version(),
         "processor": _processor(),
     }

@@ -8,26 +8,17 @@ from typing import Any, Final
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Draw a table in Markdown; the first column is text, the others are numbers."""
-    return _tabulate(header, rows, "pipe")
+    from tabulate import tabulate
+
+    sides = ["left", *["right"] * (len(header) - 1)]
+    text: str = tabulate(rows, header, "pipe", disable_numparse=True, colalign=sides)
+    return text
 
 
 def words(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Draw a table of texts in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Draw a table for a terminal."""
-    return _tabulate(header, rows, "plain")
-
-
-def _tabulate(header: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
-    from tabulate import tabulate
-
-    sides = ["left", *["right"] * (len(header) - 1)]
-    text: str = tabulate(rows, header, form, disable_numparse=True, colalign=sides)
-    return text
 
 
 #: Commands whose results depend on vLLM's release.

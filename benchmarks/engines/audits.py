@@ -49,10 +49,6 @@ class Audited:
 def between(before: Sequence[Audited], after: Sequence[Audited]) -> dict[str, Any]:
     """Sum up the rows read and violations of all ranks' audits between two readings.
 
-    Args:
-        before: by rank.
-        after: by rank, later.
-
     Returns:
         ``steps``, ``rows``, ``states``, ``violations`` and ``unjudged``: the differences of the
         counters, summed over ranks; ``kinds``: the violations by kind; ``first``: the first few of
@@ -80,9 +76,6 @@ def between(before: Sequence[Audited], after: Sequence[Audited]) -> dict[str, An
 
 def memory(worker: Any) -> dict[str, int] | None:
     """Return the memory of a worker's audit on its device, beside the formula's.
-
-    Args:
-        worker: vLLM's worker, with kvtxn's audit active in it.
 
     Returns:
         Bytes: ``taken`` by the tensors that exist, ``formula`` by ``Sizes.num_bytes`` (with

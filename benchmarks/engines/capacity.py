@@ -4,8 +4,8 @@ An engine for each policy, length and cache mode, all with the same bytes of cac
 how many requests of its longest length fit. Then more requests than that come at once, and how many
 of them *run* at once is counted, and how often one was preempted.
 
-The model has fewer layers than the one it is named after, of each kind in the same proportion:
-pages, and so how many requests fit into how many bytes per layer, are the whole model's.
+The model is Qwen3.5-9B with fewer layers, of each kind in the same proportion: pages, and so how
+many requests fit into how many bytes per layer, are the whole model's.
 
 With ``--scheduler-alone`` vLLM plans the caches and schedules the requests, and no model runs: that
 needs no GPU, and vLLM decides as it does with one.
@@ -17,14 +17,14 @@ import argparse
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 import torch
 
-from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import Shape
@@ -37,86 +37,76 @@ from .process import EngineSpec, running
 #: vLLM's cache modes for states: none are kept, or those at the ends of blocks are.
 CACHES: Final = {"none": False, "align": True}
 
-#: Tokens that each request generates; those before them are its prompt.
+#: Tokens of the longest requests; each generates the last 256 of them.
+_LENGTHS: Final = (1024, 4096)
 _TOKENS: Final = 256
 
 #: Requests for each one that vLLM reports to fit.
 _MORE: Final = 1.3
 
+_LAYERS: Final = 4
+_DRAFTS: Final = 4
+_CACHE_BYTES: Final = 3 << 30
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    shapes = {name: model.shape for name, model in MODELS.items()}
-    names = [name for name, each in shapes.items() if each.states and not each.feeding]
-    parser.add_argument("--model", choices=names, default=names[0])
-    parser.add_argument("--layers", type=natural, default=4, help="of the model; default: 4")
     parser.add_argument(
         "--policies", nargs="+", choices=["stock", *RECURRENT], default=["stock", "exact"]
     )
-    parser.add_argument("--lengths", type=natural, nargs="+", default=[1024, 4096])
-    parser.add_argument("--caches", nargs="+", choices=list(CACHES), default=list(CACHES))
-    parser.add_argument("--drafts", type=natural, default=4)
-    parser.add_argument("--mebibytes", type=natural, default=3072, help="of the cache")
     parser.add_argument(
         "--scheduler-alone", action="store_true", help="without a model, and without a GPU"
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one engine")
     machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Count in all engines, side by side, and print a table."""
-    if args.scheduler_alone:
-        return schedule(args)
-    if not torch.cuda.is_available():
+    if not args.scheduler_alone and not torch.cuda.is_available():
         print("the benchmark of capacity needs a CUDA device")
         return 2
-    found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}
+    found: dict[str, Any] = {"suite": "capacity", "layers": _LAYERS, "rows": []}
+    cases = list(itertools.product(CACHES, _LENGTHS, args.policies))
     with tempfile.TemporaryDirectory() as folder:
-        cases = list(itertools.product(args.caches, args.lengths, args.policies))
-        specs = [spec_of(args, Path(folder), *case) for case in cases]
-        with running(specs) as engines:
-            for (cache, length, policy), engine in zip(cases, engines, strict=True):
-                reported = engine.reported()
-                held = engine.hold(work_of(length, reported, MODELS[args.model]))
-                row = {"cache": cache, "length": length, "policy": policy, "reported": reported}
-                found["rows"].append({**row, **attrs.asdict(held)})
-                print(found["rows"][-1], flush=True)
-                if args.save:
-                    machine.write(args.save, found)
+        counts = scheduled if args.scheduler_alone else in_engines
+        for case, row in zip(cases, counts(Path(folder), cases), strict=True):
+            where = dict(zip(("cache", "length", "policy"), case, strict=True))
+            found["rows"].append({**where, **row})
+            print(found["rows"][-1], flush=True)
+            if args.save:
+                machine.write(args.save, found)
     print(tabulated(found["rows"]))
     return 0
 
 
-def schedule(args: argparse.Namespace) -> int:
-    """Count what vLLM's scheduler does without a model, and print a table."""
+def in_engines(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[dict[str, Any]]:
+    """Count what real engines hold, all started side by side."""
+    with running([spec_of(folder, *case) for case in cases]) as engines:
+        for (_, length, _), engine in zip(cases, engines, strict=True):
+            reported = engine.reported()
+            yield {"reported": reported, **attrs.asdict(engine.hold(work_of(length, reported)))}
+
+
+def scheduled(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[dict[str, Any]]:
+    """Count what vLLM's scheduler does without a model."""
     from ...integrations.vllm_plugin.internals.measuring import Scheduled
 
-    found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}
-    model = cut(MODELS[args.model], args.layers)
-    layers = caches_of(model.shape, args.drafts)
-    with tempfile.TemporaryDirectory() as folder:
-        for cache, length, policy in itertools.product(args.caches, args.lengths, args.policies):
-            # Nothing of the model is read but how long a request may be.
-            given = MODELS["tiny"].arguments(Path(folder) / f"{cache}-{length}", length)
-            arguments = given | common(args, cache, length)
-            one_state = policy in RECURRENT
-            caches = Scheduled(arguments, layers, args.mebibytes << 20, one_state=one_state)
-            reported = caches.reported()
-            count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
+    layers = caches_of(model().shape)
+    for cache, length, policy in cases:
+        # Nothing of the model is read but how long a request may be.
+        given = MODELS["tiny"].arguments(folder / f"{cache}-{length}", length)
+        one_state = policy in RECURRENT
+        caches = Scheduled(given | common(cache, length), layers, _CACHE_BYTES, one_state=one_state)
+        reported = caches.reported()
+        count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
+        ran = partial(caches.run, count, prompt, _TOKENS)
+        first = ran(count)
+        quiet = most_without_preemption(partial(_preempted, ran), first.most)
+        yield {"reported": reported, **attrs.asdict(first), "quiet": quiet}
 
-            def ran(at_once: int) -> Any:
-                return caches.run(count, prompt, _TOKENS, at_once)  # noqa: B023 - called here
 
-            first = ran(count)
-            quiet = most_without_preemption(lambda most: ran(most).preempted, first.most)
-            row = {"cache": cache, "length": length, "policy": policy, "reported": reported}
-            found["rows"].append({**row, **attrs.asdict(first), "quiet": quiet})
-            print(found["rows"][-1], flush=True)
-    if args.save:
-        machine.write(args.save, found)
-    print(tabulated(found["rows"]))
-    return 0
+def _preempted(ran: Callable[[int], Any], most: int) -> int:
+    return int(ran(most).preempted)
 
 
 def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
@@ -138,7 +128,7 @@ def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
     return fits
 
 
-def caches_of(shape: Shape, drafts: int) -> Any:
+def caches_of(shape: Shape) -> Any:
     """Describe a hybrid's caches for vLLM's planning."""
     from ...integrations.vllm_plugin.internals.measuring import Layers
 
@@ -150,25 +140,25 @@ def caches_of(shape: Shape, drafts: int) -> Any:
         recurrent=states.layers,
         kv_heads=shape.kv_heads,
         head_size=shape.head,
-        past=(hybrids.TAPS - 1 + drafts, channels),
+        past=(hybrids.TAPS - 1 + _DRAFTS, channels),
         state=(states.heads, states.value_size, states.key_size),
     )
 
 
-def common(args: argparse.Namespace, cache: str, length: int) -> dict[str, Any]:
+def common(cache: str, length: int) -> dict[str, Any]:
     """Choose the arguments of vLLM that engines have with and without a model."""
     speculation = {
         "method": "ngram",
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
-        "num_speculative_tokens": args.drafts,
+        "num_speculative_tokens": _DRAFTS,
     }
     return {
         "enable_prefix_caching": CACHES[cache],
         "skip_tokenizer_init": True,
         "max_model_len": length,
         "max_num_seqs": 512,
-        "max_num_batched_tokens": 1 << 20 if args.scheduler_alone else 1 << 15,
+        "max_num_batched_tokens": 1 << 20,
         "enforce_eager": True,
         "dtype": "bfloat16",
         "speculative_config": speculation,
@@ -176,41 +166,39 @@ def common(args: argparse.Namespace, cache: str, length: int) -> dict[str, Any]:
     }
 
 
-def spec_of(
-    args: argparse.Namespace, folder: Path, cache: str, length: int, policy: str
-) -> EngineSpec:
+def spec_of(folder: Path, cache: str, length: int, policy: str) -> EngineSpec:
     """Describe an engine whose longest requests have ``length`` tokens."""
-    model = cut(MODELS[args.model], args.layers)
-    where = folder / f"{cache}-{length}"
     arguments = {
-        **model.arguments(where, length),
+        **model().arguments(folder / f"{cache}-{length}", length),
         **hybrids.arguments(),
-        **common(args, cache, length),
+        **common(cache, length),
+        "max_num_batched_tokens": 1 << 15,
         "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": args.mebibytes << 20,
+        "kv_cache_memory_bytes": _CACHE_BYTES,
     }
     return EngineSpec(
         policy=policy,
         arguments=arguments,
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
-        timeout=args.timeout,
+        timeout=300.0,
         label=f"{cache}-{length}-{policy}",
     )
 
 
-def cut(model: Model, layers: int) -> Model:
-    """Return a hybrid with fewer layers, of both kinds in the same proportion."""
-    shape = model.shape
-    assert shape.states is not None
-    states = attrs.evolve(shape.states, layers=layers * shape.states.layers // shape.layers)
-    return attrs.evolve(model, shape=attrs.evolve(shape, layers=layers, states=states))
+def model() -> Model:
+    """Return Qwen3.5-9B with fewer layers, of both kinds in the same proportion."""
+    whole = MODELS["qwen3.5-9b"]
+    shape, states = whole.shape, whole.shape.states
+    assert states is not None
+    fewer = attrs.evolve(states, layers=_LAYERS * states.layers // shape.layers)
+    return attrs.evolve(whole, shape=attrs.evolve(shape, layers=_LAYERS, states=fewer))
 
 
-def work_of(length: int, reported: float, model: Model) -> Work:
+def work_of(length: int, reported: float) -> Work:
     """Make more requests of ``length`` tokens than fit; no two begin with the same tokens."""
-    draw = random.Random(0)
+    draw, vocab = random.Random(0), model().shape.vocab
     count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
-    prompts = [[draw.randrange(2, model.shape.vocab) for _ in range(prompt)] for _ in range(count)]
+    prompts = [[draw.randrange(2, vocab) for _ in range(prompt)] for _ in range(count)]
     return Work(prompts=prompts, max_tokens=_TOKENS)
 
 

@@ -163,9 +163,7 @@ def against(mine: Sequence[Measured], stock: Sequence[Measured]) -> dict[str, An
 def first_tokens(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> list[float]:
     """Return the time to first token divided by stock's, for each round that has both.
 
-    Args:
-        mine: an engine of a cell, as in a result; an engine of an older result may lack times.
-        stock: stock's engine of the same cell, as in a result.
+    An engine of an older result may lack times.
     """
     both = zip(_first_token_rounds(mine), _first_token_rounds(stock), strict=True)
     return [own / base for own, base in both if own and base]

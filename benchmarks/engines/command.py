@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
-        "machine": machine.describe(args.commit),
+        "machine": machine.describe(),
         "settings": _settings(args),
         "conditions": {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin))},
     }
@@ -128,7 +128,7 @@ def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
 #: Requests per second, where nothing else is said.
 _ARRIVALS: Final = 16.0
 
-_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
+_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -192,10 +192,7 @@ def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
 def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
     """Choose the arguments of ``vllm.LLM``, the same for every policy.
 
-    Args:
-        args: the command's parsed options.
-        model: the model that the engines serve.
-        folder: a folder for the configurations of models.
+    Configurations of models are written into ``folder``.
     """
     loads = vllm_options.points(args)
     length = max(point.context + point.tokens for point in loads) + args.drafts + 8

@@ -11,6 +11,7 @@ whole cell. ``audit_memory`` in ``conditions`` has the audit's bytes, by engine 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ...errors import ConfigError
 from . import report as vllm_report
 from .load import name
 
@@ -64,3 +66,43 @@ def line(cell: Mapping[str, Any]) -> str:
             speed += f", {engine['audit']['rows']} rows read, {engine['audit']['violations']} wrong"
         parts.append(speed)
     return " | ".join(parts)
+
+
+# -- `kvtxn bench report` ----------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Markdown from result files of `kvtxn bench vllm`: for files that come from a machine "
+        "without tabulate, or from a release that wrote other text."
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="NAME.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write NAME.md beside each file."""
+    for path in args.files:
+        found = _format(path)
+        if found != FORMAT:
+            raise ConfigError(
+                "bench report",
+                f"{path} is not a result of `kvtxn bench vllm`",
+                expected=f"a JSON file of format {FORMAT}",
+                got=found,
+                hint="pass what `kvtxn bench vllm` wrote",
+            )
+        for made in publish(path):
+            print(made)
+    return 0
+
+
+def _format(path: Path) -> object:
+    """Read the format that a file says it has; a few words instead if it is no result."""
+    if not path.is_file():
+        return "a folder" if path.is_dir() else "no such file"
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return "no JSON"
+    return found.get("format", "none") if isinstance(found, dict) else "no JSON object"

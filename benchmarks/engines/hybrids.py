@@ -101,28 +101,16 @@ def arguments() -> dict[str, Any]:
 
 
 def cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int, policy: str) -> int:
-    """Return the bytes of a cache that holds so many requests, with a little more.
+    """Return the bytes of a cache for so many requests of so many tokens, with a little more.
 
-    Args:
-        shape: a hybrid's.
-        requests: that run at once.
-        tokens: of each of them.
-        drafts: per request and step.
-        policy: of the engine: stock has a state for each draft as well.
+    Under the policy "stock" each request has a state for each draft as well.
     """
     each, page = _pages(shape, tokens, drafts, policy)
     return (requests * (each + 1) + 2) * page * 17 // 16
 
 
 def equal_cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int) -> int:
-    """Return the bytes of a cache in which stock holds so many requests, and no more.
-
-    Args:
-        shape: a hybrid's.
-        requests: that stock runs at once.
-        tokens: of each of them.
-        drafts: per request and step.
-    """
+    """Return the bytes of a cache in which stock holds so many requests, and no more."""
     each, page = _pages(shape, tokens, drafts, "stock")
     return (requests * each + 2) * page  # block 0 belongs to no request
 

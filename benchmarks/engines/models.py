@@ -50,23 +50,14 @@ class Model:
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
-        """Return the arguments of ``vllm.LLM`` that name the model.
-
-        Args:
-            folder: for a configuration, if it has to be written.
-            max_length: most tokens of a request.
-        """
+        """Return the arguments of ``vllm.LLM`` that name the model, written if need be."""
         if self.prepare is not None:
             return {"model": str(self.prepare())}
         path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
         return {"model": str(path), "load_format": "dummy"}
 
     def text(self, folder: Path) -> Sequence[int] | int:
-        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do.
-
-        Args:
-            folder: the folder that ``arguments`` names.
-        """
+        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do."""
         if self.prepare is None:
             return self.shape.vocab
         from tokenizers import Tokenizer

@@ -136,7 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=machine.results_folder(),
         help="where to; default: benchmarks/results in a checkout, else the current folder",
     )
-    out.add_argument("--commit", help="of these sources, where there is no git and no file COMMIT")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -10,13 +10,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import torch
 
 from ... import LayerRef, TransactionManager, TxnConfig
-from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import BLOCK_SIZE, MODELS
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from ...integrations.serving.graph_steps import GraphSteps
 
 
+#: The model, the drafts per request, the numbers of requests, and the steps of a measurement.
+_MODEL: Final = MODELS["llama3-8b"]
+_DRAFTS: Final = 4
+_REQUESTS: Final = (1, 8, 32, 64)
+_STEPS: Final = 2000
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama3-8b")
-    parser.add_argument("--drafts", type=natural, default=4)
-    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--policies", nargs="+", default=["deferred", "undo"])
-    parser.add_argument("--steps", type=natural, default=2000, help="steps per measurement")
     machine.add_save(parser)
 
 
@@ -41,60 +43,56 @@ def run(args: argparse.Namespace) -> int:
         print("the benchmark of steps needs a CUDA device")
         return 2
     rows = []
-    for policy in args.policies:
-        steps, opened = make_steps(args, policy)
-        for requests in args.requests:
-            for changing in (False, True):
-                times = measure(args, steps, requests, changing=changing)
-                rows.append({"policy": policy, "requests": requests, "changing": changing, **times})
-                print(rows[-1], flush=True)
+    for policy in ("deferred", "undo"):
+        steps, opened = make_steps(policy)
+        for requests, changing in product(_REQUESTS, (False, True)):
+            times = measure(steps, requests, changing=changing)
+            rows.append({"policy": policy, "requests": requests, "changing": changing, **times})
+            print(rows[-1], flush=True)
         print(f"{policy}: warm-up took {opened:.1f} s")
     if args.save:
-        shown = {"suite": "steps", "model": args.model, "drafts": args.drafts, "rows": rows}
+        shown = {"suite": "steps", "model": "llama3-8b", "drafts": _DRAFTS, "rows": rows}
         print(f"written to {machine.write(args.save, shown)}")
     return 0
 
 
-def make_steps(args: argparse.Namespace, policy: Any) -> tuple[GraphSteps, float]:
+def make_steps(policy: Any) -> tuple[GraphSteps, float]:
     """Make steps over caches of the model's shape and warm them up; returns the seconds, too."""
     from ...integrations.serving.graph_steps import (
         GraphSteps,  # needs Triton, which not every machine has
     )
 
-    shape, most = MODELS[args.model], max(args.requests) + 1
-    blocks = most * (1 + args.drafts // BLOCK_SIZE)
+    shape, most, length = _MODEL, max(_REQUESTS) + 1, _DRAFTS + 1
+    blocks = most * (1 + _DRAFTS // BLOCK_SIZE)
     refs = []
     for number in range(shape.layers):
         size = (blocks, shape.kv_heads, BLOCK_SIZE, 2 * shape.head_size)
         cache = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
         key, value = cache.transpose(1, 2).split(shape.head_size, -1)
         refs.append(LayerRef(f"layer.{number}", key, value))
-    rows = most * (args.drafts + 1)
+    rows = most * length
     manager = TransactionManager(refs, TxnConfig(policy=policy, max_rows=rows, on_error="raise"))
     slots = torch.full((1, rows), -1, dtype=torch.int64, device="cuda")
-    steps = GraphSteps(manager, slots, args.drafts + 1)
+    steps = GraphSteps(manager, slots, length)
     begin = time.perf_counter()
     steps.warm_up()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
-    length = args.drafts + 1
     row = torch.arange(rows, device="cuda")
     slots[0] = row // length * BLOCK_SIZE + row % length
     return steps, seconds
 
 
-def measure(
-    args: argparse.Namespace, steps: GraphSteps, requests: int, *, changing: bool
-) -> dict[str, float]:
+def measure(steps: GraphSteps, requests: int, *, changing: bool) -> dict[str, float]:
     """Measure the median host microseconds of ``begin``, of ``commit``, and of both."""
     batches = []
     for count in (requests, requests + 1) if changing else (requests,):
-        drafts = numpy.full(count, args.drafts, dtype=numpy.int32)
+        drafts = numpy.full(count, _DRAFTS, dtype=numpy.int32)
         sampled = torch.ones(count, dtype=torch.int32, device="cuda")
         batches.append((drafts, drafts + 1, numpy.zeros(count, dtype=bool), sampled))
     samples = []
     with torch.inference_mode():
-        for number in range(args.steps):
+        for number in range(_STEPS):
             drafts, lengths, late, sampled = batches[number % len(batches)]
             if number % 16 == 0:
                 torch.cuda.synchronize()  # a full queue would make the host wait

@@ -15,37 +15,29 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ... import LayerRef, TransactionManager, TxnConfig
 from ...cli import natural, require
 from ..common import machine
-from ..common.markdown import plain
+from ..common.markdown import table
+
+#: Draft rows of each request.
+_DRAFTS: Final = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--layers", type=natural, default=32)
-    parser.add_argument("--draft-len", type=natural, default=4)
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument(
-        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
-    )
     parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     machine.add_save(parser)
-
-
-def _device(text: str) -> str:
-    known = text.partition(":")[0]
-    if known not in ("cpu", "cuda") or (known == "cuda" and not torch.cuda.is_available()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, nor a CUDA device that is here")
-    return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         [row["policy"], str(row["requests"]), str(row["rows"]), *(f"{row[p]:.1f}" for p in parts)]
         for row in rows
     ]
-    print(plain(["policy", "requests", "rows", *parts], lines))
+    print(table(["policy", "requests", "rows", *parts], lines))
     if args.profile:
         print(profile(args))
     return 0
@@ -78,8 +70,8 @@ def window_runner(
     args: argparse.Namespace, policy: str, requests: int
 ) -> Callable[[], list[float]]:
     """Make a function that runs one idle window and returns the four times at its joints."""
-    device = torch.device(args.device)
-    rows = requests * args.draft_len
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = requests * _DRAFTS
     shape = (max(1, -(-rows // 16)), 16, 8, 128)
     refs = [
         LayerRef(
@@ -98,7 +90,7 @@ def window_runner(
 
     def once() -> list[float]:
         times = [time.perf_counter()]
-        with manager.window(args.draft_len, slots, settled=0) as w:
+        with manager.window(_DRAFTS, slots, settled=0) as w:
             times.append(time.perf_counter())
             for ref in refs:
                 w.stage(ref, key, key)
@@ -117,25 +109,15 @@ def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, A
         once()
     samples = []
     for _ in range(args.windows):
-        if args.device != "cpu":
+        if torch.cuda.is_available():
             torch.cuda.synchronize()  # a full queue would make the host wait
         samples.append(once())
     steps = [[(b - a) * 1e6 for a, b in pairwise(s)] for s in samples]
     begin, stage, commit = (statistics.median(column) for column in zip(*steps, strict=True))
     whole = statistics.median((s[-1] - s[0]) * 1e6 for s in samples)
-    allocations = _allocations(once) if args.device != "cpu" else 0
-    row = {"policy": policy, "requests": requests, "rows": requests * args.draft_len}
-    row["device_allocations"] = allocations
+    row = {"policy": policy, "requests": requests, "rows": requests * _DRAFTS}
     times = {"begin": begin, "stage": stage, "commit": commit, "all": whole}
     return {**row, **{name: round(value, 2) for name, value in times.items()}}
-
-
-def _allocations(once: Callable[[], list[float]]) -> int:
-    """Count the device memory blocks that one more window allocates."""
-    name = "allocation.all.allocated"
-    before = torch.cuda.memory_stats()[name]
-    once()
-    return int(torch.cuda.memory_stats()[name] - before)
 
 
 def profile(args: argparse.Namespace) -> str:

@@ -7,10 +7,11 @@ than the L2. ``attention`` alone, with no write at all, is the floor of all cand
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from ...layers import LayerRef
 from ..common import conformance_gate as gate
 from ..common import machine
 from ..common.model_shapes import BLOCK_SIZE, MODELS, Case
-from .timer import medians
+from .timer import measure_all, medians
 
 #: Requests and tokens of context.
 SHAPES: Final = ((1, 2048), (8, 2048), (16, 2048), (64, 2048), (128, 1024))
@@ -41,26 +42,28 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("vllm") is None:
         print("the attention benchmark needs vLLM's own operators: FlashAttention and the write")
         return 2
-    passed = gate.passed("triton") if args.save else ""
-    rows = []
-    for requests, context in SHAPES:
-        row = measure(Case(args.model, requests, 4, args.accepted), context)
-        rows.append(row)
-        us = row["us"]
-        print(
-            f"{requests:>4} x {context}: "
-            + "  ".join(f"{name} {value:.1f}" for name, value in us.items())
-            + "".join(
-                f"  {way}/{than} {us[way] / us[than]:.3f}"
-                for way in ("slots", "own")
-                for than in ("stock", "attention")
-            ),
-            flush=True,
-        )
-        torch.cuda.empty_cache()
-    if args.save:
-        print(machine.write(args.save, {"suite": "attention", "gate": passed, "rows": rows}))
-    return 0
+    passed = gate.passed() if args.save else ""
+    cases = (PassCase(args.model, n, 4, args.accepted, context) for n, context in SHAPES)
+    return measure_all({"suite": "attention", "gate": passed}, cases, measure, lines, args.save)
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """Show one shape as a line of text."""
+    us = row["us"]
+    ratios = (
+        f"{way}/{than} {us[way] / us[than]:.3f}"
+        for way in ("slots", "own")
+        for than in ("stock", "attention")
+    )
+    times = (f"{name} {value:.1f}" for name, value in us.items())
+    return [f"{row['requests']:>4} x {row['context']}: {'  '.join((*times, *ratios))}"]
+
+
+@attrs.frozen
+class PassCase(Case):
+    """A window, and the tokens of each request before it."""
+
+    context: int
 
 
 class Pass:
@@ -68,15 +71,14 @@ class Pass:
 
     Args:
         case: the window.
-        context: tokens of each request before the window.
     """
 
-    def __init__(self, case: Case, context: int) -> None:
+    def __init__(self, case: PassCase) -> None:
         from ...backends.move_rows.selection import Select
         from ...integrations.vllm_plugin.gpu.cache_layout import waiting_rows
         from .workload import Workload
 
-        length = context + case.drafts + 1
+        length = case.context + case.drafts + 1
         per_request = -(-length // BLOCK_SIZE)
         model, device = MODELS[case.model], torch.device("cuda")
         rows, requests = case.rows, case.requests
@@ -85,7 +87,7 @@ class Pass:
         self.load = Workload(case, blocks=blocks, windows=1, by_rows=True)
         self.window = self.load.windows[0]
         table = torch.randperm(requests * per_request, device=device).view(requests, per_request)
-        at = context + torch.arange(case.drafts + 1, device=device)
+        at = case.context + torch.arange(case.drafts + 1, device=device)
         slots = table[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
         self.window.slots.copy_(slots.reshape(-1))
         self.table = table.to(torch.int32)
@@ -184,9 +186,9 @@ def _sides(ref: LayerRef) -> tuple[Tensor, Tensor]:
     return ref.key_cache, ref.value_cache
 
 
-def measure(case: Case, context: int) -> dict[str, Any]:
+def measure(case: PassCase) -> dict[str, Any]:
     """Measure one shape: compare the results of all ways once, then time all ways in turn."""
-    work = Pass(case, context)
+    work = Pass(case)
     work.stock()
     expected = work.out.float()
     difference = 0.0
@@ -206,7 +208,7 @@ def measure(case: Case, context: int) -> dict[str, Any]:
     times = medians(candidates, rounds=25)
     return {
         "requests": case.requests,
-        "context": context,
+        "context": case.context,
         "accepted": case.accepted,
         "difference": difference,
         "us": {name: round(value, 2) for name, value in times.items()},

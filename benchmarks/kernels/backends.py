@@ -20,8 +20,7 @@ from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.paired_stats import interval, rounded
-from .cases import measure_all
-from .timer import samples
+from .timer import measure_all, samples
 
 if TYPE_CHECKING:
     from .attention_backends import BackendCase, BackendLoad

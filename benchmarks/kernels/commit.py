@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
 from ..common.model_shapes import MODELS, Case
-from .timer import COLD_BYTES, medians
+from .timer import COLD_BYTES, measure_all, medians
 
 if TYPE_CHECKING:
     from .workload import Workload  # needs Triton, which the command line does not
@@ -51,19 +51,17 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("the kernel benchmark needs a CUDA device")
         return 2
-    passed = kit.passed("triton") if args.save else ""
-    rows = []
-    print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")
-    for point in itertools.product(args.models, args.requests, args.drafts, args.accepted):
-        row = measure(Case(*point))
-        rows.append(row)
-        shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())
-        shown += "" if "stock" in row["us"] else "  (no stock: vLLM's own operators are not here)"
-        print(f"{row['model']:<16}{row['rows']:>6}{row['accepted']:>9.0%}  {shown}", flush=True)
-        torch.cuda.empty_cache()
-    if args.save:
-        print(machine.write(args.save, {"suite": "kernels", "gate": passed, "rows": rows}))
-    return 0
+    passed = kit.passed() if args.save else ""
+    points = itertools.product(args.models, args.requests, args.drafts, args.accepted)
+    cases = itertools.starmap(Case, points)
+    return measure_all({"suite": "kernels", "gate": passed}, cases, measure, lines, args.save)
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """Show one case as a line of text."""
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())
+    shown += "" if "stock" in row["us"] else "  (no stock: vLLM's own operators are not here)"
+    return [f"{row['model']}, {row['rows']} rows, {row['accepted']:.0%} accepted; us: {shown}"]
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import STATES, StateCase
 from ..common.paired_stats import interval, rounded
-from .cases import measure_all
+from .timer import measure_all
 from .timer import samples as graph_samples
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("vllm") is None:
         print("the benchmark of recurrent states needs vLLM's own kernels")
         return 2
-    passed = kit.passed("triton", "ReplayConformance", _GATE) if args.save else ""
+    passed = kit.passed("ReplayConformance", _GATE) if args.save else ""
     points = itertools.product(args.models, args.dtypes, args.drafts, args.requests)
     cases = (StateCase(model, dtype, requests, drafts) for model, dtype, drafts, requests in points)
     measured = partial(measure, device=torch.device("cuda"))
@@ -156,12 +156,6 @@ def of_fast(
     """Put the medians of the fast kernels together, and their shares of stock's and the floor's.
 
     Beside stock's fused kernel, which applies the gated norm, that norm is counted.
-
-    Args:
-        times: of all candidates, in each round.
-        kernels: names of stock's kernels.
-        nbytes: bytes of the staged rows.
-        host: microseconds of the host per commit.
     """
     parts = {part: times[f"fast: {part}"] for part in _FAST if f"fast: {part}" in times}
     both, whole = (
@@ -183,10 +177,7 @@ def of_fast(
 def check_exact(load: StateWorkload, ops: VllmOps, parts: Sequence[str]) -> None:
     """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
 
-    Args:
-        load: the states and steps.
-        ops: the operators.
-        parts: names of the methods that make up a step with ``exact``.
+    ``parts`` name the methods that make up a step with ``exact``.
 
     Raises:
         AssertionError: they differ in a bit, or another block changed.

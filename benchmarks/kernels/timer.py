@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
+import attrs
 import torch
+
+from ..common import machine
 
 #: Bytes that a graph must touch before it returns to the same memory: several times any L2.
 COLD_BYTES: Final = 256 * 2**20
@@ -64,3 +68,42 @@ def samples(
             stop.synchronize()
             times[name].append(1000 * start.elapsed_time(stop) / len(candidates[name]))
     return times
+
+
+def measure_all(
+    found: dict[str, Any],
+    cases: Iterable[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    lines: Callable[[dict[str, Any]], list[str]],
+    save: str | None,
+) -> int:
+    """Measure every case, print its lines, and write the result after each.
+
+    Args:
+        found: the result; its ``rows`` and ``left_out`` are filled here.
+        cases: attrs objects.
+        measure: returns the row of a case.
+        lines: shows a row.
+        save: name of the result's file; None writes none.
+
+    Returns:
+        The exit code: 1 if a case was left out.
+    """
+    found |= {"rows": [], "left_out": []}
+    written = None
+    for case in cases:
+        try:
+            row = measure(case)
+        except Exception as error:  # earlier measurements are kept
+            found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
+            print(f"{case} is left out: {error!r}"[:600], flush=True)
+        else:
+            found["rows"].append(row)
+            print(*lines(row), sep="\n", flush=True)
+        gc.collect()  # the next case needs the memory of this one
+        torch.cuda.empty_cache()
+        if save:
+            written = machine.write(save, found)
+    if written:
+        print(written)
+    return 1 if found["left_out"] else 0

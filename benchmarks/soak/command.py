@@ -93,12 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the arguments of the engine, and the engine in a few words.
-
-    Args:
-        args: the command's arguments.
-        folder: where a drafter can be written.
-    """
+    """Return the arguments of the engine, and the engine in a few words."""
     on_gpu = torch.cuda.is_available()
     found: dict[str, Any] = {**PLAIN, **_SETTINGS, "skip_tokenizer_init": True}
     found["kv_transfer_config"] = offloading("cuda" if on_gpu else "cpu", _STORE)

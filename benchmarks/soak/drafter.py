@@ -20,15 +20,7 @@ _RIDGE: Final = 1e-3
 
 
 def fit(model: Path, folder: Path) -> str:
-    """Fit a drafter for a model and write it, as vLLM reads it.
-
-    Args:
-        model: the folder of a Llama model with its tokenizer.
-        folder: where the drafter goes; made if need be.
-
-    Returns:
-        The folder's path.
-    """
+    """Fit a drafter for the Llama in a folder, and write it into another one, as vLLM reads it."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

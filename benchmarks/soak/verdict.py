@@ -175,12 +175,7 @@ _TEXTS: Final = ("texts", "same", "near", "other")
 
 
 def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
-    """Judge the pieces of one soak.
-
-    Args:
-        pieces: reports of ``piece.run``.
-        windows: the engine was meant to have windows.
-    """
+    """Judge the reports of one soak's pieces, whose engines were to have ``windows`` or not."""
     ends = [piece["samples"][-1] for piece in pieces if piece["samples"]]
     sums = {name: sum(end[name] for end in ends) for name in _SUMMED}
     sums |= {

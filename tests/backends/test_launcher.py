@@ -7,11 +7,10 @@ import inspect
 import attrs
 import pytest
 import torch
-from kvtxn.backends.launching import launch_cache
 from kvtxn.backends.move_rows.acceptance import acceptance_arg
 from kvtxn.backends.move_rows.kernel import move_rows
 from kvtxn.backends.move_rows.launch import MovePlan
-from kvtxn.backends.move_rows.launcher import MoveLauncher
+from kvtxn.backends.move_rows.launcher import LAUNCH_BYTES, LaunchCache, MoveLauncher
 from kvtxn.backends.move_rows.selection import Select
 
 from kvtxn.executor import SampledIds
@@ -133,7 +132,7 @@ def test_launches_are_bounded_in_bytes(kernel, facts):
     make(facts)
     launches = facts["launcher"]._launches
     one = launches.nbytes
-    assert one > launch_cache.LAUNCH_BYTES
+    assert one > LAUNCH_BYTES
     launches.most_bytes = 3 * one
     for _ in range(5):
         make(facts, layout=RowLayout.build((2, 1), (1, 1), DEVICE))
@@ -145,7 +144,7 @@ def test_launches_are_bounded_in_bytes(kernel, facts):
 
 def test_a_launch_beyond_the_bound_is_kept_alone():
     """Else it would be prepared for each step."""
-    launches = launch_cache.LaunchCache(1)
+    launches = LaunchCache(1)
     launches.add("first", 1, [])
     launches.add("second", 2, [torch.zeros(8)])
     assert (launches.get("first"), launches.get("second"), len(launches)) == (None, 2, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.backends.move_rows import plane_table
-from kvtxn.backends.move_rows.address_upload import AddressBook
 from kvtxn.backends.move_rows.plane_table import FIELDS, RowsAt, build_plane_table, most_lines
+from kvtxn.backends.move_rows.planner import AddressBook
 from kvtxn.backends.move_rows.tile_sizes import tile_for
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtxn.backends.launching.recurring_graphs import RecurringGraphs
+from kvtxn.backends.graphs.static_window import RecurringGraphs
 
 from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
 
@@ -15,7 +15,7 @@ def times_until_captured(graphs: RecurringGraphs, replays: dict, key: str) -> in
     """How often a launch comes before it is captured."""
     for number in range(1, 100):
         if graphs.recurs(key, 3):
-            graphs.capture(key, lambda: nothing, replays, key)
+            graphs.capture(key, lambda: nothing, replays)
             return number
     return 0
 
@@ -45,5 +45,5 @@ def test_too_many_launches_are_forgotten():
 
 def test_nothing_is_kept_of_a_capture_that_makes_nothing():
     graphs, replays = RecurringGraphs(GraphCache(), 2), {}
-    graphs.capture("a", lambda: None, replays, "a")
+    graphs.capture("a", lambda: None, replays)
     assert not replays

@@ -65,7 +65,7 @@ def test_requests_that_run_at_once_are_counted():
 
 def test_more_requests_come_than_are_reported_to_fit():
     """Of the longest length, all different, so that the prefix cache holds none for another."""
-    work = capacity.work_of(1024, 20.4, MODELS["qwen3.5-9b"])
+    work = capacity.work_of(1024, 20.4)
     assert len(work.prompts) > 20.4
     assert {len(prompt) + work.max_tokens for prompt in work.prompts} == {1024 - 8}
     assert len({tuple(prompt[:16]) for prompt in work.prompts}) == len(work.prompts)
@@ -74,7 +74,7 @@ def test_more_requests_come_than_are_reported_to_fit():
 def test_a_model_with_fewer_layers_has_the_same_pages():
     """Of four layers, three have states; heads and sizes are the whole model's."""
     whole = MODELS["qwen3.5-9b"]
-    part = capacity.cut(whole, 4)
+    part = capacity.model()
     assert (part.shape.layers, part.shape.states.layers) == (4, 3)
     assert part.shape.row_bytes == whole.shape.row_bytes
     assert part.shape.states.heads == whole.shape.states.heads
@@ -106,9 +106,8 @@ def test_the_most_without_preemption():
 @pytest.mark.parametrize(("cache", "atleast"), [("none", 3.2), ("align", 2.2)])
 def test_vllms_scheduler_runs_as_many_as_vllm_reports(cache, atleast, tmp_path):
     """Stock and one state per request, by vLLM's own planning and scheduler; none is preempted."""
-    args = SimpleNamespace(drafts=4, scheduler_alone=True)
-    layers = capacity.caches_of(capacity.cut(MODELS["qwen3.5-9b"], 4).shape, 4)
-    arguments = MODELS["tiny"].arguments(tmp_path, 1024) | capacity.common(args, cache, 1024)
+    layers = capacity.caches_of(capacity.model().shape)
+    arguments = MODELS["tiny"].arguments(tmp_path, 1024) | capacity.common(cache, 1024)
     found = []
     for one_state in (False, True):
         caches = Scheduled(arguments, layers, 256 << 20, one_state=one_state)

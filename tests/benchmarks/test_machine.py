@@ -69,11 +69,6 @@ def test_no_commit_of_somebody_elses_repository(elsewhere):
     assert machine.commit_of(elsewhere) == "unknown"
 
 
-def test_commit_from_the_command_line():
-    """The user's word goes."""
-    assert machine.describe("feed")["commit"] == "feed"
-
-
 class Nvml(ModuleType):
     """Stands for pynvml on a machine with a GPU."""
 
@@ -101,7 +96,7 @@ def test_state_of_the_gpu(monkeypatch):
     assert nvml.calls == ["init", "shutdown"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    facts = machine.describe("feed")
+    facts = machine.describe()
     assert (facts["gpu"], facts["driver"]) == ("a GPU", "580.1")
 
 
@@ -114,24 +109,16 @@ def test_a_machine_without_a_gpu_or_the_libraries(monkeypatch, installed):
     assert machine.gpu_state() is None
     if not installed:
         monkeypatch.setitem(sys.modules, "cpuinfo", None)
-    assert machine.describe("feed")["processor"]
+    assert machine.describe()["processor"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert machine.describe("feed")["driver"] == "unknown"
-
-
-def test_where_results_go(monkeypatch, tmp_path):
-    """With the others in a checkout; an installed package has none, so not into its folder."""
-    monkeypatch.setattr(machine, "RESULTS", tmp_path)
-    assert machine.results_folder() == tmp_path
-    monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
-    assert machine.results_folder() == machine.Path()
+    assert machine.describe()["driver"] == "unknown"
 
 
 def test_the_command_without_its_folder(monkeypatch):
     """The command that was run, but not the folder of its results."""
     monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "vllm", "--folder", "/x y", "--rounds", "6"])
-    assert machine.describe("abc")["command"] == "kvtxn bench vllm --rounds 6"
+    assert machine.describe()["command"] == "kvtxn bench vllm --rounds 6"
 
 
 def test_what_is_saved_goes_there(monkeypatch, tmp_path):
@@ -153,4 +140,4 @@ def test_the_command_has_no_secret(monkeypatch, words):
     given = [word.replace("{}", '{"hf_token": "s3cret", "seed": 1}') for word in words]
     monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "soak", *given, "--seed", "2"])
     shown = """kvtxn bench soak --seed 2 --engine-args '{"hf_token": "...", "seed": 1}'"""
-    assert machine.describe("abc")["command"] == shown
+    assert machine.describe()["command"] == shown

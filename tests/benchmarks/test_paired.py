@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections import Counter
 from itertools import pairwise
 
@@ -52,14 +51,6 @@ def test_the_interval_is_the_sign_tests(rounds):
         assert (cut, found.confidence < LEVEL) == (0, True)
 
 
-def test_it_holds_the_median_as_often_as_it_says():
-    """Skewed values, 9 rounds: the true median is inside in 96.1 % of 4 000 trials."""
-    chooser, true = random.Random(1), math.log(2)
-    found = [compare([chooser.expovariate(1) for _ in range(9)]) for _ in range(4000)]
-    share = statistics.mean(each.low <= true <= each.high for each in found)
-    assert share == pytest.approx(found[0].confidence, abs=0.012)
-
-
 @given(VALUES)
 def test_order_and_direction_do_not_matter(values):
     """Shuffled it is the same; of the inverse ratios it is the inverse interval."""
@@ -78,11 +69,3 @@ def test_it_tells_098_from_100():
     same = compare([chooser.uniform(0.99, 1.01) for _ in range(11)])
     assert slower.high < 1
     assert same.low <= 1 <= same.high
-
-
-@given(VALUES.filter(lambda values: len(values) > 5))
-def test_the_interval_is_scipys(values):
-    """The interval is scipy's for as many values as one takes."""
-    stats = pytest.importorskip("scipy.stats")
-    found, wanted = compare(values), stats.quantile_test(values).confidence_interval(LEVEL)
-    assert (found.low, found.high) == (wanted.low, wanted.high)

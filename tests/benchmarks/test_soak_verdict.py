@@ -10,7 +10,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import attrs
 import pytest
 from kvtxn.benchmarks.soak import verdict
 from kvtxn.benchmarks.soak.client import Account, SoakClient
@@ -311,12 +310,3 @@ def test_pieces_of_other_settings_are_refused(tmp_path):
     assert _before(path, {"policy": "undo"})["pieces"] == [1]
     with pytest.raises(ConfigError, match="other settings"):
         _before(path, {"policy": "auto"})
-
-
-def test_an_account_tells_its_first_reasons():
-    account = Account()
-    for number in range(20):
-        account.lose(str(number))
-    assert account.lost == 20
-    assert account.why == [str(number) for number in range(10)]
-    assert attrs.asdict(account, filter=lambda at, _: at.name == "asked") == {"asked": 0}

@@ -91,30 +91,25 @@ def test_a_step_is_all_its_calls(kind, begin, commit):
     assert found["both"] == pytest.approx(begin + commit)
 
 
-def test_quartiles_show_the_steps_that_take_longer():
-    """One step in four takes three times as long: the median is the others'."""
+def quartiles(*times):
+    """The clock's sums over steps of so many times the same calls."""
     steps = Steps()
     timed = worker(steps)
     clock(timed, True)
-    for number in range(8):
-        for _ in range(3 if number % 4 == 3 else 1):
+    for number in times:
+        for _ in range(number):
             steps.begin()
         steps.commit("committed")
     found = clock(timed, False)
-    assert found["both"] == found["lower"] == pytest.approx(7000)
-    assert found["upper"] == pytest.approx(8000)
+    return found, [round(found[name]) for name in ("lower", "both", "upper")]
+
+
+def test_quartiles_show_the_steps_that_take_longer():
+    """One step in four takes three times as long; a single step's time is all of them."""
+    found, sums = quartiles(1, 1, 1, 3, 1, 1, 1, 3)
+    assert sums == [7000, 7000, 8000]
     assert both(found) == "7000 (7000 to 8000)"
-
-
-def test_quartiles_of_a_single_step():
-    """All are its time; a result without them shows the median alone."""
-    steps = Steps()
-    timed = worker(steps)
-    clock(timed, True)
-    steps.begin()
-    steps.commit("committed")
-    found = clock(timed, False)
-    assert found["lower"] == found["both"] == found["upper"] == pytest.approx(7000)
+    assert quartiles(1)[1] == [7000] * 3
     assert both({"both": 41.3}) == "41"
 
 

@@ -102,7 +102,7 @@ class Evidence:
         took = round(time.monotonic() - running.begun)
         command = " ".join(running.part.command)
         self.ended[running.part.name] = {"rc": code, "seconds": took, "command": command}
-        found = {"commit": self.commit, "machine": describe(self.commit), "parts": self.ended}
+        found = {"commit": self.commit, "machine": describe(), "parts": self.ended}
         place = self._state.with_suffix(".part")
         place.write_text(json.dumps(found, indent=1) + "\n")
         place.rename(self._state)

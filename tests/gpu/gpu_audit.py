@@ -24,8 +24,7 @@ FOLDERS: Final = ("serving", "vllm_plugin/grid", "vllm_plugin/audit", "vllm_plug
 sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLDERS)]
 
 import gpu_jobs  # noqa: E402
-from audit_jobs import ENGINES  # noqa: E402
-from audit_parts import COME_BACK, DRAWN, LACKING, SHARE  # noqa: E402
+from audit_jobs import COME_BACK, DRAWN, ENGINES, LACKING, SHARE  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_jobs import TIMED  # noqa: E402
@@ -172,7 +171,7 @@ def unhealed(report: dict[str, Any]) -> Iterator[str]:
         yield "contained: the faults change no text where they are logged alone"
 
 
-def summary(report: dict[str, Any]) -> str:
+def summary(job: dict[str, Any], report: dict[str, Any]) -> str:
     """One line about an engine in which all is well."""
     counts = [c for cell in report["healthy"].values() for c in cell.get("counters", ())]
     rows = sum(int(c.get("kvtxn_audit_rows_checked_total", 0)) for c in counts)
@@ -219,41 +218,64 @@ def jobs(asked: list[str], gpus: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def parsed(about: str | None, out: str, per_gpu: int, seconds: float) -> argparse.Namespace:
+    """Read the command line, with these defaults."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("engines", nargs="*", help="names of engines; none: all of them")
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--per-gpu", type=int, default=per_gpu, help="engines at once on one GPU")
+    parser.add_argument("--seconds", type=float, default=seconds, help="what one engine may take")
+    return parser.parse_args()
+
+
 def main() -> int:
     """Run engines; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="*", help="names of engines; none: all of them")
-    parser.add_argument("--out", type=Path, default=Path("audit-engines"))
-    parser.add_argument("--per-gpu", type=int, default=12, help="engines at once on one GPU")
-    parser.add_argument("--seconds", type=float, default=400.0, help="what one engine may take")
-    given = parser.parse_args()
+    given = parsed(__doc__, "audit-engines", 12, 400.0)
     import torch
 
     gpus = torch.cuda.device_count()  # asks the driver's library, and starts no context
     if not gpus:
         print("there is no GPU")
         return 2
+    todo, bad = jobs(given.engines, gpus), 0
+    for alone in (False, True):
+        now = {name: job for name, job in todo.items() if bool(job.get("alone")) == alone}
+        if alone and now:
+            wait_for_memory()
+        at_once, rules = 1 if alone else given.per_gpu * gpus, sys.modules[__name__]
+        bad += run("gpu_audit_child:carry_out", now, rules, given, at_once) if now else 0
+    return int(bad > 0)
+
+
+def run(
+    work: str,
+    todo: dict[str, Any],
+    rules: Any,
+    given: argparse.Namespace,
+    at_once: int,
+    *more: Path,
+) -> int:
+    """Run engines, judge each as it ends, and return how many are not well.
+
+    ``rules`` has ``wrong`` and ``summary`` of a job and a report; ``more`` are folders of modules.
+    """
     given.out.mkdir(parents=True, exist_ok=True)
     begin, bad = time.monotonic(), 0
-    todo = jobs(given.engines, gpus)
-    audit = HERE.parent / "vllm_plugin" / "audit"
-    for alone in (False, True):
-        if alone and any(job.get("alone") for job in todo.values()):
-            wait_for_memory()
-        pool = EnginePool(
-            "gpu_audit_child:carry_out",
-            {name: job for name, job in todo.items() if bool(job.get("alone")) == alone},
-            Path(tempfile.mkdtemp(prefix="audit-engines-")),
-            count=1 if alone else given.per_gpu * gpus,
-            seconds=given.seconds,
-            environment=gpu_jobs.ENVIRONMENT | {"PYTHONPATH": python_path(HERE, audit)},
-            preload=["vllm", "vllm.v1.engine.llm_engine"],
-        )
-        for name in pool.as_they_end():
-            bad += judge(pool, name, todo[name], given.out)
-        pool.stop()
+    path = python_path(HERE, HERE.parent / "vllm_plugin" / "audit", *more)
+    pool = EnginePool(
+        work,
+        todo,
+        Path(tempfile.mkdtemp(prefix=f"{given.out.name}-")),
+        count=at_once,
+        seconds=given.seconds,
+        environment=gpu_jobs.ENVIRONMENT | {"PYTHONPATH": path},
+        preload=["vllm", "vllm.v1.engine.llm_engine"],
+    )
+    for name in pool.as_they_end():
+        bad += judge(pool, name, todo[name], rules, given.out)
+    pool.stop()
     print(f"{bad} of {len(todo)} engines are not well; {time.monotonic() - begin:.0f} s")
-    return int(bad > 0)
+    return bad
 
 
 def wait_for_memory(seconds: float = 60.0, same: int = 4) -> None:
@@ -273,18 +295,18 @@ def wait_for_memory(seconds: float = 60.0, same: int = 4) -> None:
         time.sleep(0.5)
 
 
-def judge(pool: EnginePool, name: str, job: dict[str, Any], out: Path) -> bool:
+def judge(pool: EnginePool, name: str, job: dict[str, Any], rules: Any, out: Path) -> bool:
     """Print what came of an engine, and write its report and its log; tells if it is not well."""
     try:
         report = pool.report(name)
-        found = [*wrong(job, report)]
+        found = [*rules.wrong(job, report)]
         (out / f"{name}.json").write_text(json.dumps(report, indent=1))
-        print(f"{name}: {'WRONG' if found else 'ok'}: {summary(report)}", flush=True)
+        print(f"{name}: {'WRONG' if found else 'ok'}: {rules.summary(job, report)}", flush=True)
     except EngineFailed as failed:
         lacking = next((why for sign, why in LACKING.items() if sign in pool.log(name)), None)
         found = [str(failed)] if lacking is None else []
         print(f"{name}: {'FAILED' if found else f'skipped: {lacking}'}", flush=True)
-        found += until_then(job, pool.partial(name), out / f"{name}.partial.json")
+        found += until_then(job, pool.partial(name), rules, out / f"{name}.partial.json")
     except Exception as error:  # the others go on
         found = [f"its report cannot be judged: {error!r}"]
         print(f"{name}: FAILED", flush=True)
@@ -299,7 +321,7 @@ def judge(pool: EnginePool, name: str, job: dict[str, Any], out: Path) -> bool:
     return bool(found)
 
 
-def until_then(job: dict[str, Any], partial: str, keep: Path) -> list[str]:
+def until_then(job: dict[str, Any], partial: str, rules: Any, keep: Path) -> list[str]:
     """Keep what an engine without a report has reported so far; say what is wrong in that."""
     if not partial:
         return []
@@ -307,13 +329,9 @@ def until_then(job: dict[str, Any], partial: str, keep: Path) -> list[str]:
     report = json.loads(partial)
     found = report.get("planted", {}).get("found", {})
     done = f"until then: {', '.join(report.get('healthy', ()))}; {len(found)} faults planted"
+    last = dict.fromkeys(("contains", "ranks_differ", "sleeps", "fails"))
     try:
-        return [
-            done,
-            *wrong(
-                {**job, **dict.fromkeys(("contains", "ranks_differ", "sleeps", "fails"))}, report
-            ),
-        ]
+        return [done, *rules.wrong(job | last, report)]
     except Exception as error:  # it ended in the middle of something
         return [done, f"its report cannot be judged: {error!r}"]
 

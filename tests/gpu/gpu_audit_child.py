@@ -16,6 +16,7 @@ from unittest import mock
 import attrs
 import connector_scenarios
 import failing_engines
+import gpu_child
 import gpu_oracle
 import gpu_planted
 import long_life
@@ -25,8 +26,6 @@ import scenarios
 import sleeping_engines
 import torch
 from connected_jobs import transfer
-from first_configs import take_first_configs
-from gpu_models import write
 from planting import Rig
 from scenarios import Engine
 
@@ -162,39 +161,11 @@ class _Held:
 
 def build(job: dict[str, Any], folder: Path) -> Any:
     """Build the engine of a job."""
-    from vllm import LLM
-
-    take_first_configs()
-    speculation = job.get("speculation", scenarios.NGRAM)
-    if speculation is not None:
-        speculation = dict(speculation)
-        if job.get("draft"):
-            speculation["model"] = write(job["draft"], folder)
-    options: dict[str, Any] = {
-        "block_size": 32,
-        "num_gpu_blocks_override": 26,
-        "max_model_len": 288,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "gpu_memory_utilization": 0.03,
-        "kv_cache_memory_bytes": 64 << 20,
-    }
-    if job.get("attention"):
-        options["attention_config"] = {"backend": job["attention"]}
+    more = {}
     if job.get("connectors"):
-        options["kv_transfer_config"] = transfer(job["connectors"], folder / "store")
-    return LLM(
-        model=write(job["model"], folder),
-        load_format="dummy" if job.get("random") else "auto",
-        skip_tokenizer_init=True,
-        dtype=job.get("dtype", "bfloat16"),
-        seed=0,
-        disable_log_stats=False,
-        speculative_config=speculation,
-        additional_config={"kvtxn": job["asked"]},
-        worker_extension_cls=job.get("worker", "gpu_audit_child.AuditWorker"),
-        **(options | job.get("options", {})),
-    )
+        more["kv_transfer_config"] = transfer(job["connectors"], folder / "store")
+    worker = job.get("worker", "gpu_audit_child.AuditWorker")
+    return gpu_child.engine(job, folder, {"kvtxn": job["asked"]}, worker, **more)
 
 
 _RUNS: Final = itertools.count()
@@ -316,11 +287,7 @@ def timing(llm: Any, name: str) -> dict[str, Any]:
 def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) -> None:
     """Plant faults one after the other until each has struck; report what was found of each.
 
-    Args:
-        llm: the engine.
-        job: has the names of the faults, and what is asked of the audit.
-        report: gets ``healthy``, ``found`` by fault, and ``again``.
-        keep: keeps what is known so far; called after each fault.
+    ``report`` gets ``healthy``, ``found`` by fault, and ``again``; ``keep`` is called after each.
     """
     empty(llm)
     llm.collective_rpc("audit_switch", args=(True,))

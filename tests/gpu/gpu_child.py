@@ -35,16 +35,24 @@ SCENARIOS = scenarios.SCENARIOS | {"novels": novels}
 
 def build(job: dict[str, Any], folder: Path) -> Any:
     """Build the engine of a job under its policy."""
+    on_error = "fallback" if job.get("inside") else "raise"
+    asked = {"policy": job["policy"], "on_error": on_error} | job.get("settings", {})
+    ours = {} if job["policy"] in STOCK else {"kvtxn": asked}
+    watch = job.get("watch", "gpu_oracle.Watch")
+    return engine(job, folder, ours, watch, logprobs_mode="raw_logits")
+
+
+def engine(job: dict[str, Any], folder: Path, ours: dict[str, Any], watch: str, **more: Any) -> Any:
+    """Build a small engine with an ``additional_config`` and a worker extension.
+
+    A job's own options come after ``more``.
+    """
     from vllm import LLM
 
     take_first_configs()
-    speculation = dict(job.get("speculation", NGRAM))
+    speculation = job.get("speculation", NGRAM)
     if job.get("draft"):
-        speculation["model"] = write(job["draft"], folder)
-    policy = job["policy"]
-    on_error = "fallback" if job.get("inside") else "raise"
-    asked = {"policy": policy, "on_error": on_error} | job.get("settings", {})
-    ours = {} if policy in STOCK else {"kvtxn": asked}
+        speculation = {**speculation, "model": write(job["draft"], folder)}
     options: dict[str, Any] = {
         "block_size": 32,
         "num_gpu_blocks_override": 26,
@@ -53,9 +61,8 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         "max_num_batched_tokens": 64,
         "gpu_memory_utilization": 0.03,
         "kv_cache_memory_bytes": 64 << 20,
-        "logprobs_mode": "raw_logits",
     }
-    if job["attention"]:
+    if job.get("attention"):
         options["attention_config"] = {"backend": job["attention"]}
     return LLM(
         model=write(job["model"], folder),
@@ -64,10 +71,10 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         dtype=job.get("dtype", "bfloat16"),
         seed=0,
         disable_log_stats=False,
-        speculative_config=speculation,
+        speculative_config=speculation and dict(speculation),
         additional_config=ours,
-        worker_extension_cls=job.get("watch", "gpu_oracle.Watch"),
-        **(options | job.get("options", {})),
+        worker_extension_cls=watch,
+        **(options | more | job.get("options", {})),
     )
 
 

@@ -146,27 +146,21 @@ def _row(rig: Rig, slot: int, drafters: bool) -> torch.Tensor:
 def _change(rig: Rig, change: Any, *, drafters: bool = False) -> Any:
     """Change a row of a request with more than two blocks, between two steps."""
 
-    def schedule(*args: Any) -> None:
-        for request in rig.scheduler.running:
-            left = request.max_tokens - request.num_output_tokens
-            if rig.struck is None and request.num_computed_tokens > 64 and left > 8:
-                slot = rig.slot(request.request_id, 37)
-                torch.cuda.synchronize()
-                with torch.inference_mode():
-                    change(_row(rig, slot, drafters))
-                torch.cuda.synchronize()
-                rig.strike(request.request_id, 37, slot)
+    def strike(request: Any) -> None:
+        slot = rig.slot(request.request_id, 37)
+        change(_row(rig, slot, drafters))
+        rig.strike(request.request_id, 37, slot)
 
-    return around(rig.scheduler, "schedule", schedule)
+    return planted_dead.later(rig, strike)
+
+
+def _flip(row: torch.Tensor) -> None:
+    row[6] ^= 1
 
 
 def flipped_bit(rig: Rig) -> Any:
     """One bit of one number flips."""
-
-    def change(row: torch.Tensor) -> None:
-        row[6] ^= 1
-
-    return _change(rig, change)
+    return _change(rig, _flip)
 
 
 def stray_writer(rig: Rig) -> Any:
@@ -176,11 +170,7 @@ def stray_writer(rig: Rig) -> Any:
 
 def flipped_drafters_row(rig: Rig) -> Any:
     """One bit of a drafter's row flips."""
-
-    def change(row: torch.Tensor) -> None:
-        row[6] ^= 1
-
-    return _change(rig, change, drafters=True)
+    return _change(rig, _flip, drafters=True)
 
 
 _SCHEDULER = tuple(

@@ -1,19 +1,9 @@
 """The record of what engines and servers did on GPUs; the page drawn from it.
 
-python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
-python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
-python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
-python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
-python tests/gpu/gpu_seen.py identities FOLDER COMMIT       what ``gpu_identities.py`` wrote
-python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
-python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
-python tests/gpu/gpu_seen.py sglang OUT/engines.json COMMIT  what ``sglang_engines.py`` wrote
-python tests/gpu/gpu_seen.py sglang_canary OUT/canary.json COMMIT  what ``sglang_canary.py`` wrote
-python tests/gpu/gpu_seen.py sglang_known OUT/known.json COMMIT  what ``sglang_known.py`` wrote
-python tests/gpu/gpu_seen.py sglang_cost OUT/cost.json COMMIT    what ``sglang_cost.py`` wrote
-python tests/gpu/gpu_seen.py sglang_rings OUT/rings.json COMMIT  what ``sglang_rings.py`` wrote
-python tests/gpu/gpu_seen.py                                 draws again
+python tests/gpu/gpu_seen.py KIND PATH COMMIT [RELEASE]   takes over what a script left, and draws
+python tests/gpu/gpu_seen.py                              draws again
 
+KIND is one of ``REDUCERS``, PATH the script's folder of reports, or its file of them.
 A record is taken over engine by engine: what a run left out keeps what an older one said. A run
 with another release of vLLM than the page's gives it after the commit; its engines' names say so.
 """
@@ -37,7 +27,6 @@ import seen_known  # noqa: E402
 import seen_servers  # noqa: E402
 import seen_sglang  # noqa: E402
 import seen_stages  # noqa: E402
-import seen_texts as texts  # noqa: E402
 from kvtxn.benchmarks import documents  # noqa: E402
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
@@ -49,6 +38,63 @@ PAGE: Final = HERE / "SEEN.md"
 #: Has parts that are drawn from the record.
 COMPARISON: Final = HERE.parents[1] / "integrations" / "KV_CANARY.md"
 
+
+# -- what the page says above its tables -------------------------------------------
+
+HEAD: Final = """# States, the audit, KV connectors, pipeline stages, servers and SGLang on a GPU
+
+What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
+have random weights. Each engine has a process of its own.
+"""
+STATES: Final = """## Recurrent states
+
+`python tests/gpu/try_states.py`: `recurrent="exact"` beside stock vLLM over the same requests,
+drafts accepted by lot. *States* are compared request by request after every step, all layers, by
+the digest of their bytes; *blocks* is how many state blocks a request has. *Requests at once* is
+what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
+fail were repeated, and the tokens are stock's. In engines named *cached* the prefix cache keeps
+states: those at the ends of blocks are compared, too, and *from the cache* counts the prompt tokens
+that were found there. In those named *left* every third request is aborted in the middle; *eagle*
+has a drafter that reads hidden states, and a layer of *falcon* has a state beside its attention.
+"""
+FAST: Final = """## Recurrent states by kvtxn's own kernels
+
+`python tests/gpu/try_states.py`: `recurrent="fast"` beside stock, gated delta nets and Mamba-2;
+in rows named *vLLM's* stock by one of vLLM's two kernels beside stock by the other. Tokens may
+part at near-ties: *gap* is the most by which stock's best logit leads that of the token which the
+other engine took, *noise* the most that a logit differs by after the same tokens, in steps of
+bfloat16, of at most {near} and {noise}. After each commit all states are compared with a
+recurrence in float64 over the kept rows: *off* counts those whose difference is more than
+{tolerance} of the state's largest number, and *worst* is the largest difference; *ends* counts
+those among them that commits left at the ends of blocks, for the prefix cache. *Preempted*
+requests are computed again; stock has blocks for all there, and drafts are accepted where the
+model says the same. *From the cache* counts prompt tokens whose states came from there. *Strays*
+counts states that a forward changed, *elsewhere* blocks of other requests that a step changed; -
+was not watched. *After a fault*: launches of commits that were made to fail were repeated, and
+the engine gave the same tokens again. *Wrong counts*: commits took in one row more or less than
+was accepted; so many states were off, of so many.
+"""
+AUDIT: Final = """## The audit
+
+`python tests/gpu/gpu_audit.py`: each engine runs scenarios without the audit and with it. *Texts*
+counts requests that say the same both times where nothing is drawn by lot and nothing depends on
+time; *wrong* is how many violations were reported though nothing was planted. *Faults* are planted
+one after the other: found means that the report names the request, the position and the slot.
+*Rows brought* came back through a KV connector. *Contained* counts faults after which every text,
+those of the requests that were computed again included, is the one without the fault. With *poison*
+what is dead was filled with NaN, so that a kernel that reads it would show it; a write into a dead
+row, which nobody reads, was reported nowhere. In *aligned* engines the prefix cache keeps states;
+in those named *held* kvtxn's windows hold them. *Failed* counts forwards that were made to fail,
+before or after the GPU computed them, in an engine that went on: whoever read their rows was told.
+"""
+CONNECTORS: Final = """## KV connectors
+
+`pytest tests/gpu -k connectors`: requests that come back through a connector (the prefix cache was
+emptied, or they were preempted, or come to a second engine). An oracle compares each byte that
+leaves with what is durable. *Not durable* counts, after every step, the rows in the cache that no
+accepted token left: an engine with windows has some only of steps that were *bypassed*, and stock
+of each rejected draft.
+"""
 
 # -- records ------------------------------------------------------------------------
 
@@ -92,7 +138,7 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
 def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce reports of ``try_states``: engines with kvtxn's kernels, and stock's two kernels."""
     from gpu_ties import compare
-    from try_states import SCENARIOS
+    from state_models import SCENARIOS
 
     def played(report: Mapping[str, Any]) -> list[str]:
         return [each for each in SCENARIOS if each in report]
@@ -231,14 +277,14 @@ def connectors(reports: Mapping[str, Any]) -> dict[str, Any]:
 def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
-    parts = [texts.HEAD.format(machine=machine)]
+    parts = [HEAD.format(machine=machine)]
     known_head = seen_known.head(record.get("sglang_known", {}))
     rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
-        ("states", texts.STATES, _states),
+        ("states", STATES, _states),
         ("fast", fast_head(), _fast),
-        ("audit", texts.AUDIT, _audit),
-        ("connectors", texts.CONNECTORS, _connectors),
+        ("audit", AUDIT, _audit),
+        ("connectors", CONNECTORS, _connectors),
         ("identities", seen_identities.HEAD, _by(seen_identities.drawn)),
         ("stages", seen_stages.HEAD, _by(seen_stages.drawn)),
         ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
@@ -286,7 +332,7 @@ def fast_head() -> str:
     """Say what the columns are, and what is allowed."""
     from gpu_ties import NEAR, NOISE
 
-    return texts.FAST.format(near=NEAR, noise=NOISE, tolerance=STATES_OFF)
+    return FAST.format(near=NEAR, noise=NOISE, tolerance=STATES_OFF)
 
 
 def _fast(engines: Mapping[str, Any]) -> str:

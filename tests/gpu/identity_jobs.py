@@ -223,11 +223,12 @@ def _unheard(name: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: the connector brought no rows"
 
 
-def summary(report: dict[str, Any]) -> str:
+def summary(job: dict[str, Any], report: dict[str, Any]) -> str:
     """One line about an engine."""
     if "long" in report:
         return f"{report['long']}, {report['seconds']} s"
     healthy, reset = report["healthy"], report.get("reset", {})
+    connectors_own = job.get("known") and misplaced(report)
     found = {
         name: _told(one) or f"{one.get('unverified', math.nan):g} unverified"
         for name, one in report["found"].items()
@@ -239,6 +240,7 @@ def summary(report: dict[str, Any]) -> str:
         f"faults {found}, after an update {_told(report.get('stale', {}))}, after a reset that "
         f"said {reset.get('said')} {_told(reset)} of {reset.get('brought')} rows, "
         f"{report['seconds']} s"
+        + (f"; the alarms are right: {job['known']}" if connectors_own else "")
     )
 
 

@@ -1,11 +1,10 @@
-"""Engines whose pipeline stages or ranks share a GPU, and the rules for their reports."""
+"""Engines whose pipeline stages or ranks share a GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gpu_jobs import ON_GPU, STAGES, drafter
-from gpu_ties import compare
 
 #: Variables and options of an engine whose ranks share a GPU.
 ENVIRONMENT = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
@@ -99,65 +98,3 @@ def placed(name: str, *, several: bool) -> dict[str, Any]:
         return job | {"watch": "stage_oracle.Watch", "options": options}
     shared = {"watch": "one_gpu.Watch", "environment": ENVIRONMENT}
     return job | shared | {"options": job["options"] | OPTIONS}
-
-
-def compared(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Judge each engine's scenarios; ``wrong`` names what breaks a rule.
-
-    Tokens of engines in bfloat16 may part at near-ties where a batch depends on time, so ``equal``
-    says how many requests have stock's tokens, and ``far`` what rounding cannot explain.
-    """
-    found = {}
-    for name, report in reports.items():
-        if "error" in report:
-            found[name] = {"wrong": [report["error"]]}
-            continue
-        stock = reports.get(name.partition(".")[0] + ".stock", {})
-        for scenario in [each for each in (*SCENARIOS, "idle") if each in report]:
-            found[f"{name} {scenario}"] = judged(report, stock, scenario)
-    return found
-
-
-def judged(report: dict[str, Any], stock: dict[str, Any], scenario: str) -> dict[str, Any]:
-    """Judge one scenario of one engine."""
-    said, wrong = report[scenario], []
-    if "error" in said:
-        return {"wrong": [said["error"]]}
-    result: dict[str, Any] = {"oracle": said["oracle"]}
-    for kind in (scenario, f"{scenario}.unwatched"):
-        if "tokens" in stock.get(kind, {}) and kind in report and stock is not report:
-            close = compare(report[kind], stock[kind])
-            result[kind] = {"equal": same(report[kind], stock[kind]), **close}
-    if "tokens" in report.get(f"{scenario}.off", {}):
-        result["on and off"] = same(said, report[f"{scenario}.off"])
-        result["rejected rows without windows"] = [
-            each.get("rejected_written", 0) for each in report[f"{scenario}.off"]["oracle"]
-        ]
-        for rank, (counts, seen) in enumerate(zip(said["kvtxn"], said["oracle"], strict=True)):
-            wrong += [f"rank {rank}: {each}" for each in broken(counts, seen)]
-        result["kvtxn"] = [
-            {key.removeprefix("kvtxn_"): count for key, count in each.items() if count}
-            for each in said["kvtxn"]
-        ]
-    return result | ({"wrong": wrong} if wrong else {})
-
-
-def same(ours: dict[str, Any], other: dict[str, Any]) -> str:
-    """Say how many requests have the same tokens."""
-    pairs = list(zip(ours["tokens"], other["tokens"], strict=False))
-    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
-
-
-def broken(counts: dict[str, float], seen: dict[str, int]) -> list[str]:
-    """Name what the oracle's numbers of one rank and kvtxn's counters break."""
-    drafts = seen.get("kept", 0) + seen.get("rejected", 0)
-    bypassed = counts.get("kvtxn_bypassed_windows_total", 0)
-    rules = {
-        "no window": counts.get("kvtxn_windows_total_committed", 0) > 0,
-        "lost rows": seen.get("lost", 0) == 0,
-        "strays": seen.get("strays", 0) == 0 or bypassed > 0,
-        "rejected rows stay": seen.get("rejected_written", 0) == 0 or bypassed > 0,
-        "counts differ": counts.get("kvtxn_rows_staged_total", 0) == drafts or bypassed > 0,
-        "fallbacks": counts.get("kvtxn_fallbacks_total", 0) == 0,
-    }
-    return [name for name, holds in rules.items() if not holds]

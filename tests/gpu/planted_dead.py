@@ -132,7 +132,7 @@ def _at(plane: Any, slot: int) -> torch.Tensor:
     return torch.tensor([slot], device=plane.cells.device)
 
 
-def _later(rig: Rig, change: Callable[[Any], None]) -> Any:
+def later(rig: Rig, change: Callable[[Any], None]) -> Any:
     """Call a function with a request that has rows to spare, once, between two steps."""
 
     def schedule(*args: Any) -> None:
@@ -157,7 +157,7 @@ def not_a_number(rig: Rig) -> Any:
         rig.watch.scrub.books.seals.zero_()
         rig.strike(request.request_id, None, None)  # type: ignore[arg-type]
 
-    return _both(_calm(rig), _later(rig, change))
+    return _both(_calm(rig), later(rig, change))
 
 
 def flipped_state(rig: Rig) -> Any:
@@ -173,7 +173,7 @@ def flipped_state(rig: Rig) -> Any:
             plane.cells[plane.index(_at(plane, block))] = row
         rig.strike(request.request_id, request.num_computed_tokens - 1, None)
 
-    return _later(rig, change)
+    return later(rig, change)
 
 
 def dead_state_read(rig: Rig) -> Any:

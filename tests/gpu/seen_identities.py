@@ -26,7 +26,7 @@ def identities(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
-        if "healthy" not in report or path.stem.endswith(".until-then"):
+        if "healthy" not in report or path.stem.endswith(".partial"):
             continue
         healthy = report["healthy"]
         found[path.stem] = {

@@ -1,14 +1,9 @@
-"""Public faults of SGLang that were tried: what the engines showed, reduced and drawn.
-
-python tests/gpu/seen_known.py     drafts a page for ``FAULTS.md`` of each fault in the record
-"""
+"""Public faults of SGLang that were tried: what the engines showed, reduced and drawn."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -154,48 +149,3 @@ def _legs(run: Mapping[str, Any]) -> Iterable[list[str]]:
         same = f"{leg['same']} / {leg['asked']}" if "same" in leg else "-"
         off = f"{leg['off']:.3f}" if "off" in leg else "-"
         yield [name, same, off, *(str(leg[key]) for key in ("cached", "host", "storage")), alarms]
-
-
-def form(found: Mapping[str, Any], trial: Trial) -> str:
-    """Draft the page of a fault for ``FAULTS.md``, of what a run has shown; the rest is asked for.
-
-    Args:
-        found: a record of ``known``.
-        trial: the fault.
-    """
-    shown = {name: found[name] for name in trial.engines if name in found}
-    rows = [
-        [name, kind, *cells[:3]]
-        for name, engine in shown.items()
-        for kind, run in engine["runs"].items()
-        for cells in _legs(run)
-    ]
-    facts = [
-        ["releases", "0.5.23: (there, or not there, by the table below)"],
-        ["engine", f"(which; tried with {', '.join(shown) or 'none'})"],
-        ["upstream", f"sgl-project/sglang#{trial.issue}"],
-        ["command", "`python tests/gpu/sglang_known.py OUT --engines " + " ".join(shown) + "`"],
-    ]
-    return "\n\n".join(
-        [
-            f"## SGLang: {trial.subject}",
-            words(["", ""], facts),
-            f"**What happens.** (read in the source) {trial.source}.",
-            "**Whom it hurts.** (to be written)",
-            "**What was seen.**",
-            words(["engine", "run", "leg", "same", "off"], rows),
-        ]
-    )
-
-
-def main() -> None:
-    """Print the drafts."""
-    record = json.loads((Path(__file__).parent / "seen.json").read_text())
-    found = record.get("sglang_known", {})
-    for trial in TRIALS:
-        if set(trial.engines) & set(found):
-            print(form(found, trial), end="\n\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -36,11 +36,7 @@ between those of requests: one that writes into a cache, or has a window, fails 
 
 def stages(folder: Path) -> dict[str, Any]:
     """Reduce the reports that ``try_stages.py`` left in a folder."""
-    reports = {
-        path.stem: json.loads(path.read_text())
-        for path in sorted(folder.glob("*.json"))
-        if path.stem != "verdict" and "partial" not in path.stem
-    }
+    reports = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {
         name: reduced(report, reports.get(name.partition(".")[0] + ".stock"))
         for name, report in reports.items()
@@ -68,6 +64,22 @@ def reduced(report: Mapping[str, Any], stock: Mapping[str, Any] | None) -> dict[
     found["faults"] = {
         part: recovered(each, tokens, early) for part, each in faults.items() if each["struck"]
     }
+    return found
+
+
+def wrong(engine: Mapping[str, Any]) -> list[str]:
+    """Name what an engine's stages break; a step without a window is as in stock."""
+    found = []
+    for rank, each in enumerate(engine["stages"]):
+        clean = not (each["rejected_written"] or each["strays"])
+        rules = {
+            "no window": each["windows"] > 0,
+            "lost rows": not each["lost"],
+            "rows that are not a commit's": clean or each["bypassed"],
+            "counts differ": each["counts_agree"],
+            "fallbacks": not each["fallbacks"],
+        }
+        found += [f"rank {rank}: {name}" for name, holds in rules.items() if not holds]
     return found
 
 
@@ -104,13 +116,7 @@ def alike(counts: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def recovered(fault: Mapping[str, Any], tokens: Any, early: list[bool]) -> bool:
-    """Tell whether a fault was counted once, cost no row, and changed no token.
-
-    Args:
-        fault: the runs during the fault and afterwards.
-        tokens: those of the same scenario without a fault.
-        early: for each worker, whether it had the fault.
-    """
+    """Tell whether a fault was counted once by each early worker, lost no row, changed no token."""
     runs = fault["during"], fault["afterwards"]
     counted = [
         [each.get("kvtxn_fallbacks_total", 0) for each in run.get("kvtxn", ())] for run in runs

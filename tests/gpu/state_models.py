@@ -10,6 +10,19 @@ from one_gpu_jobs import ENVIRONMENT, OPTIONS
 
 DRAFTS: Final = 4
 
+#: Of each scenario: requests, shortest and longest prompt, output tokens.
+SCENARIOS: Final[dict[str, tuple[int, int, int, int]]] = {
+    "one": (1, 30, 30, 40),
+    "eight": (8, 8, 70, 48),
+    "chunked": (12, 40, 300, 32),
+    "many": (24, 5, 40, 40),
+    # Past the end of a block of 272 tokens, and on from there: the second turn of each.
+    "growing": (10, 225, 262, 56),
+    "returning": (10, 0, 0, 40),
+    # Every third request is aborted in the middle.
+    "left": (12, 20, 60, 48),
+}
+
 _ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 _BASE: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",

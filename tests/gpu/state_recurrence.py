@@ -55,13 +55,7 @@ def _copied(launch: Any) -> Any:
 
 
 def _delta(state: Tensor, module: Any, rows: Sequence[Tensor]) -> Tensor:
-    """Take one row of each request into the states of a gated delta net.
-
-    Args:
-        state: float64 ``[num_requests, heads, value_size, key_size]``.
-        module: the layer.
-        rows: query, key, value, a and b, float64.
-    """
+    """Take one row of each request, ``(query, key, value, a, b)``, into gated delta states."""
     _, key, value, a, b = rows
     key = key * (key.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     key = key.repeat_interleave(state.shape[1] // key.shape[1], dim=1)
@@ -73,13 +67,7 @@ def _delta(state: Tensor, module: Any, rows: Sequence[Tensor]) -> Tensor:
 
 
 def _mamba2(state: Tensor, module: Any, rows: Sequence[Tensor]) -> Tensor:
-    """Take one row of each request into the states of a Mamba-2 layer.
-
-    Args:
-        state: float64 ``[num_requests, heads, head_size, state_size]``.
-        module: the layer.
-        rows: x, dt, B and C, float64.
-    """
+    """Take one row of each request, ``(x, dt, B, C)``, into Mamba-2 states."""
     x, dt, b, _ = rows
     b = b.repeat_interleave(state.shape[1] // b.shape[1], dim=1)
     step = torch.nn.functional.softplus(dt + module.dt_bias.double())

@@ -16,7 +16,6 @@ from kvtxn.backends.graphs import static_window
 from kvtxn.integrations.serving.parts import Parts
 from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
-from state_faults import Faults
 
 state_recurrence.watch_launches()
 
@@ -38,7 +37,7 @@ def own_blocks(runner: Any) -> int:
     return int(runner.kv_cache_config.num_blocks)
 
 
-class Watch(Faults, Base):
+class Watch(Base):
     """The worker extension: methods that vLLM calls in each worker."""
 
     #: The prefix cache keeps states at the ends of blocks.
@@ -352,3 +351,76 @@ class Watch(Faults, Base):
         found = dict(zip(state_recurrence.COUNTS, map(int, counts), strict=True))
         more = {"worst": worst, "other_blocks": int(self.elsewhere), "ends": int(self.ends)}
         return {**found, **more}
+
+    # -- faults in commits, planted on purpose ---------------------------------------------
+
+    def fail_once(self) -> None:
+        """Let a commit fail in every seventh step: a captured one, or else one layer's."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        self.repeated = Counter[str]()
+        if not states._verified:
+            return
+        self.by_themselves()
+        ways = ("commit_sampled", states._alone), ("run", states.graphs)
+        found = [(name, each) for name, each in ways if each is not None]
+        name, self.spoiled = next(iter(found), ("commit", states._verified[-1]))
+        commit, calls = getattr(self.spoiled, name), [0]
+
+        def failing(*args: Any) -> None:
+            calls[0] += 1
+            if calls[0] % 7 == 0:
+                self.repeated["failed"] += 1
+                raise RuntimeError("a fault that a test injects")
+            commit(*args)
+
+        setattr(self.spoiled, name, failing)
+
+    def repair(self) -> dict[str, int]:
+        """Everything works again; returns how often the commit failed."""
+        for name in ("commit", "commit_sampled", "run"):
+            vars(getattr(self, "spoiled", self)).pop(name, None)
+        self.together()
+        return dict(self.repeated)
+
+    def by_themselves(self) -> None:
+        """Let states be committed before rows, so that a test can put itself between."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        begin = states.begin
+
+        def beginning(*args: Any, **named: Any) -> None:
+            begin(*args, **named)
+            states.replays = 0
+
+        states.begin = beginning
+
+    def together(self) -> None:
+        """Commit states and rows by one launch again, where they were before."""
+        vars(self.model_runner.kvtxn_states).pop("begin", None)
+
+    def miscount(self) -> None:
+        """Let the commit of every fifth step take in one row less or more than is kept."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        self.by_themselves()
+        commit, calls, self.miscounted = states.commit, [0], 0
+
+        def miscounting(sampled: torch.Tensor) -> None:
+            calls[0] += 1
+            step = states._step
+            if calls[0] % 5 == 0 and step is not None and step.requests:
+                wrong = torch.where(sampled > 1, sampled - 1, sampled + 1)
+                places = slice(step.requests) if step.places is None else step.places
+                lengths = step.starts.diff()[: sampled[places].shape[0]]
+                right, other = (
+                    each[places].clamp(min=1).minimum(lengths) for each in (sampled, wrong)
+                )
+                self.miscounted += int((right != other).sum()) * len(self.replayed)
+                sampled = wrong
+            commit(sampled)
+
+        states.commit = miscounting
+
+    def count_again(self) -> int:
+        """Commit what is kept again; returns how many states were given a wrong count."""
+        del self.model_runner.kvtxn_states.commit
+        self.together()
+        return self.miscounted

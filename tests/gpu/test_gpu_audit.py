@@ -166,8 +166,8 @@ def test_what_an_engine_reported_before_it_was_ended_is_judged(tmp_path):
     whole = report(planted={"healthy": [], "found": {}, "again": "it did not come to that"})
     whole["planted"]["found"]["lost"] = {"struck": None, "violations": []}
     kept = tmp_path / "partial.json"
-    said = gpu_audit.until_then(JOB, json.dumps(whole), kept)
+    said = gpu_audit.until_then(JOB, json.dumps(whole), gpu_audit, kept)
     assert said[0] == "until then: eight; 1 faults planted"
     assert said[1:] == ["fault lost has not struck", "after faults: it did not come to that"]
     assert json.loads(kept.read_text()) == whole
-    assert gpu_audit.until_then(JOB, "", kept) == []
+    assert gpu_audit.until_then(JOB, "", gpu_audit, kept) == []

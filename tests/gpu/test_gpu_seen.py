@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import seen_stages
 from gpu_seen import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix
@@ -189,12 +190,10 @@ def test_stages_are_those_of_stock(engine):
     for each in found["stages"]:  # of a tensor-parallel group each rank is a line
         assert each["steps"] == ("GraphSteps" if each["last"] else "PipelineSteps")
     for each in found["stages"]:
-        assert each["windows"] > 0 < each["rejected"]
+        assert each["rejected"] > 0
         assert each["rejected"] <= each["stays_in_stock"] or found["same"] < found["requests"]
-        assert not any(each[name] for name in ("lost", "fallbacks"))
-        assert each["bypassed"] or not (each["rejected_written"] or each["strays"])
         assert each["bypassed"] <= each["windows"] / 100
-        assert each["counts_agree"]
+    assert seen_stages.wrong(found) == []
     assert all(each["gone"] > 0 for each in early)
     assert all(found["faults"].values())
 

@@ -167,12 +167,3 @@ def test_the_table_says_what_each_leg_showed(found):
     assert "sgl-project/sglang#33656" in page
     assert "sgl-project/sglang#37160" not in page
     assert "fix of #34043 is taken back" in page
-
-
-def test_a_form_asks_for_what_a_run_cannot_say(found):
-    trial = next(trial for trial in seen_known.TRIALS if trial.issue == 33656)
-    text = seen_known.form(found, trial)
-    assert text.startswith("## SGLang: the KV canary reports rows at wrong positions")
-    assert "| hicache | canary | evicted | 0 / 1 | 0.500 |" in text
-    assert "**Whom it hurts.** (to be written)" in text
-    assert "--engines hicache`" in text

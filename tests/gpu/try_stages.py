@@ -3,7 +3,8 @@
     python tests/gpu/try_stages.py --out FOLDER [--several] [--jobs 6] [--only NAME ...]
 
 All stages of an engine share one GPU (``one_gpu``); with ``--several`` each has its own, as in use.
-Each engine's report is a file as soon as the engine ends.
+Each engine's report is a file as soon as the engine ends; at the end they are judged as in
+``SEEN.md``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
 
 import one_gpu_jobs  # noqa: E402
+import seen_stages  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_jobs import ENVIRONMENT  # noqa: E402
@@ -47,23 +49,26 @@ def main() -> int:
         environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE)},
         preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
-    reports: dict[str, dict[str, Any]] = {}
+    bad = False
     for name in pool.as_they_end():
         log = pool.log(name)
         try:
-            reports[name] = pool.report(name)
+            report = pool.report(name)
         except EngineFailed as failed:
-            reports[name] = {"error": str(failed), "log": log[-8000:]}
-        (given.out / f"{name}.json").write_text(json.dumps(reports[name]))
+            report = {"error": str(failed), "log": log[-8000:]}
+        (given.out / f"{name}.json").write_text(json.dumps(report))
         (given.out / f"{name}.log").write_text(log[-200_000:])
-        print(name, reports[name].get("error", f"done in {reports[name].get('seconds')} s"))
-        sys.stdout.flush()
+        played = [each for each in report.values() if isinstance(each, dict)]
+        errors = [each["error"] for each in (report, *played) if "error" in each]
+        print(name, *errors or [f"done in {report['seconds']} s"], flush=True)
+        bad |= bool(errors)
     pool.stop()
-    verdict = one_gpu_jobs.compared(reports)
-    (given.out / "verdict.json").write_text(json.dumps(verdict, indent=1))
-    for name, each in verdict.items():
-        print(name, json.dumps(each))
-    return int(any(each.get("wrong") for each in verdict.values()))
+    if not bad:
+        for name, found in seen_stages.stages(given.out).items():
+            problems = seen_stages.wrong(found)
+            print(name, problems or "well", json.dumps(found), flush=True)
+            bad |= bool(problems)
+    return int(bad)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ without. All but the kind "experts", Qwen3-Next itself, are dense; kinds that en
 vLLM's V1 runner. Each kind runs as stock and with windows, both over the same requests, whose
 drafts are accepted by lot.
 
-After every step each engine digests the state of each request: equal digests are equal bits. They
-are compared where both engines have given a request the same tokens; how many of an engine's
-digests are distinct says that they tell states apart. An engine with windows also says which blocks
-of states the forward changed, and which the commit.
+After every step each engine digests the state of each request: equal digests are equal bits. An
+engine with windows also says which blocks of states the forward changed, and which the commit.
 
 Engines named ``fast`` run kvtxn's own kernels. They may part from stock at
 near-ties, as vLLM's two kernels part from each other. Their states are compared with a recurrence
 in float64 (``state_recurrence``), and commits are given wrong counts, which that has to see.
 
-FOLDER gets ``summary.txt``, ``reports.json``, and ``engines.log`` with all that the engines logged.
-Each pair is judged as soon as both have ended. When the time is over, or on SIGTERM, the engines
+FOLDER gets ``reports.json``, and ``engines.log`` with all that the engines logged. At the end each
+engine is compared with stock, as in ``SEEN.md``. When the time is over, or on SIGTERM, the engines
 that still run are ended; the reports of the others are kept.
 """
 
@@ -40,21 +38,9 @@ sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from first_configs import take_first_configs  # noqa: E402
 from folders import python_path  # noqa: E402
+from gpu_jobs import ENVIRONMENT  # noqa: E402
 from gpu_ties import CANDIDATES  # noqa: E402
-from state_judge import SCENARIOS, judgement, summary  # noqa: E402
-from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
-
-ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else what a batch holds depends on time
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TORCHINDUCTOR_DETERMINISTIC": "1",
-    "PYTHONUNBUFFERED": "1",
-}
-
+from state_models import DRAFTS, KINDS, SCENARIOS, engines, options_of, write  # noqa: E402
 
 # -- in an engine's process ----------------------------------------------------------
 
@@ -66,8 +52,8 @@ def prompts(count: int, least: int, most: int) -> list[list[int]]:
     return [text(7 * i, least + (most - least) * i // max(count - 1, 1)) for i in range(count)]
 
 
-#: Scenarios of the kinds that name them alone.
-OF_KINDS: Final = ("growing", "returning", "left")
+#: Scenarios of all kinds; some kinds name more.
+PLAYED: Final = ("one", "eight", "chunked", "many")
 
 #: Of the scenario "left" every third request is aborted after so many steps of the engine.
 _LEAVE_AFTER: Final = 7
@@ -108,11 +94,11 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             report[name] = play(llm, SCENARIOS[name], turns)
         print("PLAYED", name, flush=True)
     report["preempted"] = preemptions(llm)
-    if job["kvtxn"] and "eight" in job["scenarios"]:
+    if job["kvtxn"]:
         llm.collective_rpc("fail_once")
         report["fault"] = play(llm, SCENARIOS["eight"])
         report["commits_repeated"] = llm.collective_rpc("repair")[0]
-    if job["kvtxn"].get("recurrent") == "fast" and "eight" in job["scenarios"]:
+    if job["kvtxn"].get("recurrent") == "fast":
         llm.collective_rpc("miscount")
         report["miscounted"] = play(llm, SCENARIOS["eight"])
         report["given_wrong_counts"] = sum(llm.collective_rpc("count_again"))
@@ -217,11 +203,11 @@ class Findings:
 
     def __init__(self, out: Path, names: Iterable[str]) -> None:
         self.reports: dict[str, dict[str, Any]] = {}
-        self._out, self._names, self._judged = out, list(names), set[str]()
+        self._out, self._names = out, list(names)
         self._log = (out / "engines.log").open("w")
 
     def take(self, pool: EnginePool, name: str) -> None:
-        """Take an engine's report, and judge the pairs that are complete by it."""
+        """Take an engine's report."""
         try:
             self.reports[name] = pool.report(name)
         except EngineFailed as failed:
@@ -232,11 +218,6 @@ class Findings:
         self._log.flush()
         print(name, self.reports[name].get("error", "done"), flush=True)
         self.write()
-        for each in self.ordered():
-            stock = f"{each.rpartition('.')[0]}.stock"
-            if each not in self._judged and {stock, "error"} & {*self.reports, *self.reports[each]}:
-                self._judged.add(each)
-                print("\n".join(judgement(each, self.reports)), flush=True)
 
     def write(self) -> None:
         """Write all reports, by a file that takes the last one's place once it is whole."""
@@ -280,18 +261,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="engines at once")
     parser.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
     parser.add_argument("--total", type=int, default=3600, help="seconds for all engines")
-    parser.add_argument(
-        "--scenarios",
-        nargs="+",
-        default=[name for name in SCENARIOS if name not in OF_KINDS],
-        choices=[name for name in SCENARIOS if name not in OF_KINDS],
-        help="what each engine goes through; faults belong to eight",
-    )
     parser.add_argument("--several", action="store_true", help="a GPU for each rank of an engine")
     parser.add_argument("--list", action="store_true", help="print the engines' names")
     given = parser.parse_args()
     jobs = {
-        name: job | {"scenarios": [*given.scenarios, *job["more"]]}
+        name: job | {"scenarios": [*PLAYED, *job["more"]]}
         for name, job in engines(several=given.several).items()
         if not given.only or any(part in name for part in given.only)
     }
@@ -310,14 +284,16 @@ def main() -> int:
         folder,
         count=given.jobs,
         seconds=given.seconds,
-        environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE, HERE.parent / "serving")},
+        environment=ENVIRONMENT | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path(HERE)},
         preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
     findings = Findings(given.out, jobs)
     run(pool, findings, given.total)
-    text = summary(findings.ordered())
-    (given.out / "summary.txt").write_text(text)
-    print(text)
+    import gpu_seen
+
+    for reduce in (gpu_seen.states, gpu_seen.fast):
+        for name, found in reduce(findings.ordered()).items():
+            print(name, json.dumps(found))
     failed = Counter("error" in report for report in findings.reports.values())
     missing = len(jobs) - len(findings.reports)
     print(f"{failed[True]} engines failed, {failed[False]} did not, {missing} have no report")
