@@ -61,7 +61,7 @@ def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Engines by turns: each of a pair beside the other one, round by round.
 
     Args:
-        name: a result of engines of two commits.
+        name: a result of ``tests/gpu/before_and_after.py``.
         pairs: names of its engines.
     """
     result, rows = load(name), []
