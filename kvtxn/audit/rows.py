@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import attrs
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from . import books as book
 from .books import Books
 from .digest import EMBEDDED, MAX_POSITION
 from .groups import Place
-from .step import Step, Stretch
+from .step import Step
 
 
 def ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +202,23 @@ def slots_at(place: Place, where: Tensor) -> Tensor:
     return within // place.stride * place.group.block_size + within % place.stride
 
 
-def words_read(read: Step | Stretch, place: Place, request: Tensor, position: Tensor) -> Tensor:
+class Reads(Protocol):
+    """Tables that requests are read through: a step, or a stretch of rows; see ``Step``."""
+
+    @property
+    def tables(self) -> Mapping[str, Tensor]:
+        """By group, int ``[lines, blocks]``."""
+
+    @property
+    def table_lines(self) -> Tensor | None:
+        """Int ``[num_requests]``, each request's line of the tables; None: its own number."""
+
+    @property
+    def block_maps(self) -> Mapping[str, Tensor]:
+        """By group, int ``[n]``, the block that each number in the group's table stands for."""
+
+
+def words_read(read: Reads, place: Place, request: Tensor, position: Tensor) -> Tensor:
     """Return the index of the word that each request reads for a position; -1 for none.
 
     Args:
@@ -213,7 +232,7 @@ def words_read(read: Step | Stretch, place: Place, request: Tensor, position: Te
     return through(place, read.tables[name], line, position, read.block_maps.get(name))
 
 
-def blocks_read(read: Step | Stretch, name: str, request: int) -> Tensor:
+def blocks_read(read: Reads, name: str, request: int) -> Tensor:
     """Return the blocks in a group's table of a request, int64 ``[blocks]``; waits for the device.
 
     Args:
