@@ -12,11 +12,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -33,6 +34,49 @@ class EngineFailed(Exception):
     """An engine has no report; the message is its own last error, in a few lines."""
 
 
+class Turns:
+    """Turns of engines: all at once while somebody waits for them, else one fewer, at least one.
+
+    The one that is left out is the tests' own: they compute as well, and a core that they share
+    with an engine takes from both. Once they wait, their core is free.
+
+    Args:
+        count: engines at once while somebody waits.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._running, self._waiting = count, 0, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for a turn, and have it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running < self._most())
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for engines in here: nothing else is computed."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+
+    def _most(self) -> int:
+        return self._count if self._waiting else max(1, self._count - 1)
+
+
 class EnginePool:
     """Engines that run beside the tests, as many at once as is said.
 
@@ -41,7 +85,7 @@ class EnginePool:
             its report, which JSON can hold.
         jobs: what each engine is to do, by the engine's name; they start in this order.
         folder: for the files of all engines.
-        count: engines at once.
+        count: engines at once, while somebody waits for a report; see ``Turns``.
         seconds: for one engine, until it counts as hung.
         environment: variables of all engines.
         preload: modules that are imported once for all; they may start no thread.
@@ -72,9 +116,10 @@ class EnginePool:
         forget_segments()
         self._running: dict[str, int] = {}
         self._stopped = False
+        self._turns = Turns(count)
         self._threads = ThreadPoolExecutor(count)
         self._futures: dict[str, Future[dict[str, Any]]] = {
-            name: self._threads.submit(self._run, name, job) for name, job in jobs.items()
+            name: self._threads.submit(self._carry_out, name, job) for name, job in jobs.items()
         }
 
     def report(self, name: str) -> dict[str, Any]:
@@ -83,7 +128,8 @@ class EnginePool:
         Raises:
             EngineFailed: it has none.
         """
-        return self._futures[name].result()
+        with self._turns.waiting():
+            return self._futures[name].result()
 
     def finished(self, name: str) -> bool:
         """Tell whether there is a report."""
@@ -93,7 +139,10 @@ class EnginePool:
     def as_they_end(self) -> Iterator[str]:
         """Yield each engine's name once the engine has ended, well or not."""
         names = {future: name for name, future in self._futures.items()}
-        for future in as_completed(names):
+        ends = as_completed(names)
+        for _ in names:
+            with self._turns.waiting():
+                future = next(ends)
             yield names[future]
 
     def log(self, name: str) -> str:
@@ -114,10 +163,15 @@ class EnginePool:
             _end(process)
         self._threads.shutdown()
 
+    def _carry_out(self, name: str, job: Any) -> dict[str, Any]:
+        """Run one engine in its turn."""
+        with self._turns.turn():
+            if self._stopped:
+                raise CancelledError
+            return self._run(name, job)
+
     def _run(self, name: str, job: Any) -> dict[str, Any]:
         """Run one engine; whatever it leaves behind ends with it."""
-        if self._stopped:
-            raise CancelledError
         folder = self._folder / name
         folder.mkdir(parents=True)
         process = self._context.Process(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
-from engine_pool import LINES, WIDTH, EngineFailed, EnginePool, forget_segments
+from engine_pool import LINES, WIDTH, EngineFailed, EnginePool, Turns, forget_segments
 
 
 def behave(job, folder):
@@ -101,6 +103,36 @@ def _lives(process):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_engine_gives_way_to_tests_that_compute():
+    """A turn is left free until somebody waits; with one at a time there is none to leave."""
+    for count, most in ((1, 1), (2, 1), (4, 3)):
+        turns, began = Turns(count), queue.Queue()
+        ends = threading.Event()
+
+        def engine(turns=turns, began=began, ends=ends):
+            with turns.turn():
+                began.put(None)
+                ends.wait(60)
+
+        threads = [threading.Thread(target=engine) for _ in range(count + 1)]
+        for thread in threads:
+            thread.start()
+        for _ in range(most):
+            began.get(timeout=60)
+        with pytest.raises(queue.Empty):
+            began.get(timeout=0.2)
+        with turns.waiting():
+            for _ in range(count - most):
+                began.get(timeout=60)
+            with pytest.raises(queue.Empty):
+                began.get(timeout=0.2)
+        ends.set()
+        for thread in threads:
+            thread.join()
+        assert began.get_nowait() is None  # the last one, once others had ended
+        assert began.empty()
 
 
 def test_a_pool_that_is_stopped_leaves_nothing(tmp_path):

@@ -13,8 +13,9 @@ ENGINES: Final = """## SGLang
 The options of these scripts were environment variables when they ran; the commands are given as
 they are now. `python tests/gpu/sglang_engines.py OUT`: small engines of SGLang with the ledger
 beside them. *Recorded* engines have the recorder of the seam, too. *Same tokens* counts tokens that
-the same engine gives without kvtxn, of so many; - did not run without it. *Bytes compared*
-counts checksums of rows. *Wrong* is how many violations were reported, though nothing was planted.
+an engine of the same model gives without kvtxn, of so many; - had none to compare with. *Bytes
+compared* counts checksums of rows. *Wrong* is how many violations were reported, though nothing
+was planted.
 """
 FAULTS: Final = """### Faults beside SGLang
 

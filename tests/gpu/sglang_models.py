@@ -196,6 +196,12 @@ EAGER: Final = {"disable_cuda_graph": True, "disable_radix_cache": True}
 #: So few slots of windows that the tree gives some back; so many states, kept so often.
 FEW: Final = {"max_total_tokens": 16384, "swa_full_tokens_ratio": 0.2}
 STATES: Final = {"max_mamba_cache_size": 160, "mamba_track_interval": 64}
+#: SGLang's own choice for these models needs FlashInfer.
+MAMBA2_STATES: Final = {
+    **STATES,
+    "moe_runner_backend": "triton",
+    "disable_flashinfer_autotune": True,
+}
 MTP: Final = {**EAGLE, "draft": "next", **STATES}
 RETRACT: Final = {"SGLANG_TEST_RETRACT": "1"}
 BYTES: Final = {"AUDIT": "bytes"}
@@ -283,13 +289,13 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "next-mtp": ("next", MTP, {}),
     "next-mtp-sync": ("next", {**MTP, **SYNC, **CHUNKED}, {}),
     "next-ngram": ("next", {**NGRAM, **STATES}, {}),
-    "mamba2": ("mamba2", STATES, {}),
-    "mamba2-chunked": ("mamba2", {**STATES, **CHUNKED}, {}),
-    "mamba2-sync": ("mamba2", {**STATES, **SYNC, **CHUNKED}, {}),
-    "mamba2-retract": ("mamba2", {**STATES, "max_total_tokens": 2600}, RETRACT),
-    "mamba2-plain": ("mamba2", {**STATES, "disable_radix_cache": True}, {}),
-    "mamba2-ngram": ("mamba2", {**NGRAM, **STATES}, {}),
-    "faults-mamba2": ("mamba2", STATES, _faults("mamba2")),
+    "mamba2": ("mamba2", MAMBA2_STATES, {}),
+    "mamba2-chunked": ("mamba2", {**MAMBA2_STATES, **CHUNKED}, {}),
+    "mamba2-sync": ("mamba2", {**MAMBA2_STATES, **SYNC, **CHUNKED}, {}),
+    "mamba2-retract": ("mamba2", {**MAMBA2_STATES, "max_total_tokens": 2600}, RETRACT),
+    "mamba2-plain": ("mamba2", {**MAMBA2_STATES, "disable_radix_cache": True}, {}),
+    "mamba2-ngram": ("mamba2", {**NGRAM, **MAMBA2_STATES}, {}),
+    "faults-mamba2": ("mamba2", MAMBA2_STATES, _faults("mamba2")),
     "faults-next": ("next", STATES, _faults("states")),
     "faults-next-mtp": ("next", MTP, _faults("commits")),
     "eagle-tree": ("llama", TREE, {}),

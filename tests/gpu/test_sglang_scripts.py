@@ -55,7 +55,16 @@ def test_a_plain_run_of_an_engine_that_contains_faults_has_none(tmp_path):
     plain = sglang_engines.variables("contain-eagle", "plain", tmp_path)
     assert json.loads(faulty["KVTXN_SGLANG"])["on_violation"] == "contain"
     assert (faulty["FAULTS"], plain.get("FAULTS")) == ("contain", None)
-    assert "contain-eagle" in sglang_engines.parsed(["OUT"]).plain
+
+
+def test_texts_are_held_against_those_of_any_engine_of_the_model_without_kvtxn(tmp_path):
+    (tmp_path / "results").mkdir()
+    assert sglang_engines.plain_tokens("contain-eagle", tmp_path) == []
+    for name, tokens in (("radix", [[[1]]]), ("mla", [[[2]]])):
+        path = tmp_path / "results" / f"{name}.plain.json"
+        path.write_text(json.dumps({"tokens": tokens}))
+    assert sglang_engines.plain_tokens("contain-eagle", tmp_path) == [[[1]]]
+    assert sglang_engines.plain_tokens("bytes-mla", tmp_path) == [[[2]]]
 
 
 def test_the_recorded_commands_can_be_given_again():
