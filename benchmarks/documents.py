@@ -331,7 +331,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "before-and-after-hybrid": lambda: before_and_after(
         "h200-before-and-after-qwen", [("new", "old"), ("newfast", "oldfast")]
     ),
-    "steps": lambda: engine_step.report(load("h200-steps-against")),
+    "steps": lambda: engine_step.report(load("h200-steps")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
     "backends-0.33.0": lambda: "\n\n".join(
