@@ -29,17 +29,25 @@ class Wrong:
     """Wrong reads of one step.
 
     Attributes:
-        requests: names of the requests that read.
+        requests: names of the requests that read rows which were wrong when they were written.
         blocks: the blocks that are known to be wrong.
         changed: those of them whose bytes changed at an unknown time, so that steps before may have
             read them as well.
         stale: blocks with rows of earlier weights; no request that reads them is spoilt.
+        aged: names of the requests that read rows of earlier weights, where these are violations.
+            They are computed again as often as weights change under them.
     """
 
     requests: frozenset[str] = frozenset()
     blocks: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     stale: frozenset[int] = frozenset()
+    aged: frozenset[str] = frozenset()
+
+    @property
+    def readers(self) -> frozenset[str]:
+        """Names of the requests that are to be computed again."""
+        return self.requests | self.aged
 
     def __or__(self, other: Wrong) -> Wrong:
         return Wrong(
@@ -47,6 +55,7 @@ class Wrong:
             self.blocks | other.blocks,
             self.changed | other.changed,
             self.stale | other.stale,
+            self.aged | other.aged,
         )
 
 
@@ -76,7 +85,7 @@ class RankReport:
         """0 without anything to act on; the largest level of all stages says what all must do."""
         if self.violation is not None:
             return 3
-        return 2 if self.failure is not None else int(bool(self.wrong.requests))
+        return 2 if self.failure is not None else int(bool(self.wrong.readers))
 
 
 #: By level, what a rank hears that only ranks of other pipeline stages have met.

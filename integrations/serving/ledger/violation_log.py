@@ -186,5 +186,7 @@ def _wrong(violation: Violation, first: int) -> Wrong:
     if violation.request is None or violation.kind in _PAST_CONTAINING:
         return Wrong()
     block = frozenset(() if violation.block is None else (violation.block + first,))
+    if violation.kind == "stale":
+        return Wrong(blocks=block, aged=frozenset((violation.request,)))
     unnoticed = violation.kind == "changed" and violation.found == "bytes"
     return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())

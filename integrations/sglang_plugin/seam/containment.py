@@ -230,7 +230,7 @@ class Containment:
         """
         steps = [*([] if step is None else [step]), *self._under_way]
         known = set() if step is None else {req.rid for req in step.dropped}
-        readers = wrong.requests
+        readers = wrong.readers
         live = {req: self._places_of(req) for req in self._live(steps)}
         places = set(wrong.blocks) - {UNKNOWN_BLOCK} - {*self.first_blocks.values()}
         places |= self._suspects_in_tree()
@@ -247,7 +247,7 @@ class Containment:
                 places |= self._written(each, found.__contains__)
             spoilt, grown = spoilt | found, bool(found)
         # What was retracted since the step, and reads again, may have read wrongly then or now.
-        counted = readers - known
+        counted = wrong.requests - known
         ends = {req: self._why_ends(req, counted, live[req] & wrong.changed) for req in spoilt}
         again = {req: why for req, why in ends.items() if not retraction.searches_beams(req)}
         if len(again) < len(spoilt):

@@ -112,7 +112,8 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     A request is spoilt if it read a wrong row, or if its table has a wrong block, or a block with a
     row that a spoilt request computed in this step. A preempted request gives its blocks back and
     is computed again, with no row of any cache. If it reads a wrong row then, it ends with an
-    error; one that only shares a block with a reader is computed again as often as that happens.
+    error; one that only shares a block with a reader, or whose rows earlier weights have computed,
+    is computed again as often as that happens.
     At once ends a request with a block whose bytes changed, since its earlier tokens may be wrong;
     and as any cached row may come from such a block, the prefix cache is emptied then.
 
@@ -133,8 +134,8 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
         for request in scheduler.running
     ]
     ended, _ = _readers(running, frozenset(), wrong.changed, whole=True)
-    spoilt, spoils = _readers(running, wrong.requests | set(ended), wrong.blocks, whole=False)
-    away = _away(scheduler, {*scheduled, *wrong.requests})
+    spoilt, spoils = _readers(running, wrong.readers | set(ended), wrong.blocks, whole=False)
+    away = _away(scheduler, {*scheduled, *wrong.readers})
     again = {one.request.request_id: one.request for one in running} if away else spoilt
     everything = range(1, int(scheduler.kv_cache_config.num_blocks))
     manager.evict_blocks(everything if wrong.changed or away else spoils)
@@ -147,7 +148,7 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     every: dict[str, Request | _Left] = {**again, **away}
     for name, each in every.items():
         each.skip_reading_prefix_cache = True
-        read = int(name in wrong.requests)  # one that only shares a block has done nothing wrong
+        read = int(name in wrong.requests)  # not of one that only shares a block
         times = getattr(each, _CONTAINED, 0) + read
         setattr(each, _CONTAINED, times)
         if times > _ONCE or name in ended:

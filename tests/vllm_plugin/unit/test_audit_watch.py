@@ -432,6 +432,19 @@ def test_changed_rows_of_a_block_are_one_line(lines, monkeypatch):
     assert "rows=" not in lines[1]
 
 
+@pytest.mark.parametrize(("kind", "who"), [("foreign", "requests"), ("stale", "aged")])
+def test_readers_of_earlier_weights_are_contained_by_themselves(monkeypatch, kind, who):
+    """A second time it is no wrong row of the computation: weights have changed again."""
+    w = watch(on_violation="contain")
+    found = [Violation(kind, 3, "a", "group.0", None, 4, 1, 4, kind, ())]
+    monkeypatch.setattr(w.ledger, "violations", lambda: [found.pop() for _ in list(found)])
+    w.report()
+    wrong = w.found.take_report().wrong
+    assert (wrong.readers, wrong.blocks) == ({"a"}, {1})
+    assert getattr(wrong, who) == {"a"}
+    assert (wrong | wrong).readers == {"a"}
+
+
 def after_a_storm(w):
     """Let 40 requests read a wrong row each."""
     for number in range(40):

@@ -91,6 +91,16 @@ def test_a_request_that_only_shares_a_block_never_ends(ending):
     assert set(ending) == {"b"}
 
 
+def test_a_request_never_ends_for_rows_of_earlier_weights(ending):
+    """Computed again they were right; weights have changed again since."""
+    scheduler = Scheduler(ending)
+    for _ in range(3):
+        assert again(scheduler, Wrong(blocks=frozenset({2}), aged=frozenset({"a"}))) == {"a"}
+    assert not ending
+    assert again(scheduler, Wrong(frozenset({"a"}), frozenset({2}))) == {"a"}
+    assert not ending
+
+
 def test_bytes_that_changed_end_every_request_that_has_them(ending):
     """Earlier tokens may come from them; nothing that is cached is trusted."""
     scheduler = Scheduler(ending)
