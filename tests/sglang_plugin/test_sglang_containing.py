@@ -368,6 +368,30 @@ def test_a_second_wrong_read_ends_the_request(contained):
     toy.check()
 
 
+def test_a_request_that_lives_through_updates_of_weights_goes_on(contained):
+    """Its rows are computed again after each; a second update is no second wrong read."""
+    toy = contained(seed=4, settings=Settings("ledger", on_violation="contain", stale="alarm"))
+    toy.retracts = 0
+    for number in range(3):
+        toy.offer([20 + number, *range(1, 12)], 16)
+    decoded = []
+
+    def fault(toy, batch):
+        if batch.forward_batch.forward_mode.name == "DECODE":
+            decoded.append(batch)
+            if len(decoded) in (4, 10, 16):
+                toy.kvtxn._watching.weights_changed()
+
+    toy.fault = fault
+    toy.serve(0)
+    assert len(decoded) > 16
+    assert not toy.ended
+    assert len(toy.done) == 3
+    counters = toy.kvtxn._watching.watch.counters()
+    assert counters["kvtxn_audit_violations_total_stale"] > 3
+    toy.check()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_abort_that_comes_meanwhile_ends_the_request(contained, overlap):
     """It is not computed again; its client gets SGLang's reason."""
