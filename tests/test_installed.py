@@ -164,7 +164,8 @@ def test_a_command_imports_no_other(installed):
     for words in COMMANDS:
         if words[0] == "bench":
             imported = suites.keys() & set(installed.ended[" ".join(words)]["imported"])
-            assert {suites[module] for module in imported} <= {words[1]}
+            written_again = "report"  # renders the files of `bench vllm`, by the same module
+            assert {suites[module] for module in imported} <= {words[1], written_again}
 
 
 @pytest.mark.parametrize("how", ["editable", "source distribution"])

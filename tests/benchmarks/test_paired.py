@@ -69,3 +69,11 @@ def test_it_tells_098_from_100():
     same = compare([chooser.uniform(0.99, 1.01) for _ in range(11)])
     assert slower.high < 1
     assert same.low <= 1 <= same.high
+
+
+@given(VALUES.filter(lambda values: len(values) > 5))
+def test_the_interval_is_scipys(values):
+    """The interval is scipy's for as many values as one takes."""
+    stats = pytest.importorskip("scipy.stats")
+    found, wanted = compare(values), stats.quantile_test(values).confidence_interval(LEVEL)
+    assert (found.low, found.high) == (wanted.low, wanted.high)
