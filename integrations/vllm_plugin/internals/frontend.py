@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import attrs
 
 from ....errors import ConfigError
-from ...serving.engine_sizes import EngineSizes
 from .hooks import replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
+    from ...serving.engine_sizes import EngineSizes
     from .engine_protocols import (
         AsyncClient,
         AsyncEngine,
@@ -164,6 +164,8 @@ def says_nothing(config: VllmConfig) -> str | None:
 
 def engine_sizes(config: VllmConfig) -> EngineSizes:
     """Read an engine's sizes from its ``VllmConfig``."""
+    from ...serving.engine_sizes import EngineSizes
+
     model = config.model_config
     return EngineSizes(
         int(model.get_vocab_size()), int(model.max_model_len), int(config.cache_config.block_size)
