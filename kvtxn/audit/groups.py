@@ -87,6 +87,8 @@ class RowGroup:
         reads: the name of another group whose rows this group's layers read; they write none.
         drafter: a drafter's layers may be among the group's: its rows grow older with the drafter's
             weights.
+        context_free: a row depends on its own token and position alone, as those of a model's first
+            layer do; so blocks of equal bytes may well be of different prefixes.
     """
 
     name: str = attrs.field(validator=_text)
@@ -98,6 +100,7 @@ class RowGroup:
     pool: str | None = attrs.field(default=None, kw_only=True, validator=_text)
     reads: str | None = attrs.field(default=None, kw_only=True, validator=_text)
     drafter: bool = attrs.field(default=True, kw_only=True)
+    context_free: bool = attrs.field(default=False, kw_only=True)
 
     is_state = False
 

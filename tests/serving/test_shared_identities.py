@@ -80,8 +80,16 @@ def process(tmp_path):
     """Make processes with one store."""
     threads = []
 
-    def make(*, weights=7, scope=b"one layout", label="engine 1", opens=None, drafter=None):
-        group = GROUP if drafter is None else attrs.evolve(GROUP, drafter=False)
+    def make(
+        *,
+        weights=7,
+        scope=b"one layout",
+        label="engine 1",
+        opens=None,
+        drafter=None,
+        context_free=False,
+    ):
+        group = attrs.evolve(GROUP, drafter=drafter is None, context_free=context_free)
         ledger = Ledger([group], max_requests=4, max_length=32, key=KEY)
         path = tmp_path / "identities.db"
         opens = opens or (lambda: SqliteStore(path))
@@ -165,6 +173,23 @@ def test_rows_of_other_tokens_or_extras(second, tokens, extras):
     assert "stored by engine 1, request a for position 4" in str(found[1])
     counts = second.ledger.counters()
     assert counts["kvtxn_audit_violations_total_imported"] == 2
+
+
+@pytest.mark.parametrize("knows", ["the store", "the process"])
+def test_a_models_first_layer_alone_has_equal_rows_after_any_tokens(process, first, knows):
+    """A row of it depends on no token before, so bytes say nothing of a prefix."""
+    made = process(label="engine 2", context_free=True)
+    if knows == "the process":
+        first.thread.close(LONG)
+        made.bytes |= {1: 100, 2: 200}
+        made.admit("a", TOKENS)
+        made.ledger.hand_out("group.0", [1, 2])
+        made.write("a", [1, 2], TOKENS[:8])
+    made.bytes |= {4: 100, 5: 200, 6: 200}
+    made.come("b", [4, 5], [99, *TOKENS[1:]])
+    assert made.settled() == (8, [])
+    made.come("c", [4, 6], TOKENS)
+    assert made.settled() == (8, [])
 
 
 def test_blocks_in_each_others_places(second):

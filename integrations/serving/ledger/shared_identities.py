@@ -91,6 +91,7 @@ class SharedIdentities:
         rows = [group for group in ledger.groups if isinstance(group, RowGroup)]
         self._sizes: Final = {group.name: group.block_size for group in rows}
         self._drafters: Final = {group.name: group.drafter for group in rows}
+        self._context_free: Final = {group.name for group in rows if group.context_free}
         self._weights: dict[bool, tuple[int, int | None]] = {}  # with the epoch
         self._asked: list[_Asked] = []
         self._hangs = False
@@ -201,7 +202,8 @@ class SharedIdentities:
         own = [each for each in known if each.digest == asked.digest]
         if any(each.weights == asked.weights for each in own):
             return
-        if not own and len({each.digest for each in known}) != 1:
+        several = asked.group in self._context_free or len({each.digest for each in known}) != 1
+        if not own and several:
             # Unknown bytes; or rows of several prefixes, and so perhaps of this one, which is lost.
             self._ledger.believe(asked.rows)
             return

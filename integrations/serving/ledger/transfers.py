@@ -511,7 +511,7 @@ class TransferWatch:
             first_word, last_word = int(own[0]), int(own[-1])
             right = [e for e in known if (e.last == last_word if whole else e.first == first_word)]
             found = self._best(known, right)
-            if found is None:
+            if found is None or (not right and self._groups[group].context_free):
                 return None, None
             words = self._written(words_of, found, group, first, first + len(own))
             if words is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
@@ -40,6 +41,10 @@ AUDITED_V2_METHODS: Final = {
     "update_requests": ("scheduler_output",),
     "sample_tokens": ("grammar_output",),
 }
+
+
+#: Finds the number of a layer in its name.
+_NUMBERS: Final = re.compile(r"\d+")
 
 
 def samples(runner: Runner) -> bool:
@@ -129,6 +134,7 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
             chunk=int(spec.attention_chunk_size) if chunked else None,
             pool="blocks",
             drafter=any(layer in drafters for layer in group.layer_names),
+            context_free=all(_NUMBERS.findall(layer) == ["0"] for layer in group.layer_names),
         )
     return found
 

@@ -21,10 +21,11 @@ MORE = {
 
 
 def runner_of(*specs):
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{number}"])
-        for number, spec in enumerate(specs)
-    ]
+    return runner_with([(spec, [f"layer.{number}"]) for number, spec in enumerate(specs)])
+
+
+def runner_with(found):
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in found]
     config = SimpleNamespace(kv_cache_groups=groups, num_blocks=9)
     return SimpleNamespace(kv_cache_config=config)
 
@@ -37,3 +38,18 @@ def test_a_group_of_another_kind_is_named_with_its_kind(kind, monkeypatch):
     watched = audited.row_groups(runner)
     assert [*watched] == ["group.0"]
     assert audited.groups_left_out(runner, watched) == [f"group.1 ({kind})"]
+
+
+def test_a_models_first_layer_has_rows_without_context(monkeypatch):
+    """A drafter of the EAGLE kind counts its layers after the model's."""
+    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    spec = kinds.FullAttentionSpec(**SIZES)
+    names = [
+        ["model.layers.0.self_attn.attn"],
+        ["model.layers.1.self_attn.attn"],
+        ["model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn"],
+        ["language_model.model.layers.10.self_attn.attn"],
+        ["draft_model.model.layers.0.self_attn.attn"],
+    ]
+    watched = audited.row_groups(runner_with([(spec, each) for each in names]))
+    assert [group.context_free for group in watched.values()] == [True, False, False, False, True]
