@@ -66,14 +66,14 @@ def _grid() -> Iterator[Part]:
 
     single = [name for name, job in JOBS.items() if job.get("gpus", 1) == 1]
     several = [name for name in JOBS if name not in single]
-    found = {f"grid-{number}": names for number, names in enumerate(slices(single, 4))}
+    found = {f"grid-{number}": names for number, names in enumerate(slices(single, 2))}
     for part, names in {**found, "grid-several": several, "core-0.32.0": _CORE}.items():
         asked = " or ".join(f"[{name}-" for name in names)
         words = ("-m", "pytest", "{here}/test_gpu_grid.py", "-q", "-s", "-k", asked)
         yield Part(
             part,
-            (*_PYTHON, *words, "--gpu-record", "{out}/grid.json"),
-            seconds=330,
+            (*_PYTHON, *words, "--gpu-jobs", "16", "--gpu-record", "{out}/grid.json"),
+            seconds=240,
             kept=[("grid", "grid.json")],
             gpus=2 if names is several else 1,
             engine="vllm-0.32.0" if names is _CORE else "vllm",
@@ -87,12 +87,12 @@ _CORE: Final = ("flash", "eagle", "gemma3", "triton_mla", "v1_flash", "mtp")
 def _states() -> Iterator[Part]:
     from state_models import KINDS
 
-    for number, names in enumerate(slices(KINDS, 8)):
+    for number, names in enumerate(slices(KINDS, 4)):
         only = [f"{name}." for name in names]
         yield Part(
             f"states-{number}",
-            _script("try_states", "--out", "{out}", "--jobs", "12", "--only", *only),
-            seconds=330,
+            _script("try_states", "--out", "{out}", "--jobs", "16", "--only", *only),
+            seconds=270,
             kept=[("states", "reports.json"), ("fast", "reports.json")],
         )
 
@@ -103,12 +103,12 @@ def _audits() -> Iterator[Part]:
     several = [name for name, job in ENGINES.items() if job.get("gpus", 1) > 1]
     alone = [name for name, job in ENGINES.items() if job.get("alone")]
     others = [name for name in ENGINES if name not in (*several, *alone)]
-    found = {f"audit-{number}": names for number, names in enumerate(slices(others, 5))}
+    found = {f"audit-{number}": names for number, names in enumerate(slices(others, 3))}
     for part, names in {**found, "audit-alone": alone, "audit-several": several}.items():
         yield Part(
             part,
             _script("gpu_audit", "--out", "{out}", *names),
-            seconds=330 if part in found else 150,
+            seconds=240 if part in found else 150,
             kept=[("audit", ".")],
             gpus=2 if names is several else 1,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kvtxn.integrations.vllm_plugin.policy.release_records import number
@@ -11,6 +12,9 @@ from scenarios import NGRAM
 
 #: Variables of every engine.
 ENVIRONMENT = {
+    # Else each engine that compiles has a cache of kernels of its own, and compiles every Triton
+    # kernel anew, vLLM's and kvtxn's, too: 80 of its 120 seconds.
+    "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else what a batch holds depends on time
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",

@@ -321,6 +321,9 @@ _GRAPHS: Final = (
     *("ahead_v1", "mtp_v1", "few_v1"),
     *("fused_cached_v1", "nemotron_cached_v1", "nemotron_groups_v1", "lfm2_cached_v1"),
 )
+#: Kinds that stock refuses where nothing is compiled: its V1 runner wants to compile what finds
+#: n-grams on a GPU.
+_COMPILED: Final = ("ahead_v1",)
 #: Kinds that run without graphs alone: a graph cannot hold what goes through the host.
 _EAGER: Final = ("ranks",)
 
@@ -345,6 +348,8 @@ def engines(*, several: bool = False) -> dict[str, dict[str, Any]]:
             v1 = kind.endswith("_v1")
             without = _GRAPHS if mode == "eager" else () if several else _EAGER
             if kind in without or (mode == "pieces" and not v1):
+                continue
+            if mode == "full" and kind in _COMPILED:
                 continue
             for who in ("stock", *others):
                 if mode == "eager" and who == "again":

@@ -17,6 +17,8 @@ from test_sglang_faults import foreign_line, given_twice, lost_write, wrong_slot
 from toy_contained import ReadingToy, sglang_modules
 from toy_sglang import decodes
 
+from kvtxn.audit import books
+
 SETTINGS = Settings("ledger", on_violation="contain")
 
 
@@ -97,6 +99,25 @@ def test_texts_are_right_although_a_row_was_wrong(contained, plant, drafts, kind
     assert toy.ended == []
     assert len(toy.done) == 12
     toy.check(slots=plant not in OF_SLOTS)
+
+
+def test_violations_that_nobody_has_read_spoil_every_request(contained, caplog):
+    """More were found than the device keeps: they are counted, and their readers unknown."""
+    toy = contained(seed=4)
+    toy.retracts = 0
+
+    def lost_findings(toy, batch):
+        toy.kvtxn._watching.watch.ledger.books.counters[books.LIMIT] = 0
+        return lost_write(toy, batch)
+
+    assert plants(toy, lost_findings) == []
+    toy.serve(12)
+    assert violations(toy) == []
+    assert "kvtxn.audit_contained" in caplog.text
+    assert toy.clean_texts()
+    assert toy.ended == []
+    assert len(toy.done) == 12
+    toy.check()
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda x: x.__name__)

@@ -49,6 +49,10 @@ class Wrong:
         """Names of the requests that are to be computed again."""
         return self.requests | self.aged
 
+    def __bool__(self) -> bool:
+        """Tell whether there is anything to contain; it may be blocks that nobody has read."""
+        return self != _NOTHING
+
     def __or__(self, other: Wrong) -> Wrong:
         return Wrong(
             self.requests | other.requests,
@@ -57,6 +61,9 @@ class Wrong:
             self.stale | other.stale,
             self.aged | other.aged,
         )
+
+
+_NOTHING: Final = Wrong()
 
 
 @attrs.frozen
@@ -85,7 +92,7 @@ class RankReport:
         """0 without anything to act on; the largest level of all stages says what all must do."""
         if self.violation is not None:
             return 3
-        return 2 if self.failure is not None else int(bool(self.wrong.readers))
+        return 2 if self.failure is not None else int(bool(self.wrong))
 
 
 #: By level, what a rank hears that only ranks of other pipeline stages have met.

@@ -510,7 +510,7 @@ class Watch:
         own, self._own = self._own, RankReport(failure=self._own.failure)
         if own.violation is not None and self.on_violation == "raise":
             raise AuditError("audit", own.violation)
-        return own.wrong if own.wrong.readers else None
+        return own.wrong or None
 
     def _take_report(self) -> None:
         """Note what the violations found since the last call ask of all ranks."""

@@ -1,0 +1,49 @@
+"""What ranks hear of each other at the end of a step, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from kvtxn.integrations.serving.ledger.rank_agreement import RankAgreement, RankReport, Wrong
+
+
+class Two:
+    """Two ranks; what the other one reports is known.
+
+    Args:
+        other: its report.
+    """
+
+    def __init__(self, other):
+        self.other, self.exchanged = other, 0
+
+    def of_all(self, value):
+        self.exchanged += 1
+        return [value, self.other]
+
+    def highest(self, level, *, stages):
+        return max(level, self.other.level)
+
+
+def heard(own, other):
+    ranks = Two(other)
+    agreement = RankAgreement(None, ranks, {"contain": 1}, compares=False)
+    return agreement.after_step(1, own, "contain"), ranks.exchanged
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Wrong(requests=frozenset({"a"})),
+        Wrong(aged=frozenset({"a"})),
+        Wrong(blocks=frozenset({-1})),  # nobody knows who has read them
+        Wrong(blocks=frozenset({3}), changed=frozenset({3})),
+    ],
+)
+def test_all_ranks_contain_what_one_of_them_has_found(wrong):
+    """A rank that contained alone would leave the others waiting for it."""
+    found = RankReport(wrong=wrong)
+    assert heard(found, RankReport()) == heard(RankReport(), found) == (found, 1)
+
+
+def test_ranks_that_have_found_nothing_exchange_a_number_alone():
+    assert heard(RankReport(), RankReport()) == (RankReport(), 0)
