@@ -201,7 +201,8 @@ def jobs(asked: list[str], gpus: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     chosen = {name: job for name, job in ENGINES.items() if not asked or name in asked}
     order = sorted(chosen, key=lambda name: (-chosen[name].get("gpus", 1), name))
-    order.sort(key=lambda name: not (chosen[name].get("gpus") or chosen[name].get("faults")))
+    takes_long = ("long", "gpus", "faults")
+    order.sort(key=lambda name: not any(chosen[name].get(what) for what in takes_long))
     number = 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     visible = visible if len(visible) == gpus else [str(index) for index in range(gpus)]

@@ -66,6 +66,8 @@ def _weights_anew(llm: Any, told: dict[str, Any]) -> None:
 def _cache_alone(llm: Any, told: dict[str, Any]) -> None:
     """Give the memory of the cache away for a while."""
     llm.llm_engine.step()  # the workers hear which requests have ended
+    while llm.llm_engine.engine_core.engine_core.batch_queue:  # steps that ran ahead
+        llm.llm_engine.step()
     before = _asked(llm)
     llm.sleep(0)
     llm.release_kv_cache_memory()
