@@ -296,17 +296,17 @@ def records() -> list[Path]:
 def taken_over(grid: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, Any]:
     """Return a record with the engines of another run put in, policy by policy.
 
-    An engine whose attention was not installed keeps what an earlier run said of it.
+    An engine whose attention was not installed keeps what an earlier run said of it, if any did.
     """
     jobs = dict(grid["jobs"])
     for name, policies in new["jobs"].items():
         known = jobs.get(name, {}) | {
             each: {"commit": commit, **found}
             for each, found in policies.items()
-            if NOT_HERE not in found.get("error", "") or each not in jobs.get(name, {})
+            if NOT_HERE not in found.get("error", "")
         }
         jobs[name] = {policy: known[policy] for policy in sorted(known)}
-    jobs = {name: jobs[name] for name in JOBS if name in jobs}
+    jobs = {name: jobs[name] for name in JOBS if jobs.get(name)}
     commits = {found["commit"] for policies in jobs.values() for found in policies.values()}
     return {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}
 

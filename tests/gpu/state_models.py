@@ -286,7 +286,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "ahead_v1": (
         "qwen3_5",
         {**_TRITON, **_32, **_V1, "speculation": {"method": "ngram_gpu"}},
-        ("auto", "fast"),
+        ("again", "auto", "fast"),
     ),
     "mtp_v1": ("qwen3_5", {**_TRITON, **_V1, "speculation": {"method": "mtp"}}, ("auto", "fast")),
     "few_v1": ("qwen3_5", {**_TRITON, **_V1, **_FEW}, ("auto", "fast")),

@@ -126,7 +126,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _BOTH,
         (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
         (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
-        (STATES, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (STATES, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
         (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (OLMO, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
@@ -170,8 +170,8 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
     ("cuda", "v1"): {
         (STATES, _ONE): "Qwen3.5",
         (FAST, _ONE): "Qwen3.5",
-        (MIXED, _ONE): "Nemotron-H",
-        (MIXED_FAST, _ONE): "Nemotron-H",
+        (MIXED, _ONE): "Nemotron-H and Granite 4",
+        (MIXED_FAST, _ONE): "Nemotron-H and Granite 4",
     },
     ("cuda", "v2"): {
         (STATES, "tensor"): "Qwen3.5",
