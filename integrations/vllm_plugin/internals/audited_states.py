@@ -26,11 +26,15 @@ _NULL_BLOCK: Final = 0
 _DISAGREED: Final = 1 << 30
 
 
+#: Kinds of recurrent layers whose metadata say which columns a step reads, as vLLM names them.
+_READ: Final = ("MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV")
+
+
 def state_groups(runner: Runner) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
     Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
-    device which states it copies.
+    device which states it copies. Kinds of layers that nobody can read are left out.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -45,6 +49,7 @@ def state_groups(runner: Runner) -> dict[str, StateGroup]:
         f"group.{number}": StateGroup(f"group.{number}", int(config.num_blocks), pool="blocks")
         for number, group in enumerate(config.kv_cache_groups)
         if isinstance(group.kv_cache_spec, MambaSpec)
+        and group.kv_cache_spec.mamba_type.name in _READ
         and (group.kv_cache_spec.num_speculative_blocks or not columns)
     }
 

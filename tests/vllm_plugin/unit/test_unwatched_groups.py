@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
 
 kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
+
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # noqa: E402
 
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 MORE = {
@@ -53,3 +55,21 @@ def test_a_models_first_layer_has_rows_without_context(monkeypatch):
     ]
     watched = audited.row_groups(runner_with([(spec, each) for each in names]))
     assert [group.context_free for group in watched.values()] == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"])
+def test_states_whose_metadata_nobody_can_read_are_left_out(kind, monkeypatch):
+    """Else they would count as watched, and no state of theirs would ever be compared."""
+    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    kind = MambaAttentionBackendEnum[kind]
+    states = kinds.MambaSpec(
+        block_size=16, shapes=((2, 2),), dtypes=(torch.float32,), mamba_type=kind
+    )
+    runner = runner_of(kinds.FullAttentionSpec(**SIZES), states)
+    runner.cache_config = SimpleNamespace(mamba_cache_mode="none")
+    runner.speculative_config = None
+    watched = audited_states.state_groups(runner)
+    left_out = audited.groups_left_out(runner, [*audited.row_groups(runner), *watched])
+    assert ([*watched], left_out) == (
+        ([], ["group.1 (MambaSpec)"]) if kind.name == "LINEAR" else (["group.1"], [])
+    )
