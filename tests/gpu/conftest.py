@@ -69,7 +69,8 @@ def run(
         except EngineFailed as failed:
             reports[name] = {"error": str(failed), "log": log[-6000:]}
         found.write_text(json.dumps(reports))
-        print(name, reports[name].get("error", "done"), flush=True)
+        seconds = reports[name].get("seconds", "")  # until it was built, and since
+        print(name, reports[name].get("error", f"done {seconds}"), flush=True)
     pool.stop()
     return found
 

@@ -151,5 +151,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert not torch.cuda.is_initialized(), "a process that is forked could not use the GPU"
     os.environ.update(job.get("environment", {}))
     begin = time.monotonic()
-    report = run(build(job, folder), job)
-    return report | {"seconds": round(time.monotonic() - begin)}
+    llm = build(job, folder)
+    built = time.monotonic() - begin
+    report = run(llm, job)
+    return report | {"seconds": [round(built), round(time.monotonic() - begin - built)]}
