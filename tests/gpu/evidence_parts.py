@@ -209,12 +209,20 @@ _KERNELS: Final = (
 # -- engines by turns, and for long --------------------------------------------------------------
 
 
-def _turns(name: str, seconds: int, *words: str, sizes: Sequence[int] = ()) -> Part:
-    """Return the part of a ``kvtxn bench vllm`` with captured graphs for decoding alone."""
+def _turns(name: str, seconds: int, *words: str, sizes: Sequence[int] = (), **more: Any) -> Part:
+    """Return the part of a ``kvtxn bench vllm`` with captured graphs for decoding alone.
+
+    Args:
+        name: of the part; a number at its end is not in the result's.
+        seconds: as of a part.
+        words: of the command.
+        sizes: of the graphs, in rows; vLLM's own if there are none.
+        more: arguments of the engines.
+    """
     graphs = _GRAPHS | ({"cudagraph_capture_sizes": sizes} if sizes else {})
     result = f"h200-vllm-{name.rstrip('-0123456789') if name[-2] == '-' else name}"
     fixed = ("--folder", "{out}", "--output", result, "--timeout", "300")
-    own = json.dumps({"compilation_config": graphs}).replace("{", "{{").replace("}", "}}")
+    own = json.dumps({"compilation_config": graphs, **more}).replace("{", "{{").replace("}", "}}")
     return Part(
         f"turns-{name}",
         (*_KVTXN, "bench", "vllm", *words, *fixed, "--engine-args", own),
@@ -226,6 +234,13 @@ def _turns(name: str, seconds: int, *words: str, sizes: Sequence[int] = ()) -> P
 _LLAMA: Final = ("--model", "llama3-8b", "--drafter", "eagle", "--tokens", "128", "--clock")
 _HYBRID: Final = ("--drafts", "4", "--rounds", "5", "--clock")
 _EAGLE_CELLS: Final = ("1024:64:0.6", "1024:32:0.3", "1024:8:0.6", "1024:1:0.3", "8192:8:0.6")
+
+#: Brings blocks back from the host, so that the ledger keeps its table of identities.
+_CONNECTOR: Final = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 4 << 30},
+}
 
 _TURNS: Final = (
     *(
@@ -245,6 +260,11 @@ _TURNS: Final = (
         for number, cells in enumerate(
             (("1024:8:0.6", "1024:64:0.6"), ("8192:8:0.6", "1024:1:0.6"))
         )
+    ),
+    _turns(
+        *("llama3-8b-audit-connector", 420, *_LLAMA, "--policies", "stock", "ledger", "bytes"),
+        *("--cells", "short:1024:8:0.6", "short:1024:64:0.6", "--rounds", "8"),
+        kv_transfer_config=_CONNECTOR,
     ),
     _turns(
         *("host-bound-ngram", 330, "--model", "host-bound", "--drafter", "ngram", "--policies"),
