@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from kvtxn.integrations.serving.ledger.rank_agreement import RankAgreement, RankReport, Wrong
+from kvtxn.integrations.serving.ledger.violation_log import FoundViolations
 
 
 class Two:
@@ -35,7 +38,7 @@ def heard(own, other):
     [
         Wrong(requests=frozenset({"a"})),
         Wrong(aged=frozenset({"a"})),
-        Wrong(blocks=frozenset({-1})),  # nobody knows who has read them
+        Wrong(lost=True),
         Wrong(blocks=frozenset({3}), changed=frozenset({3})),
     ],
 )
@@ -47,3 +50,12 @@ def test_all_ranks_contain_what_one_of_them_has_found(wrong):
 
 def test_ranks_that_have_found_nothing_exchange_a_number_alone():
     assert heard(RankReport(), RankReport()) == (RankReport(), 0)
+
+
+@pytest.mark.parametrize("on_violation", ["log", "contain"])
+def test_violations_that_were_not_kept_are_reported_once(on_violation):
+    ledger = SimpleNamespace(groups=[], violations=list, findings=SimpleNamespace(lost=3))
+    found = FoundViolations(ledger, 0)
+    for lost in (on_violation == "contain", False):
+        found.take(on_violation)
+        assert found.take_report().wrong == Wrong(lost=lost)

@@ -8,7 +8,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.serving.ledger.rank_agreement import Wrong
 from kvtxn.integrations.sglang_plugin import starting, watching
 from kvtxn.integrations.sglang_plugin.seam import hook_points, retraction
 from kvtxn.integrations.sglang_plugin.settings import Settings
@@ -608,4 +607,3 @@ def test_places_of_several_groups_are_apart(contained):
     toy.serve(1)
     containment = toy.kvtxn._watching.containment
     assert containment.first_blocks == {"group.0": 0, "group.2": 1201}
-    assert Wrong(blocks=frozenset({-1})) | Wrong() == Wrong(blocks=frozenset({-1}))

@@ -36,6 +36,7 @@ class Wrong:
         stale: blocks with rows of earlier weights; no request that reads them is spoilt.
         aged: names of the requests that read rows of earlier weights, where these are violations.
             They are computed again as often as weights change under them.
+        lost: there were more wrong reads, of which nobody knows the blocks and the readers.
     """
 
     requests: frozenset[str] = frozenset()
@@ -43,6 +44,7 @@ class Wrong:
     changed: frozenset[int] = frozenset()
     stale: frozenset[int] = frozenset()
     aged: frozenset[str] = frozenset()
+    lost: bool = False
 
     @property
     def readers(self) -> frozenset[str]:
@@ -60,6 +62,7 @@ class Wrong:
             self.changed | other.changed,
             self.stale | other.stale,
             self.aged | other.aged,
+            self.lost or other.lost,
         )
 
 

@@ -24,9 +24,6 @@ _DROPPED: Final = 256
 #: Kinds of violations after which nothing is computed again: the rows have left, or are on one
 #: rank only.
 _PAST_CONTAINING: Final = ("exported", "ranks")
-#: In ``Wrong.blocks``, where groups count their blocks apart: wrong reads were counted of which
-#: nobody knows the blocks and the readers.
-UNKNOWN_BLOCK: Final = -1
 
 
 class AuditError(KVTxnError, RuntimeError):
@@ -102,8 +99,8 @@ class FoundViolations:
                 self._report_of_step |= RankReport(violation=str(violation))
             self._report.append(violation.as_dict())
         lost, self._lost = self._ledger.findings.lost > self._lost, self._ledger.findings.lost
-        if lost and self.first_blocks and on_violation == "contain":
-            self._report_of_step |= RankReport(wrong=Wrong(blocks=frozenset((UNKNOWN_BLOCK,))))
+        if lost and on_violation == "contain":
+            self._report_of_step |= RankReport(wrong=Wrong(lost=True))
         for run in self._runs(new):
             self._log(run)
         return new

@@ -28,7 +28,6 @@ from ....audit import Ledger
 from ....audit.counter_copy import CounterCopy
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
-from ...serving.ledger.violation_log import UNKNOWN_BLOCK
 from . import retraction
 from .pools import STATES, SlotSpace
 from .protocols import NextBatchPlan, Req, ScheduleBatch, Scheduler
@@ -232,16 +231,16 @@ class Containment:
         known = set() if step is None else {req.rid for req in step.dropped}
         readers = wrong.readers
         live = {req: self._places_of(req) for req in self._live(steps)}
-        places = set(wrong.blocks) - {UNKNOWN_BLOCK} - {*self.first_blocks.values()}
+        places = set(wrong.blocks) - {*self.first_blocks.values()}
         places |= self._suspects_in_tree()
         for each in steps:
             places |= self._written(each, lambda req: req.rid in readers)
-        unknown, spoilt, grown = UNKNOWN_BLOCK in wrong.blocks, set[Req](), True
+        spoilt, grown = set[Req](), True
         while grown:
             found = {
                 req
                 for req, own in live.items()
-                if unknown or req.rid in readers or not places.isdisjoint(own)
+                if wrong.lost or req.rid in readers or not places.isdisjoint(own)
             } - spoilt
             for each in steps:
                 places |= self._written(each, found.__contains__)
@@ -258,9 +257,9 @@ class Containment:
             each.dropped |= mine
         self._again.update({req: self._again.get(req) or why for req, why in again.items()})
         states = self.first_blocks[STATES]
-        every = unknown or bool(wrong.changed) or any(block >= states for block in places)
+        every = wrong.lost or bool(wrong.changed) or any(block >= states for block in places)
         self._suspects = None if every or self._suspects is None else self._suspects | places
-        if again or wrong.blocks:
+        if again or wrong:
             log.warning(
                 "kvtxn.audit_contained",
                 requests=sorted(req.rid for req in again),

@@ -96,7 +96,7 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
         if wrong.stale:
             scheduling.evict(scheduler, wrong.stale)
             log.debug("kvtxn.audit_evicted_stale", blocks=sorted(wrong.stale))
-        if not wrong.readers:
+        if not (wrong.readers or wrong.lost):
             return
         names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
     except Exception as error:

@@ -118,8 +118,9 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     and as any cached row may come from such a block, the prefix cache is emptied then.
 
     Of a request of the step that has left meanwhile, or lost its blocks, nobody knows which blocks
-    it has read and computed. Then the prefix cache is emptied, too, and every request that runs is
-    computed again; those that did not read wrong themselves may be so any number of times.
+    it has read and computed; nor of reads that were counted and not kept. Then the prefix cache is
+    emptied, too, and every request that runs is computed again; those that did not read wrong
+    themselves may be so any number of times.
 
     vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
     """
@@ -136,9 +137,10 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     ended, _ = _readers(running, frozenset(), wrong.changed, whole=True)
     spoilt, spoils = _readers(running, wrong.readers | set(ended), wrong.blocks, whole=False)
     away = _away(scheduler, {*scheduled, *wrong.readers})
-    again = {one.request.request_id: one.request for one in running} if away else spoilt
+    unknown = wrong.lost or bool(away)
+    again = {one.request.request_id: one.request for one in running} if unknown else spoilt
     everything = range(1, int(scheduler.kv_cache_config.num_blocks))
-    manager.evict_blocks(everything if wrong.changed or away else spoils)
+    manager.evict_blocks(everything if wrong.changed or unknown else spoils)
     for request in reversed(again.values()):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.running.remove(request)  # after: one that cannot be preempted runs on

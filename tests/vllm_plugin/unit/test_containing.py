@@ -110,6 +110,15 @@ def test_bytes_that_changed_end_every_request_that_has_them(ending):
     assert scheduler.evicted == set(range(1, 10))
 
 
+def test_wrong_reads_that_were_not_kept_spoil_every_request():
+    """Nobody knows their readers, so nobody ends."""
+    scheduler = Scheduler(set())
+    for _ in range(2):
+        assert again(scheduler, Wrong(lost=True)) == {*TABLES}
+    assert scheduler.evicted == set(range(1, 10))
+    assert not scheduler.grammar_compile_error_reqs
+
+
 def test_requests_that_share_no_block_go_on():
     scheduler = Scheduler(set())
     assert again(scheduler, Wrong(frozenset({"a"}))) == {"a"}
@@ -183,6 +192,8 @@ def test_a_step_is_contained_before_its_output_is_taken_in(lines):
     assert "kvtxn.audit_contained" in lines[0]
     assert taken_in(WholeScheduler(set()), None) == ["a", "b", "c"]
     assert len(lines) == 1
+    assert taken_in(WholeScheduler(set()), Wrong(stale=frozenset({2}))) == ["a", "b", "c"]
+    assert taken_in(WholeScheduler(set()), Wrong(lost=True)) == []
 
 
 @pytest.mark.parametrize("part", ["get_block_ids", "evict_blocks", "_preempt_request"])
