@@ -11,14 +11,13 @@ class TestTorch(ExecutorConformance):
     """On the CPU; of random trees and histories as many as find every mutant in test_mutations."""
 
     @pytest.fixture
-    def tree_settings(self, tree_settings, pytestconfig) -> hypothesis.settings:
-        few = {} if pytestconfig.getoption("--interpret-all") else {"max_examples": 300}
-        return hypothesis.settings(tree_settings, **few)
+    def tree_settings(self, program_settings, pytestconfig) -> hypothesis.settings:
+        every = 1000 if pytestconfig.getoption("--interpret-all") else 300
+        return hypothesis.settings(program_settings, max_examples=every)
 
     @pytest.fixture
-    def history_settings(self, tree_settings, history_settings) -> hypothesis.settings:
-        most = min(tree_settings.max_examples, history_settings.max_examples)
-        return hypothesis.settings(history_settings, max_examples=most)
+    def history_settings(self, tree_settings) -> hypothesis.settings:
+        return tree_settings
 
     @pytest.fixture
     def backend(self) -> str:

@@ -190,8 +190,7 @@ def test_a_sound_executor_passes(tmp_path: Path) -> None:
 
     In some cases of each test; the torch executor, which this is, passes all of them elsewhere.
     """
-    tests = {*CAUGHT_BY.values(), "test_random_program"}
-    tests -= {"test_random_trees", "test_random_histories"}  # elsewhere, as many
-    outcomes = run_kit(tmp_path, mutants.Sound, sorted(tests), every=45)
+    tests = {*CAUGHT_BY.values(), "test_random_program"} - {"test_random_trees"}  # more elsewhere
+    outcomes = run_kit(tmp_path, mutants.Sound, sorted(tests), every=15)
     assert outcomes.failed == []
-    assert len(outcomes.passed) >= len(tests)
+    assert len(outcomes.passed) > 100
