@@ -23,9 +23,9 @@ demo: $(READY) $(REAL_MODEL)
 test: $(READY) $(REAL_MODEL)
 	$(BIN)/pytest $(TEST_ARGS)
 
-# Every case of the kit for the GPU executors, on the CPU; `test` takes some cases of each test.
+# Every case of the kit, for the GPU executors on the CPU; `test` takes some cases of each test.
 interpreted: $(READY)
-	$(BIN)/pytest tests/backends --interpret-all
+	$(BIN)/pytest tests/backends tests/test_conformance_torch.py tests/test_mutations.py --interpret-all
 
 # The documentation as a site, in site/index.html; a broken link is an error, which --quiet would hide.
 docs: $(READY)

@@ -1,4 +1,4 @@
-"""Run commands of an installed kvtxn and tell how each ended; a child process of the tests.
+"""Run commands of kvtxn, or programs, and tell how each ended; a child process of the tests.
 
 python -I installed_commands.py '[["doctor"], ["bench", "host"], ["-c", "import kvtxn"]]'
 
@@ -30,7 +30,7 @@ def outcome(words: list[str]) -> dict[str, Any]:
             before, code = set(sys.modules), 1
             try:
                 if words[0] == "-c":
-                    exec(words[1], {})
+                    exec(words[1], {"__name__": "__main__"})
                     code = 0
                 else:
                     code = cli.main(words)

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import attrs
+import forked_programs
 import pytest
 from kvtxn.benchmarks import documents as tables
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
@@ -80,21 +81,28 @@ def test_a_stale_part_is_noticed():
     assert tables.fill(README.replace("| STAGED |", "| READY |")) == README
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How each block without a test ended, by itself."""
+    programs = {}
+    for (code,) in (each.values for each in PYTHON if "pytest" not in each.values[0]):
+        programs[code] = tmp_path_factory.mktemp("block") / "block.py"
+        programs[code].write_text(code)
+    variables = os.environ | {"NUMBA_DISABLE_JIT": "1"}  # compiled, the ledger takes half a minute
+    found = forked_programs.run([*programs.values()], variables)
+    return {code: found[path] for code, path in programs.items()}
+
+
 @pytest.mark.parametrize("code", PYTHON)
-def test_python_blocks_run(code, tmp_path):
+def test_python_blocks_run(code, ended, tmp_path):
     """Each block by itself, the kit's block under pytest."""
-    path = tmp_path / "test_block.py"
-    path.write_text(code)
+    if code in ended:
+        assert ended[code]["code"] == 0, ended[code]["printed"]
+        return
+    (tmp_path / "test_block.py").write_text(code)
     some = ["-m", "pytest", "-q", "-x", "-k", "abort_at_any_point"]  # the kit has tests of its own
-    command = some if "pytest" in code else []
-    done = subprocess.run(
-        [sys.executable, *command, str(path)],
-        cwd=tmp_path,
-        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},  # compiled, the ledger takes half a minute
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, *some, "test_block.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_programs
 import pytest
 
 TESTS = Path(__file__).parent
@@ -19,32 +18,24 @@ SCRIPTS = sorted(
     and path.relative_to(TESTS).as_posix() not in CHILDREN
 )
 
-#: Imports a script as ``python SCRIPT`` does, and does not run it.
-START = """
-import runpy, sys
-from pathlib import Path
-script = Path(sys.argv[1])
-sys.path[0] = str(script.parent)
-runpy.run_path(str(script), run_name="imported")
-"""
 
-
-def start(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Import a script from another folder, without the paths that pytest has."""
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """How each script ended: imported from another folder, without the paths that pytest has."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    lost = folder / "lost.py"
+    lost.write_text("import folders\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", START, str(script)]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    scripts = [TESTS / name for name in SCRIPTS]
+    return forked_programs.run([*scripts, lost], environment, folder, "imported")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_starts_by_hand(name, tmp_path):
-    ended = start(TESTS / name, tmp_path)
-    assert ended.returncode == 0, ended.stderr[-1000:]
+def test_a_script_starts_by_hand(name, started):
+    ended = started[TESTS / name]
+    assert ended["code"] == 0, ended["printed"][-1000:]
 
 
-def test_a_script_that_lacks_a_module_is_noticed(tmp_path):
-    script = tmp_path / "lost.py"
-    script.write_text("import folders\n")
-    assert "No module named 'folders'" in start(script, tmp_path).stderr
+def test_a_script_that_lacks_a_module_is_noticed(started):
+    (lost,) = (ended for script, ended in started.items() if script.name == "lost.py")
+    assert "No module named 'folders'" in lost["printed"]

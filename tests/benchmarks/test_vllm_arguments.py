@@ -202,6 +202,9 @@ def test_configurations_of_other_hybrids_are_vllms(name, tmp_path, monkeypatch):
     from vllm.config import ModelConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
+    monkeypatch.setattr(  # vLLM would import itself anew, to look at the model's class
+        "vllm.model_executor.models.registry._run_in_subprocess", lambda function: function()
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = parse("--model", name, "--policies", "stock", "exact", "--requests", "4")
     arguments = vllm_bench.engine_arguments(args, MODELS[name], tmp_path)
