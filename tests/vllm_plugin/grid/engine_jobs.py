@@ -21,6 +21,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # An eager engine of vLLM's compiles single functions, such as that of an embedding over ranks,
+    # which takes longer than the engine's work.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
@@ -128,6 +131,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "covers": "torch.compile, which changes the forward alone",
         "engines": engines(["one", "eight", "chunked"]),
         "options": {"enforce_eager": False},
+        # vLLM's own cache has a folder for each policy, so that each would compile everything.
+        "environment": {"TORCH_COMPILE_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
     },
     **{
         model: {
@@ -297,12 +302,12 @@ COMMANDS = {
 }
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
-#: such as those of servers, of "starts", of commands that no fork runs, and of
-#: "audit-contained-process".
+#: such as those of servers, of "starts", and of commands that no fork runs.
 FORKING = (
-    *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
+    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived"),
     *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
-    *("audit-ranks-raise", "audit-ranks-fail"),
+    *("audit-ranks-raise", "audit-ranks-fail", "audit-contained-process", "audit-pictures"),
+    *("audit-sessions", "audit-plain-sessions"),
 )
 
 #: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.

@@ -35,6 +35,12 @@ def _turn(item: tuple[str, dict[str, Any]]) -> float:
     return -float(item[1]["weight"])
 
 
+def environment(cache: Path) -> dict[str, str]:
+    """Variables of engines, which take over from each other what is kept in ``cache``."""
+    kept = {"VLLM_CACHE_ROOT": str(cache), "NUMBA_CACHE_DIR": str(cache / "numba")}
+    return ENVIRONMENT | kept | {"PYTHONPATH": python_path(*FOLDERS)}
+
+
 class Engines:
     """The engines of a session, as many at a time as there are cores, at most four.
 
@@ -54,8 +60,8 @@ class Engines:
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
-            environment=ENVIRONMENT | {"PYTHONPATH": python_path(*FOLDERS)},
-            preload=["engine_preload"],
+            environment=environment(Path(self._folder.name) / "cache"),
+            preload=["engine_preload", *(["compiled_ledger"] if jobs.keys() - JOBS.keys() else [])],
         )
 
     def finished(self, job: str) -> bool:
