@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -176,7 +175,6 @@ def fork_workers() -> None:
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Build the engine of a job that is named, and run it; returns its report."""
-    gc.freeze()
     if folder.name.rpartition(".")[0] in FORKING:
         fork_workers()
     if "work" in job:

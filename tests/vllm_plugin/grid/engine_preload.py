@@ -10,11 +10,15 @@ No thread may start here.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import tempfile
 import warnings
+from contextlib import suppress
+from pathlib import Path
 
+import compressed_tensors  # noqa: F401
 import vllm.entrypoints.llm
-import vllm.model_executor.layers.quantization.online.base
 import vllm.model_executor.model_loader.default_loader
 import vllm.model_executor.models.llama
 import vllm.v1.attention.backends.cpu_attn
@@ -35,10 +39,22 @@ if hasattr(current_platform, "register_triton_kernel_overrides"):
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 import engine_child  # noqa: E402, F401
-import transformers.conversion_mapping  # noqa: E402
-import transformers.models.llama.modeling_llama  # noqa: E402, F401
+import kvtxn.integrations.vllm_plugin.metrics  # noqa: E402
+import kvtxn.integrations.vllm_plugin.parts  # noqa: E402, F401
+import model_files  # noqa: E402
 from kvtxn.backends.audit_numba import numba_passes  # noqa: E402, F401
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from vllm.v1.spec_decode import ngram_proposer  # noqa: E402
 
 ngram_proposer.batch_propose_numba.enable_caching()
+disable_progress_bar()
+with tempfile.TemporaryDirectory() as folder:  # transformers reads up on all models before
+    model_files.write("llama", Path(folder))
+with suppress(ImportError):  # a release that does so when it is imported
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+gc.freeze()  # the collector, which vLLM calls seven times for an engine, passes over all of this
+gc.unfreeze = lambda: None
 atexit.register(os._exit, 0)  # torch takes its time to end, and nobody waits for it

@@ -15,7 +15,7 @@ from typing import Any
 import grid_table
 import pytest
 from commands import Ended
-from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, covered, missing, stock_of, wanted
+from engine_jobs import COMPARED, JOBS, OTHERS, covered, missing, stock_of, variables, wanted
 from engine_pool import EngineFailed, EnginePool
 from folders import TESTS, python_path
 
@@ -33,12 +33,6 @@ LIMIT = 900
 def _turn(item: tuple[str, dict[str, Any]]) -> float:
     """Order jobs by what they take: at the end no core waits for a long one."""
     return -float(item[1]["weight"])
-
-
-def environment(cache: Path) -> dict[str, str]:
-    """Variables of engines, which take over from each other what is kept in ``cache``."""
-    kept = {"VLLM_CACHE_ROOT": str(cache), "NUMBA_CACHE_DIR": str(cache / "numba")}
-    return ENVIRONMENT | kept | {"PYTHONPATH": python_path(*FOLDERS)}
 
 
 class Engines:
@@ -60,7 +54,7 @@ class Engines:
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
-            environment=environment(Path(self._folder.name) / "cache"),
+            environment=variables(self._folder.name) | {"PYTHONPATH": python_path(*FOLDERS)},
             preload=["engine_preload", *(["compiled_ledger"] if jobs.keys() - JOBS.keys() else [])],
         )
 
