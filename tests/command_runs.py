@@ -1,7 +1,4 @@
-"""Runs of ``kvtxn bench`` and ``kvtxn demo`` over real engines, by name, for the pool.
-
-The demo runs as a user starts it, the benchmarks in forks: they have six engines.
-"""
+"""Runs of ``kvtxn bench`` and ``kvtxn demo`` over real engines, by name, for the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import commands
 import forked_commands
 
 #: The engines of the run "bench", in the order in which they are named.
@@ -33,7 +29,7 @@ def soak(planted: str | None = None) -> tuple[object, ...]:
     patience = 20 if planted == "LosesBlocks" else 120  # on a busy machine a step may take seconds
     return (
         *("bench", "soak", "--workloads", "chat", *(() if long else ("offload",))),
-        *("--requests", 1, "--every", 0.1, "--seconds", 20 if long else 6),
+        *("--requests", 1, "--every", 0.1, "--seconds", 12 if long else 6),
         *("--patience", patience, "--engine-args", json.dumps(engine), *compared),
     )
 
@@ -67,7 +63,6 @@ RUNS: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
 def run(folder: Path) -> dict[str, Any]:
     """Carry out the run that the folder is named after; returns its end, and the folder."""
     name = folder.name.removeprefix("command-").partition(".")[0]
-    command = commands.run if name == "demo" else forked_commands.run
     words = RUNS[name]
     words = words() if callable(words) else words
-    return attrs.asdict(command(folder, *words)) | {"folder": str(folder)}
+    return attrs.asdict(forked_commands.run(folder, *words)) | {"folder": str(folder)}

@@ -1,6 +1,6 @@
 """Runs of ``kvtxn audit``, ``kvtxn trace`` and the programs of faults, by name, for the pool.
 
-Three commands and one program run as a user starts them; the others in forks.
+One command runs as a user starts it, which imports vLLM anew; the others in forks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import commands
 import forked_commands
 import model_files
 from audits import audit
@@ -126,7 +125,8 @@ def refused(folder: Path) -> Ended:
     """Audit an engine that does not start."""
     from kvtxn.integrations.audit_command.command import PLAIN
 
-    return audit(folder, "chat", "--html", "page.html", engine={**PLAIN, "max_model_len": -3})
+    engine = {**PLAIN, "max_model_len": -3}
+    return audit(folder, "chat", "--html", "page.html", engine=engine, run=forked_commands.run)
 
 
 def pooling(folder: Path) -> Ended:
@@ -138,7 +138,7 @@ def pooling(folder: Path) -> Ended:
 def trace(folder: Path) -> Ended:
     """Trace one prompt under ``deferred``."""
     words = ("--count", 1, "--max-tokens", 32, "--html", "t.html", "--svg", "t.svg")
-    return commands.run(folder, "trace", *words)
+    return forked_commands.run(folder, "trace", *words)
 
 
 def write_model(name: str, folder: Path) -> str:
@@ -178,22 +178,17 @@ def known_fault(folder: Path, name: str) -> Ended:
     )  # fmt: skip
 
 
-#: Faults with a program of their own. One is started as a user starts it, which takes three times
-#: as long: each of its engines imports vLLM.
-PROGRAMS = {
-    "preempted-in-its-step": commands.run_program,
-    "failed-load": forked_commands.run_program,
-    "replaced-adapter": forked_commands.run_program,
-    "stale-rows": forked_commands.run_program,
-    "left-out-of-hashes": forked_commands.run_program,
-    "ended-by-session": forked_commands.run_program,
-}
+#: Faults with a program of their own.
+PROGRAMS = (
+    *("preempted-in-its-step", "failed-load", "replaced-adapter", "stale-rows"),
+    *("left-out-of-hashes", "ended-by-session"),
+)
 
 
 def fault_program(folder: Path, name: str) -> Ended:
     """Run the program of a fault."""
     program = TESTS / "audit_command" / "fault_programs" / f"{name.replace('-', '_')}.py"
-    return PROGRAMS[name](folder, program, "--json")
+    return forked_commands.run_program(folder, program, "--json")
 
 
 RUNS: dict[str, Callable[[Path], Ended]] = {

@@ -17,7 +17,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS), *(str(TESTS / "vllm_plugin" / name) for name in ("grid", "audit"))]
 
-from engine_jobs import ENVIRONMENT, JOBS, missing  # noqa: E402
+from engine_jobs import JOBS, missing, variables  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 
@@ -49,8 +49,8 @@ def main(names: list[str]) -> int:
             Path(folder),
             count=min(2, os.cpu_count() or 1),
             seconds=900,
-            environment=ENVIRONMENT | {"PYTHONPATH": python_path(Path(__file__).parent)},
-            preload=["engine_preload"],
+            environment=variables(folder) | {"PYTHONPATH": python_path(Path(__file__).parent)},
+            preload=["engine_preload", "compiled_ledger"],
         )  # fmt: skip
         for name in pool.as_they_end():
             try:

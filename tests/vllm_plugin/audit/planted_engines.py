@@ -54,10 +54,10 @@ CONNECTED = (
 
 def work(rig: Rig) -> list[list[int]]:
     """Prompts that repeat themselves, again in a full cache, and more than fit."""
-    found = rig.run(texts(1, 4, 70), 40)
-    found += rig.run(texts(1, 4, 70), 30)
-    found += rig.run(texts(2, 8, 60), 70)
-    found += rig.run(texts(1, 4, 70), 20)
+    found = rig.run(texts(1, 4, 70), 24)
+    found += rig.run(texts(1, 4, 70), 16)
+    found += rig.run(texts(2, 8, 60), 44)
+    found += rig.run(texts(1, 4, 70), 12)
     return found
 
 

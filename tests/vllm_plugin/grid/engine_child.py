@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -13,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import ray_cluster
+import torch._dynamo
 from engine_jobs import FORKING
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import supported
@@ -156,60 +155,26 @@ def take_amx_mla() -> None:
         setattr(platform, name, with_amx(getattr(platform, name).__func__))
 
 
-def share_work(cache: Path) -> None:
-    """Let engines take over from each other what is the same for all.
-
-    vLLM keeps facts of models in ``cache``, and would import itself anew in a process of its own to
-    find each. numba's machine code is kept there as well: that of the n-gram search, and that of
-    the ledger's passes, which takes longer to make than most engines run. The collector passes over
-    all that was imported before: vLLM lets it run five times while an engine starts.
-    """
-    gc.freeze()
-    from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
-
-    os.environ["VLLM_CACHE_ROOT"] = str(cache)
-    registry._run_in_subprocess = lambda function: function()
-    platform = type(current_platform)
-    override = getattr(platform, "register_triton_kernel_overrides", None)
-    if override is None:  # a release before it
-        return
-
-    def overridden(cls: Any) -> None:
-        override()  # trips over numba where that was imported before
-        import numba
-        from kvtxn.backends import audit_numba
-        from numba.core.dispatcher import Dispatcher
-        from vllm.v1.spec_decode import ngram_proposer
-
-        numba.config.CACHE_DIR = str(cache / "numba")
-        ngram_proposer.batch_propose_numba.enable_caching()
-        for name, module in [*sys.modules.items()]:
-            for each in vars(module).values() if name.startswith(audit_numba.__name__) else ():
-                if isinstance(each, Dispatcher):
-                    each.enable_caching()
-
-    platform.register_triton_kernel_overrides = classmethod(overridden)
-
-
 def fork_workers() -> None:
     """Let vLLM fork the processes of an engine from this one, as it does on a GPU.
 
     On a CPU it spawns them, and each imports everything again: that takes longer than what most
     tests do with the engine. This process has computed nothing yet, so there are no threads of
-    OpenMP's that a fork would lose.
+    OpenMP's that a fork would lose. Nor do they keep cores from each other while they wait: a
+    second of that after each message is vLLM's way.
     """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.utils import system_utils
 
     def fork() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     system_utils._maybe_force_spawn = fork
+    SpinCondition.__init__.__defaults__ = (0.001,)
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Build the engine of a job that is named, and run it; returns its report."""
-    share_work(folder.parent / "cache")
     if folder.name.rpartition(".")[0] in FORKING:
         fork_workers()
     if "work" in job:
@@ -217,6 +182,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         report: dict[str, Any] = getattr(import_module(module), function)(folder)
         return report
     os.environ.update(job.get("environment", {}))
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     kvtxn, scenarios = job["engines"][job["name"]]
     release = "0.99.0" if job["name"] == "unsupported" else workers.version()
     known = dict(supported.CONNECTORS_CHECKED)

