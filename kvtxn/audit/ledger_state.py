@@ -93,8 +93,17 @@ class LedgerState:
             serials.index_copy_(0, lines, theirs)
 
     def unwrite(self, step: Step) -> None:
-        """Mark each row and state that a step writes as unwritten, and not sealed."""
-        batch = Batch.of(self.books, step, released=True)
+        """Mark each row and state that a step writes as unwritten, and not sealed.
+
+        Requests of the step under way are where they were before it: when the step is run again,
+        they do not begin anew, so what was told of their rows is not told once more.
+        """
+        batch, facts = Batch.of(self.books, step, released=True), self.books.facts
+        if step is self.step:
+            with self.as_written():
+                mine = batch.live & (facts[book.SERIAL][batch.lines.clamp(min=0)] >= 0)
+                lines = batch.lines[mine]
+                facts[book.DURABLE][lines] = facts[book.DURABLE][lines].minimum(batch.first[mine])
         owner, within = ragged(batch.counts)
         row = batch.starts[owner] + within
         for name, slots in step.slots.items():

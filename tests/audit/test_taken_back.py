@@ -64,6 +64,22 @@ def test_rows_that_are_computed_again_are_right():
     assert found(ledger) == []
 
 
+@pytest.mark.parametrize("named", [{"backend": "torch"}, {}])
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_what_was_told_of_a_request_is_not_told_again(named, drafts):
+    """A request that begins anew, at an earlier position, is told of what it reads then."""
+    ledger = ledger_of(**named)
+    run(ledger, "r", 0, 3)
+    ledger.hand_out("a", [1])
+    run(ledger, "r", 3, 1, source=3)
+    assert found(ledger) == [("unwritten", "r", "a", 0)]
+    ledger.take_back(run(ledger, "r", 4, 1 + drafts, source=3, target=4, drafts=drafts))
+    run(ledger, "r", 4, 1, source=3, target=4)
+    assert found(ledger) == []
+    run(ledger, "r", 3, 1, source=3)
+    assert ("unwritten", "r", "a", 0) in found(ledger)
+
+
 def test_its_drafts_wait_for_nobody():
     ledger = ledger_of()
     run(ledger, "r", 0, 5)
