@@ -126,7 +126,7 @@ class Following:
         self._resolve(counts, ids)
         lines = self._without(later, step)
         if ids is not None:  # the count to compare with what the engine says next
-            self._set_kept(lines, counts)
+            self._set(book.KEPT, lines, counts)
         self._put_evicted_back(step, counts)
         self._leave_states(step, window, lines, counts)
 
@@ -143,7 +143,10 @@ class Following:
         counts = torch.zeros_like(step.lines, dtype=torch.int64)
         self._sampled = None
         self._resolve(counts, None)
-        self._set_kept(self._without(later, step), counts - 1)  # the engine may repeat the step
+        lines = self._without(later, step)
+        # The engine may repeat the step: nobody knows its drafts, and nothing is told once more.
+        self._set(book.KEPT, lines, counts - 1)
+        self._set(book.TOLD, lines, torch.full_like(counts, book.IMPORTED))
         unsettled = ~window.settled.any() if window.layout.has_settled else None
         self._put_evicted_back(step, counts, unsettled)
         if unsettled is not None:
@@ -179,10 +182,10 @@ class Following:
             return lines
         return torch.where(torch.isin(lines, self._state.upload(later)), -1, lines)
 
-    def _set_kept(self, lines: Tensor, counts: Tensor) -> None:
-        """Note the drafts that requests kept; -1 for a number that nobody knows."""
-        kept, line = self._state.books.facts[book.KEPT], lines.clamp(min=0)
-        kept.index_add_(0, line, torch.where(lines >= 0, counts - kept[line], 0))
+    def _set(self, fact: int, lines: Tensor, values: Tensor) -> None:
+        """Set a fact of requests; a line of -1 is nobody's."""
+        facts, line = self._state.books.facts[fact], lines.clamp(min=0)
+        facts.index_add_(0, line, torch.where(lines >= 0, values - facts[line], 0))
 
     def _put_evicted_back(
         self, step: Step, counts: Tensor, unsettled: Tensor | None = None

@@ -142,6 +142,22 @@ def test_steps_that_end_by_their_windows(policy, kinds, staged):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_is_repeated_after_an_abort_tells_nothing_twice(policy):
+    """The request goes on with the rows that it was told of."""
+    engine = Engine(policy, ("paged",))
+    engine.step([2, 2, 2], [1, 2, 2], kept=[2, 2, 2])
+    engine.step([0, 0, 0], [0, 0, 0])
+    assert "rejected" in {violation.kind for violation in engine.ledger.violations()}
+    drafts = [1, 0, 2]
+    with engine.manager.window(drafts, engine.write(drafts)) as window:
+        engine.stage(window)
+        window.abort()
+    engine.told = [-1] * REQUESTS
+    engine.step(drafts, drafts)
+    assert engine.ledger.violations() == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_rejected_row_evicts_none_from_its_ring(policy):
     """Under "direct" it does, and the ledger says so."""
     engine = Engine(policy)
