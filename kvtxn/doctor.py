@@ -65,7 +65,7 @@ def _json(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; exit code 2 where engine arguments could not be judged."""
+    """Print the report; exit code 2 if no integration could judge the engine arguments."""
     if args.url is not None:
         return _of_server(args)
     given = args.engine_args
@@ -88,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
             "there is no matrix to print",
             hint="; ".join(why) or "install an integration, such as 'kvtxn[vllm]'",
         )
-    return 2 if any(NOT_JUDGED in section for section in sections) else 0
+    if given is None:
+        return 0
+    judges = [report[entry.name] for entry in entry_points(group=GROUP)]
+    judged = [each for each in judges if NOT_JUDGED not in each and UNAVAILABLE not in each]
+    return 0 if judged else 2
 
 
 def _of_server(args: argparse.Namespace) -> int:
@@ -148,11 +152,11 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
         "auto": {str(device): _auto(device) for device in devices},
     }
     for entry in entry_points(group=GROUP):
-        problem = UNAVAILABLE if engine_args is None else NOT_JUDGED
         lacking = extras.missing(entry.name)
         if lacking is not None:
-            report[entry.name] = {problem: lacking}
+            report[entry.name] = {UNAVAILABLE: lacking}
             continue
+        problem = UNAVAILABLE if engine_args is None else NOT_JUDGED
         try:
             report[entry.name] = entry.load()(engine_args)
         except Exception as error:  # a broken engine must not hide the rest of the report

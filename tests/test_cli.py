@@ -172,6 +172,17 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
     assert "engine    cannot judge these engine arguments: TypeError: unexpected keyword" in said
 
 
+@pytest.mark.parametrize(("installed", "code"), [(["vllm"], 0), ([], 2)])
+def test_an_engine_that_is_not_installed_is_not_asked(monkeypatch, capsys, installed, code):
+    """Another one has judged the arguments, unless none is there."""
+    found = [Integration(lambda given: {"version": 1}, name) for name in ("sglang", "vllm")]
+    monkeypatch.setattr(doctor, "entry_points", lambda group: found)
+    why = "it is not installed"
+    monkeypatch.setattr(doctor.extras, "missing", lambda name: None if name in installed else why)
+    assert main(["doctor", "--engine-args", '{"model": "m"}']) == code
+    assert f"sglang    unavailable: {why}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
