@@ -149,6 +149,13 @@ def _advance(bar: Progress, task: TaskID, done: int) -> None:
     bar.update(task, completed=done)
 
 
+#: Below the table: its last lines are no measurement of kvtxn.
+_CAPTION: Final = (
+    "Seconds count what is compiled first, and on a CPU kvtxn's attention is Python's. "
+    "They say nothing of a GPU: see kvtxn bench."
+)
+
+
 def compare(results: dict[str, Result]) -> dict[str, bool]:
     """Compare each run's tokens and acceptance with the run without kvtxn."""
     off = results["off"]
@@ -166,7 +173,7 @@ def show(
     """Print the texts, the table and the verdict."""
     for prompt, text in zip(prompts, results["off"].texts, strict=True):
         console.print(Text.assemble("\n", (prompt, "dim"), text))  # it may look like markup
-    table = Table(title="\nOne row: what one draft token stores in every layer")
+    table = Table(title="\nOne row: what one draft token stores in every layer", caption=_CAPTION)
     table.add_column("")
     for policy in results:
         table.add_column(policy, justify="right")
