@@ -29,7 +29,7 @@ def soak(planted: str | None = None) -> tuple[object, ...]:
     patience = 20 if planted == "LosesBlocks" else 120  # on a busy machine a step may take seconds
     return (
         *("bench", "soak", "--workloads", "chat", *(() if long else ("offload",))),
-        *("--requests", 1, "--every", 0.1, "--seconds", 12 if long else 6),
+        *("--requests", 1, "--every", 0.1, "--seconds", 20 if long else 6),
         *("--patience", patience, "--engine-args", json.dumps(engine), *compared),
     )
 

@@ -24,7 +24,7 @@ class KeepsBytes(Scheduler):
     """Keeps some bytes of each step."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__.setdefault("kept", []).append(os.urandom(1 << 18))
+        self.__dict__.setdefault("kept", []).append(os.urandom(1 << 17))
         return super().schedule(*args, **kwargs)
 
 

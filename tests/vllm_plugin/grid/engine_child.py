@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -160,17 +162,17 @@ def fork_workers() -> None:
 
     On a CPU it spawns them, and each imports everything again: that takes longer than what most
     tests do with the engine. This process has computed nothing yet, so there are no threads of
-    OpenMP's that a fork would lose. Nor do they keep cores from each other while they wait: a
-    second of that after each message is vLLM's way.
+    OpenMP's that a fork would lose. While they wait for each other they sleep for moments: vLLM
+    lets them spin, and on few cores that is time which the others lack.
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.utils import system_utils
 
     def fork() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     system_utils._maybe_force_spawn = fork
-    SpinCondition.__init__.__defaults__ = (0.001,)
+    shm_broadcast.sched_yield = partial(time.sleep, 0.0005)
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
