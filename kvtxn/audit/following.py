@@ -144,7 +144,7 @@ class Following:
         self._sampled = None
         self._resolve(counts, None)
         lines = self._without(later, step)
-        # The engine may repeat the step: nobody knows its drafts, and nothing is told once more.
+        # The engine may repeat the step: nobody knows its drafts, and violations are reported once.
         self._set(book.KEPT, lines, counts - 1)
         self._set(book.TOLD, lines, torch.full_like(counts, book.IMPORTED))
         unsettled = ~window.settled.any() if window.layout.has_settled else None

@@ -96,7 +96,7 @@ class LedgerState:
         """Mark each row and state that a step writes as unwritten, and not sealed.
 
         Requests of the step under way are where they were before it: when the step is run again,
-        they do not begin anew, so what was told of their rows is not told once more.
+        they do not begin anew, so a violation of theirs is not reported once more.
         """
         batch, facts = Batch.of(self.books, step, released=True), self.books.facts
         if step is self.step:

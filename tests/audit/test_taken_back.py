@@ -67,7 +67,7 @@ def test_rows_that_are_computed_again_are_right():
 @pytest.mark.parametrize("named", [{"backend": "torch"}, {}])
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_what_was_told_of_a_request_is_not_told_again(named, drafts):
-    """A request that begins anew, at an earlier position, is told of what it reads then."""
+    """A request that begins anew, at an earlier position, has its reads compared once more."""
     ledger = ledger_of(**named)
     run(ledger, "r", 0, 3)
     ledger.hand_out("a", [1])

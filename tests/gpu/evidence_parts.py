@@ -73,7 +73,7 @@ def _grid() -> Iterator[Part]:
         yield Part(
             part,
             (*_PYTHON, *words, "--gpu-jobs", "16", "--gpu-record", "{out}/grid.json"),
-            seconds=240,
+            seconds=400,
             kept=[("grid", "grid.json")],
             gpus=2 if names is several else 1,
             engine="vllm-0.32.0" if names is _CORE else "vllm",
@@ -92,7 +92,7 @@ def _states() -> Iterator[Part]:
         yield Part(
             f"states-{number}",
             _script("try_states", "--out", "{out}", "--jobs", "16", "--only", *only),
-            seconds=270,
+            seconds=300,
             kept=[("states", "reports.json"), ("fast", "reports.json")],
         )
 
@@ -108,7 +108,7 @@ def _audits() -> Iterator[Part]:
         yield Part(
             part,
             _script("gpu_audit", "--out", "{out}", *names),
-            seconds=240 if part in found else 150,
+            seconds=300 if part in found else 150,
             kept=[("audit", ".")],
             gpus=2 if names is several else 1,
         )

@@ -259,7 +259,7 @@ class Containment:
         states = self.first_blocks[STATES]
         every = wrong.lost or bool(wrong.changed) or any(block >= states for block in places)
         self._suspects = None if every or self._suspects is None else self._suspects | places
-        if again or wrong:
+        if again or wrong.blocks or wrong.lost:
             log.warning(
                 "kvtxn.audit_contained",
                 requests=sorted(req.rid for req in again),

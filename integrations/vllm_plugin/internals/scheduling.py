@@ -119,8 +119,8 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
 
     Of a request of the step that has left meanwhile, or lost its blocks, nobody knows which blocks
     it has read and computed; nor of reads that were counted and not kept. Then the prefix cache is
-    emptied, too, and every request that runs is computed again; those that did not read wrong
-    themselves may be so any number of times.
+    emptied, too, and every request that runs is computed again. A request that did not read a wrong
+    row itself may be computed again any number of times.
 
     vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
     """
