@@ -17,7 +17,6 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-import compressed_tensors  # noqa: F401
 import vllm.entrypoints.llm
 import vllm.model_executor.model_loader.default_loader
 import vllm.model_executor.models.llama
