@@ -67,12 +67,12 @@ def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     result, rows = load(name), []
     for (mine, other), cell in product(pairs, result["cells"]):
         row = [f"{mine} / {other}", str(cell["load"]["requests"])]
-        for key in ("tokens_per_s", "per_token"):
+        for key in ("tokens_per_s", "per_token", "first_token"):
             runs = zip(cell["runs"][mine], cell["runs"][other], strict=True)
             found = paired_stats.compare([a[key] / b[key] for a, b in runs])
             row.append(f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
         rows.append(row)
-    header = ["engines", "requests", "tokens per second", "time per token"]
+    header = ["engines", "requests", "tokens per second", "time per token", "first token"]
     return f"{table(header, rows)}\n\n{machine_line(result['machine'])}."
 
 

@@ -5,8 +5,8 @@
 PATHS is the PYTHONPATH of an engine, which begins with the folder of its kvtxn; SETTINGS are those
 of kvtxn as JSON, or nothing for stock vLLM; OPTIONS are those of ``kvtxn bench vllm`` (the model,
 requests, tokens). Each engine is ``vllm.LLM`` in a process of its own. All get the same prompts,
-one after the other, each round in another order. OUT gets every run, and by engine the ratios to
-the first one.
+one after the other; each round has other prompts, and another order of engines. OUT gets every
+run, and by engine the ratios to the first one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import attrs
-
-VOCABULARY: Final = 30000  # of the prompts
 
 
 def serve() -> None:
@@ -94,24 +92,27 @@ def ask(engine: Any, work: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def cell(engines: dict[str, Any], point: Any, rounds: int, chance: random.Random) -> dict[str, Any]:
+def cell(engines: dict[str, Any], point: Any, rounds: int, vocabulary: int) -> dict[str, Any]:
     """Run all engines by turns on one load; the first round is not counted."""
     from kvtxn.benchmarks.common import paired_stats
 
-    draw = [
-        [chance.randrange(3, VOCABULARY) for _ in range(point.context)]
-        for _ in range(point.requests)
-    ]
-    work = {"tokens": point.tokens, "prompts": [{"prompt_token_ids": ids} for ids in draw]}
+    chance = random.Random(0)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(rounds + 1):
+        # New prompts, or the first token would come out of the prefix cache.
+        draw = [
+            [chance.randrange(3, vocabulary) for _ in range(point.context)]
+            for _ in range(point.requests)
+        ]
+        work = {"tokens": point.tokens, "prompts": [{"prompt_token_ids": ids} for ids in draw]}
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            runs[name].append(ask(engines[name], work))
+            answer = ask(engines[name], work)
+            runs[name] += [answer] * (number > 0)
     ratios: dict[str, dict[str, Any]] = {}
     for name, key in product(names[1:], ("tokens_per_s", "per_token", "first_token")):
-        pairs = list(zip(runs[names[0]], runs[name], strict=True))[1:]
+        pairs = list(zip(runs[names[0]], runs[name], strict=True))
         compared = paired_stats.compare([mine[key] / first[key] for first, mine in pairs])
         ratios.setdefault(name, {})[key] = attrs.asdict(compared)
     return {"load": attrs.asdict(point), "ratios": ratios, "runs": runs}
@@ -137,7 +138,7 @@ def main() -> int:
         "command": " ".join(sys.argv), "machine": describe(), "engines": where, "cells": [],
     }  # fmt: skip
     for point in options.points(args):
-        found["cells"].append(cell(engines, point, int(rounds), random.Random(0)))
+        found["cells"].append(cell(engines, point, int(rounds), model.shape.vocab))
         Path(out).write_text(json.dumps(found, indent=1, default=str))
         print(point, json.dumps(found["cells"][-1]["ratios"]), flush=True)
     for engine in engines.values():

@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--cases", type=int, default=12, help="most cases per job")
     parser.add_argument("--seconds", type=float, default=240, help="after which a job stops")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer"))
     parser.add_argument("--output", type=Path, help="where to write the verdicts, as JSON")
     parser.add_argument("--child", nargs=2, metavar=("EXECUTOR", "FAMILY"), help=argparse.SUPPRESS)
