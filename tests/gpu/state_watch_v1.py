@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -39,16 +40,41 @@ class Batch:
         )
 
 
+def with_moved_prompts(
+    update: Callable[..., None], requests: dict[str, Any]
+) -> Callable[..., None]:
+    """Mend vLLM's copy of tokens for n-grams, or drafts depend on the batch's order.
+
+    A request that moves while its prompt is computed keeps the tokens of whoever was at its new
+    place (``upstream/drafts-from-another-request.md``).
+
+    Args:
+        update: vLLM's ``update_ngram_gpu_tensors_incremental``.
+        requests: the runner's, by name.
+    """
+
+    def updated(batch: Any, tokens: Any, counts: Any, new: list[Any], *rest: Any, **named: Any):
+        known = {*(batch.prev_req_id_to_index or {}), *(each.req_id for each in new)}
+        moved = [requests[name] for name in batch.req_id_to_index if name not in known]
+        update(batch, tokens, counts, [*new, *moved], *rest, **named)
+
+    return updated
+
+
 class Watch(state_watch.Watch):
     """The worker extension of engines with the V1 runner."""
 
     def watch(self) -> None:
         """Digest states from now on; the same drafts are accepted, whatever the batch's order."""
         from vllm.v1.sample import rejection_sampler
+        from vllm.v1.worker import gpu_model_runner
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.know(runner)
         rejection_sampler.generate_uniform_probs = self.lots
+        gpu_model_runner.update_ngram_gpu_tensors_incremental = with_moved_prompts(
+            gpu_model_runner.update_ngram_gpu_tensors_incremental, runner.requests
+        )
         prepare, build = runner._prepare_inputs, runner._build_attention_metadata
         forward, sample = runner._model_forward, runner._sample
         update = runner._update_states_after_model_execute

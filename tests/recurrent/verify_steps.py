@@ -121,7 +121,7 @@ class Family:
         outputs = []
         for row in range(first, first + rows):
             own = {
-                name: (part[row] if part.shape[0] == case.out.shape[0] else part).double()
+                name: (part[row] if part.ndim > 1 else part).double()  # else it is by head
                 for name, part in every.items()
                 if name in self.rows
             }
