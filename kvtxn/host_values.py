@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -20,6 +21,41 @@ def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch
         return host.to(device)
     pinned = torch.empty_like(host, pin_memory=True).copy_(host)
     return pinned.to(device, non_blocking=True)
+
+
+@attrs.frozen(eq=False)
+class HostCopy:
+    """A copy of a tensor on the host, made while its device works on.
+
+    Attributes:
+        values: the copy, on the host; valid once ``ready``.
+        copied: on a GPU, the event after the copy; None elsewhere.
+    """
+
+    values: Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HostCopy:
+        """Begin to copy a tensor; on a GPU this does not wait for it."""
+        with torch.inference_mode(False):  # it is changed in inference mode or not
+            values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        values.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event() if tensor.is_cuda else None
+        if copied is not None:
+            copied.record()
+        return cls(values, copied)
+
+    @property
+    def ready(self) -> bool:
+        """True once the copy has arrived."""
+        return self.copied is None or bool(self.copied.query())
+
+    def wait(self) -> Tensor:
+        """Wait until the copy has arrived, and return it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values
 
 
 def ints(values: object) -> Tensor:

@@ -1,6 +1,10 @@
-"""Checksums of rows and states: 64 bits, keyed, over all bytes of a row."""
+"""Checksums of rows and states: 64 bits, keyed, over all bytes of a row; of blocks, 128 bits."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -8,6 +12,11 @@ from torch import Tensor
 from ..cache_planes import Plane
 from .digest import RESERVED, Key
 from .groups import WORD_BYTES
+
+#: Blocks whose bytes are gathered at a time, to take little of the device's memory.
+_AT_ONCE: Final = 16
+#: Runs of memory of which a block may consist in one cache, to be read one by one.
+_MOST_RUNS: Final = 8
 
 
 def checksum(key: Key, rows: Tensor, part: int) -> Tensor:
@@ -31,3 +40,51 @@ def checksum(key: Key, rows: Tensor, part: int) -> Tensor:
 def has_nan(plane: Plane) -> bool:
     """Tell whether the format of a plane has a NaN with which dead rows can be filled."""
     return plane.format.dtype.is_floating_point
+
+
+def block_pages(cache: Tensor, dim: int) -> list[Tensor]:
+    """Return the bytes of a cache's blocks, as views with the block as their first dimension.
+
+    Where a block consists of few runs of memory, each view is of one run: uint8
+    ``[num_blocks, n]``, a block's line contiguous. Any other cache is one view, as it is.
+
+    Args:
+        cache: any shape and dtype.
+        dim: the dimension of the blocks.
+    """
+    blocks = cache.movedim(dim, 0)
+    sizes = {at: blocks.shape[at] for at in range(1, blocks.ndim) if blocks.shape[at] > 1}
+    order = sorted(sizes, key=blocks.stride().__getitem__, reverse=True)
+    if not blocks.numel() or not order or blocks.stride(order[-1]) != 1:
+        return [blocks]
+    single = [at for at in range(1, blocks.ndim) if at not in sizes]
+    ordered = blocks.permute(0, *order, *single).flatten(len(order)).view(torch.uint8)
+    first, together = ordered.ndim, 1
+    while first > 1 and ordered.stride(first - 1) == together:
+        first -= 1
+        together *= ordered.shape[first]
+    if math.prod(ordered.shape[1:first]) > _MOST_RUNS:
+        return [blocks]
+    pages = [ordered.flatten(first)]
+    for _ in range(first - 1):
+        pages = [part for page in pages for part in page.unbind(1)]
+    return pages
+
+
+def block_checksums(key: Key, pages: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """Return checksums of 128 bits over all bytes of blocks; on a GPU this does not wait for it.
+
+    Args:
+        key: the engine's key.
+        pages: ``[num_blocks, ...]`` each, the bytes of a block in all layers, see ``block_pages``.
+        blocks: int64 ``[n]`` on the pages' device.
+
+    Returns:
+        int64 ``[n, 2]`` on the pages' device.
+    """
+    sums = []
+    for some in blocks.split(_AT_ONCE) if len(blocks) else ():
+        taken = (page.index_select(0, some).reshape(len(some), -1) for page in pages)
+        whole = torch.cat([page.view(torch.uint8) for page in taken], 1)
+        sums.append(torch.stack([checksum(key, whole, part) for part in range(2)], 1))
+    return torch.cat(sums) if sums else blocks.new_empty((0, 2))

@@ -628,16 +628,17 @@ class Ledger:
         """
         return self._transfers.origins(request, group, firsts, stored_by=stored_by)
 
-    def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
+    def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
         """Return whose rows full blocks have, or states, for ``IdentityTable.remember``.
 
+        On a GPU this never waits for it.
+
         Args:
-            request: the request that has them in its block table.
             group: the group of the blocks.
-            table: int ``[blocks]`` on the host, the request's block table; of states, the block of
-                one of them.
+            requests: for each block a request that has it in its block table.
             firsts: int ``[n]`` on the host, the position of the first row of each block; of a
                 state, the position of the last token that it has taken in.
+            blocks: int ``[n]``, the blocks; one that the group does not have has no rows.
 
         Returns:
             int64 ``[n, 7]`` on the ledger's device: the step, the request's serial number, the word
@@ -646,9 +647,25 @@ class Ledger:
             whose rows are not all there, or not all of one prefix that ends with these tokens.
 
         Raises:
-            ConfigError: as in ``publish``.
+            ConfigError: as in ``publish``; or a position is none, or there is not one per request.
         """
-        return self._transfers.identities(request, group, table, firsts)
+        return self._transfers.identities(group, requests, firsts, blocks)
+
+    def own_words(self, group: str, requests: Sequence[str], positions: Ints) -> Tensor:
+        """Return the words of requests' own rows, as ``expected`` does for one request.
+
+        Args:
+            group: the group of the rows, or of the states after each position.
+            requests: the request of each row.
+            positions: int ``[n]`` on the host, the rows' positions.
+
+        Returns:
+            int64 ``[n]`` on the ledger's device.
+
+        Raises:
+            ConfigError: as in ``identities``.
+        """
+        return self._transfers.own_words(group, requests, positions)
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
         """Return the words of a request's own rows, as ``export`` returns those that are there.

@@ -9,7 +9,7 @@ way through ``export_state`` and ``import_state``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -22,7 +22,7 @@ from .arguments import described
 from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
-from .rows import through
+from .rows import through, word_at
 from .step import Stretch
 from .violation import NOBODY
 
@@ -121,27 +121,49 @@ class RowTransfers:
         last = before[0] + books.salts[place.written] - self._state.epoch
         return torch.stack([step, serial, first, last, *terms], 1)
 
-    def identities(self, request: str, group: str, table: Ints, firsts: Ints) -> Tensor:
+    def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
         """Do what ``Ledger.identities`` says."""
         place = checks.place_of("identities", self._books, group)
-        origins = self.origins(request, group, firsts)
-        line = self._state.requests.line(request, operation="identities")
-        first, books = origins[:, 2], self._books
-        own = books.own[line]
-        term = own[(first + 1).clamp(max=books.sizes.max_length)] - own[first]
-        blocks = self._state.upload(table)[None]
-        if not blocks.shape[1]:
-            blocks = torch.full_like(blocks.new_empty(1, 1), -1)
+        line, first = self._lines_at("identities", requests, "firsts", firsts)
+        block, books = self._state.upload(blocks), self._books
         rows = torch.arange(place.group.block_size, device=self._state.device)
-        position = first[:, None] + rows
-        where = through(place, blocks, torch.zeros_like(position), position)
-        words = torch.where(where >= 0, books.words[where.clamp(min=0)], UNWRITTEN)
+        slot = block[:, None] * place.group.block_size + rows
+        inside = (block >= 0) & (block < place.group.num_blocks)
+        where = torch.where(inside[:, None], word_at(place, slot), 0)
+        words = torch.where(inside[:, None], books.words[where], UNWRITTEN)
+        after = first[:, None] + rows + 1
+        own = books.own[line[:, None], after.clamp(max=books.sizes.max_length)]
         # Rows of one prefix differ from the request's own by one number: an age, or other extras.
-        apart = words - own[(position + 1).clamp(max=books.sizes.max_length)]
+        apart = words - own
         is_one = (apart == apart[:, :1]).all(1)
         ends = older(words[:, (0, -1)], -self._state.epoch) * is_one[:, None]
-        before = [term, origins[:, 4], origins[:, 5]]
-        return torch.stack([*origins[:, :2].unbind(1), ends[:, 0], *before, ends[:, 1]], 1)
+        before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
+        terms = [own[:, 0] - before[0], before[0] - before[1], before[1] - before[2]]
+        step = books.counters[book.STEP].expand_as(first)
+        serial = books.facts[book.SERIAL, line]
+        return torch.stack([step, serial, ends[:, 0], *terms, ends[:, 1]], 1)
+
+    def own_words(self, group: str, requests: Sequence[str], positions: Ints) -> Tensor:
+        """Do what ``Ledger.own_words`` says."""
+        place = checks.place_of("own_words", self._books, group)
+        line, at = self._lines_at("own_words", requests, "positions", positions)
+        after = self._books.own[line, (at + 1).clamp(max=self._books.sizes.max_length)]
+        return older(as_word(after + self._books.salts[place.written]), -self._state.epoch)
+
+    def _lines_at(
+        self, operation: str, requests: Sequence[str], name: str, positions: Ints
+    ) -> tuple[Tensor, Tensor]:
+        """Return requests' lines, and positions of theirs, int64 ``[n]`` each."""
+        lines = [self._state.requests.line(each, operation=operation) for each in requests]
+        given = checks.bounded(operation, name, positions, self._books.sizes.max_length + 1)
+        if len(given) != len(lines):
+            raise ConfigError(
+                operation, f"{name} are not those of the requests",
+                expected=f"{len(lines)} numbers", got=len(given),
+                hint="name a request for each; nothing was changed",
+            )  # fmt: skip
+        line, at = self._state.upload(torch.stack([torch.tensor(lines, dtype=torch.int64), given]))
+        return line, at
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
         """Do what ``Ledger.expected`` says."""

@@ -47,7 +47,7 @@ def test_the_origin_of_a_first_row():
     ledger.hand_out("full", [1, 2])
     ledger.import_rows("a", "full", [1, 2], 0, 8)
     origins = ledger.origins("a", "full", [0, 4])
-    identities = ledger.identities("a", "full", [1, 2], [0, 4])
+    identities = ledger.identities("full", ["a", "a"], [0, 4], [1, 2])
     table = IdentityTable(8)
     table.remember(torch.tensor([[5, 6], [7, 8]]), identities)
     for found, origin in zip(lookup(table, (5, 6), (7, 8)), origins, strict=True):

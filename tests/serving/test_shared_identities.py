@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.ledger.block_identities import Span
 from kvtxn.integrations.serving.ledger.shared_identities import SharedIdentities
 from kvtxn.integrations.serving.ledger.transfers import Handed, Transfers, TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
@@ -32,13 +33,14 @@ class Process:
     bytes: dict[int, int]
     weights: int | None
     path: Path
+    tables: dict[str, list[list[int]]] = attrs.field(factory=dict)
 
     def admit(self, name, tokens, extras=()):
         self.ledger.admit(name, tokens, extras=extras)
 
     def write(self, name, table, tokens, first=0):
         """Compute the rows of a prompt from a position on."""
-        count = len(tokens)
+        count, self.tables[name] = len(tokens), [table]
         places = range(first, first + count)
         slots = torch.tensor([4 * table[at // 4] + at % 4 for at in places])
         step = Step(
@@ -108,7 +110,7 @@ def process(tmp_path):
         made.watch = TransferWatch(
             ledger, {"group.0": group}, {}, lambda loads: Transfers([], [], loads, opaque=False),
             lambda group, blocks: torch.tensor([[contents[each], 5] for each in blocks]),
-            stop, shared,
+            made.tables.__getitem__, stop, shared,
         )  # fmt: skip
         return made
 
@@ -373,7 +375,7 @@ def test_stale_rows_are_not_written(process, first):
     made.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8)
     made.ledger.new_epoch("target")
     made.weights = 9
-    made.watch._remember([("a", "group.0", [1, 2], 0)])
+    made.watch._blocks.remember([Span("a", "group.0", [1, 2], 0)])
     other = process(weights=9)
     other.bytes |= {4: 500, 5: 600}
     other.ledger.hand_out("group.0", [4, 5])
@@ -392,7 +394,7 @@ def test_a_block_with_a_row_that_is_not_there_is_not_remembered(process, first, 
     words[position] = 1  # of a draft that was taken back
     made.ledger.import_rows("a", "group.0", [1, 2], 0, 8, words)
     made.ledger.violations()
-    made.watch._remember([("a", "group.0", [1, 2], 0)])
+    made.watch._blocks.remember([Span("a", "group.0", [1, 2], 0)])
     assert made.thread.wait(LONG)
     made.come("b", [4, 5], TOKENS)
     assert made.settled() == (4, [])
@@ -418,15 +420,16 @@ def test_more_prefixes_with_the_same_bytes_than_a_table_has_places_for(process, 
 def test_a_step_that_failed_fills_no_block(first):
     first.watch.restart()
     first.admit("e", TOKENS)
+    first.tables["e"] = [[1, 2, 3]]
     rows = Rows(["e"], torch.tensor([0, 10]), torch.tensor([0]), torch.zeros(10), None, {},
                 {"group.0": torch.tensor([[1, 2, 3]])})  # fmt: skip
     first.watch.forward(rows)
     first.watch.take_back()
     first.watch.end_step()
-    assert len(first.watch._table) == 0
+    assert len(first.watch._blocks._table) == 0
     first.watch.forward(rows)
     first.watch.end_step()
-    assert len(first.watch._table) == 2
+    assert len(first.watch._blocks._table) == 2
 
 
 def test_a_block_that_could_not_be_loaded_is_no_finding(second):

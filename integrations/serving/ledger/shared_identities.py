@@ -27,7 +27,7 @@ from ....log import get_logger
 log = get_logger()
 
 #: The version of what a scope is made of.
-_SCOPES: Final = 1
+_SCOPES: Final = 2
 #: The bits of a word.
 _WORD: Final = (1 << 64) - 1
 #: Seconds for which a call for counters or a report waits for answers; no step waits.

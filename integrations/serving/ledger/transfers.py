@@ -16,38 +16,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain, repeat
+from functools import cache, partial
+from itertools import repeat
 from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Ledger, RowGroup
-from ....audit.digest import UNWRITTEN
-from ....audit.identities import Identity, IdentityTable
-from ....audit.rows import blocks_read
+from ....audit import Ledger, RowGroup, Stretch
+from ....audit.identities import Identity
+from ....host_values import to_device
 from ..step import Arrival, Rows
+from .block_identities import BlockIdentities, Content, Place, Span
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
 _FULL: Final = 8
 
+#: Requests whose stored rows are compared at a time: their block tables take memory.
+_AT_ONCE: Final = 64
+
 #: The ledger's request for tokens that no request has: of a fault, or of the scheduler's half.
 _NOBODYS: Final = "the tokens of a store"
 
-#: A block of a group: the group's name and the block's number.
-Place = tuple[str, int]
-
-#: The checksum of a block's bytes.
-Content = tuple[int, int]
-
 #: Returns the words that a request's rows in a group should have, on the host; waits but once.
 Words = Callable[[str, str], Tensor]
-
-#: Blocks of a request's table: its name, the group, the table, and the column of the first of them.
-Span = tuple[str, str, list[int], int]
 
 
 @attrs.frozen(eq=False)
@@ -71,6 +65,11 @@ class Handed:
     request: str
     other: Arrival | None = None
     keys: Sequence[Hashable] | None = None
+
+
+def _span_of(each: Handed) -> Span:
+    """Return the blocks that a connector was handed."""
+    return Span(each.request, each.group, each.blocks, each.begin)
 
 
 @attrs.frozen(eq=False)
@@ -98,8 +97,9 @@ class TransferWatch:
         groups: the groups of rows, by name.
         state_sizes: the tokens of a block in groups whose states the prefix cache keeps, by name.
         read: returns the transfers that a connector's metadata of a step name.
-        hashes: returns checksums of the bytes of blocks, int64 ``[n, 2]`` on the host, given a
-            group's name and the blocks; it waits for the device.
+        hashes: as for ``BlockIdentities``.
+        tables: returns the blocks of a request by group, as the host knows them when a step ends;
+            nothing of a request that it does not know.
         stop: called with an error of the audit's own; ends the audit.
         shared: knows the blocks of other processes; None if there is no store.
     """
@@ -111,13 +111,13 @@ class TransferWatch:
         state_sizes: Mapping[str, int],
         read: Callable[[object], Transfers],
         hashes: Callable[[str, Sequence[int]], Tensor],
+        tables: Callable[[str], Sequence[Sequence[int]]],
         stop: Callable[[Exception], None],
         shared: SharedIdentities | None = None,
     ) -> None:
         self._read: Final = read
-        self._checksums: Final = hashes
+        self._tables: Final = tables
         self._shared: Final = shared
-        self._table: Final = IdentityTable()
         self._forgotten = 0  # blocks of the table, when places were noted
         self._rows: Rows | None = None  # of the step under way, where the host knows them
         self._full: dict[tuple[str, str], int] = {}  # by request and group: blocks remembered
@@ -127,6 +127,9 @@ class TransferWatch:
         self._groups: Final = groups
         states = (group.name for group in ledger.groups if group.is_state)
         self._states: Final = {name: state_sizes.get(name) for name in states}
+        sizes = {name: group.block_size for name, group in groups.items()}
+        sizes |= {name: size for name, size in self._states.items() if size is not None}
+        self._blocks: Final = BlockIdentities(ledger, sizes, hashes, shared)
         self._stop: Final = stop
         self._stores: list[Handed] = []
         self._stored: OrderedDict[Hashable, None] = OrderedDict()
@@ -142,7 +145,7 @@ class TransferWatch:
 
     def restart(self) -> None:
         """Forget every transfer; the ledger has forgotten the rows."""
-        self._table.clear()
+        self._blocks.clear()
         self._full.clear()
         self._known.clear()
         self._given.clear()
@@ -181,7 +184,7 @@ class TransferWatch:
         if found.opaque:
             rows = [at for arrival in self._arrivals for at, *_ in self._computed(arrival)]
             states = [at for arrival in self._arrivals for at in self._state_places(arrival)]
-            self._before = self._hashes([*rows, *states])
+            self._before = self._blocks.contents([*rows, *states])
 
     def end(self) -> None:
         """Note the blocks that the connector stores now that the step's forward is over."""
@@ -198,29 +201,51 @@ class TransferWatch:
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
-        spans: list[Span] = []
-        kept: list[Handed] = []
-        for each in stores:
-            group = self._groups.get(each.group)
-            if each.request not in self._ledger:
-                continue
-            table = [0] * each.begin + each.blocks
-            if group is None:
-                if self._states.get(each.group) is not None:
-                    spans.append((each.request, each.group, table, each.begin))
-                    kept.append(each)
-                continue
-            name, size, other = each.request, group.block_size, each.other
-            if other is not None:
-                name, tokens = _NOBODYS, other.tokens
-                embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
-                self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
-            self._ledger.export(name, each.group, table, each.begin * size, len(table) * size)
-            spans.append((each.request, each.group, table, each.begin))
-            kept.append(each)
-            if other is not None:
-                self._ledger.release(name)
-        known = self._remember(spans)
+        kept = [
+            each
+            for each in stores
+            if each.request in self._ledger
+            and (each.group in self._groups or self._states.get(each.group) is not None)
+        ]
+        rows = [each for each in kept if each.group in self._groups]
+        self._compare([_span_of(each) for each in rows if each.other is None])
+        for each in rows:
+            if each.other is not None:
+                self._compare_with(each, each.other)
+        spans = [_span_of(each) for each in kept]
+        self._blocks.remember(spans, self._doubtful, partial(self._note_stored, kept))
+
+    def _compare(self, spans: Sequence[Span]) -> None:
+        """Compare the rows of blocks that leave with their requests' tokens."""
+        for group in dict.fromkeys(span.group for span in spans):
+            own = [span for span in spans if span.group == group]
+            for at in range(0, len(own), _AT_ONCE):
+                self._ledger.inspect(self._stretch(group, own[at : at + _AT_ONCE]))
+
+    def _stretch(self, group: str, spans: Sequence[Span]) -> Stretch:
+        """Return the rows of blocks of a group that leave."""
+        size, device = self._groups[group].block_size, self._ledger.books.words.device
+        ends = [span.begin + len(span.blocks) for span in spans]
+        rows = [
+            (self._ledger.line(span.request), span.begin * size, end * size)
+            for span, end in zip(spans, ends, strict=True)
+        ]
+        tables = torch.zeros((len(spans), max(ends)), dtype=torch.int64, device="cpu")
+        for table, span, end in zip(tables, spans, ends, strict=True):
+            table[span.begin : end] = torch.tensor(span.blocks)
+        line, first, end = to_device(torch.tensor(rows).T.contiguous(), device, torch.int64)
+        read = {group: to_device(tables, device, torch.int64)}
+        return Stretch(line, first, end, read, "exported")
+
+    def _compare_with(self, each: Handed, other: Arrival) -> None:
+        """Compare the rows of blocks with other tokens, under which they are stored."""
+        embedded = {at: what for at, what in other.embedded.items() if at < len(other.tokens)}
+        self._ledger.admit(_NOBODYS, other.tokens, extras=other.extras, embedded=embedded)
+        self._compare([attrs.evolve(_span_of(each), request=_NOBODYS)])
+        self._ledger.release(_NOBODYS)
+
+    def _note_stored(self, kept: Iterable[Handed], known: set[Place]) -> None:
+        """Note where blocks were stored of which it is known what they are."""
         for each in kept:
             for block, key in zip(each.blocks, each.keys or (), strict=False):
                 if (each.group, block) in known:
@@ -231,8 +256,8 @@ class TransferWatch:
 
     def _doubt_places(self) -> None:
         """Forget what was stored where, once bytes are forgotten that would count as wrong."""
-        if self._table.forgotten > self._forgotten:
-            self._forgotten = self._table.forgotten
+        if self._blocks.forgotten > self._forgotten:
+            self._forgotten = self._blocks.forgotten
             self._stored.clear()
 
     def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
@@ -251,77 +276,22 @@ class TransferWatch:
         spans = self._settled(rows)
         groups = {name: each for name, each in self._groups.items() if each.ring is None}
         full: list[Span] = []
-        for name, group in groups.items():
-            for number, (request, first, end) in enumerate(spans):
+        for request, first, last in spans:
+            tables = self._tables(request) if request in self._ledger else ()
+            for name, group in groups.items() if tables else ():
                 begin = self._full.get((request, name), max(first, 0) // group.block_size)
-                end //= group.block_size
-                if begin < end and request in self._ledger:
-                    table = blocks_read(rows, name, number)[:end].tolist()
+                end = last // group.block_size
+                if begin < end:
+                    table = tables[int(name.partition(".")[2])]
                     while begin < end and not table[begin]:  # it has left a sliding window
                         begin += 1
-                    full.append((request, name, table, begin))
+                    full.append(Span(request, name, table[begin:end], begin))
                     self._full[request, name] = end
-        self._remember(full)
+        self._blocks.remember(full, self._doubtful)
         if len(self._full) > _FULL * (1 + len(rows.names)) * len(self._groups):
             now = {*rows.names}
             self._full = {key: each for key, each in self._full.items() if key[0] in now}
             self._known = {name: each for name, each in self._known.items() if name in now}
-
-    def _remember(self, spans: Iterable[Span]) -> set[Place]:
-        """Remember blocks by their bytes; the device is waited for once per group.
-
-        Returns:
-            The blocks that are remembered. Left out are blocks with rows that nobody vouches for: a
-            row that was believed once is no evidence.
-        """
-        taken: dict[str, list[tuple[str, list[int], int, Tensor, Tensor]]] = {}
-        for name, group, table, begin in spans:
-            if begin == len(table):
-                continue
-            first = 0
-            if group in self._groups:
-                size = self._groups[group].block_size
-                first, end = begin * size, len(table) * size
-                firsts = range(first, end, size)
-                identities = lasts = self._ledger.identities(name, group, table, firsts)
-                if self._shared is not None:
-                    lasts = self._ledger.expected(name, group, first, end)[size - 1 :: size]
-            else:
-                identities = lasts = self._identities_of_states(name, group, table, begin)
-            taken.setdefault(group, []).append((name, table[begin:], first, identities, lasts))
-        remembered: set[Place] = set()
-        for group, found in taken.items():
-            names, blocks, begins, identities_of, lasts_of = zip(*found, strict=True)
-            places = [(group, block) for block in chain.from_iterable(blocks)]
-            contents = self._contents(group, [block for _, block in places])
-            known = torch.cat(identities_of).cpu()
-            doubtful = [at for at, place in enumerate(places) if place in self._doubtful]
-            known[doubtful, 2:] = UNWRITTEN
-            is_known = zip(places, self._table.remember(contents, known), strict=True)
-            remembered |= {place for place, here in is_known if here}
-            if self._shared is not None and group in self._groups:
-                numbers = [len(each) for each in blocks]
-                own = torch.cat(lasts_of).cpu().split(numbers)
-                ends = known[:, -1].split(numbers)
-                runs = zip(names, contents.split(numbers), ends, own, begins, strict=True)
-                for name, content, last, expected, first in runs:
-                    self._shared.remember(name, group, content, last, expected, first)
-        return remembered
-
-    def _identities_of_states(
-        self, name: str, group: str, table: Sequence[int], begin: int
-    ) -> Tensor:
-        """Return whose states are in blocks from a column on, as ``Ledger.identities`` does.
-
-        They are 0 of a state that is not at the end of its block.
-        """
-        size, found = self._states[group] or 0, []
-        for column, block in enumerate(table[begin:], begin):
-            last = (column + 1) * size - 1
-            identity = self._ledger.identities(name, group, [block], [last])
-            own = self._ledger.expected(name, group, last, last + 1)
-            found.append(identity * (identity[:, -1:] == own[:, None]))
-        return torch.cat(found)
 
     # -- told by the watch -------------------------------------------------------------------
 
@@ -346,7 +316,7 @@ class TransferWatch:
             for group, rows in self._groups.items():
                 self._full[each.name, group] = each.computed // rows.block_size
             if each.name in self._received:  # now, before states are copied to the step's blocks
-                for place, content in self._hashes(self._state_places(each)).items():
+                for place, content in self._blocks.contents(self._state_places(each)).items():
                     self._take_state(each, place, content)
         self._given = {place: place in self._doubtful for place in handed_out}
         for place in self._given:
@@ -391,7 +361,7 @@ class TransferWatch:
         own = cache(lambda name, group: self._ledger.expected(name, group, 0, last).cpu())
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
-        now = self._hashes([*wanted, *loaded])
+        now = self._blocks.contents([*wanted, *loaded])
         for each, place in states:
             if place in self._loads or self._is_filled(place, now):
                 self._take_state(each, place, now[place])
@@ -420,9 +390,7 @@ class TransferWatch:
         if self._before[place] != now[place]:
             return True
         given = self._given.get(place)
-        return given is not None and (
-            given or bool(self._table.lookup(torch.tensor([now[place]]))[0])
-        )
+        return given is not None and (given or bool(self._blocks.lookup(now[place])))
 
     @property
     def unsettled(self) -> bool:
@@ -454,6 +422,7 @@ class TransferWatch:
 
     def settle(self) -> None:
         """Judge what came from other processes, as far as their store answers soon."""
+        self._blocks.settle()
         if self._shared is not None:
             self._shared.settle()
 
@@ -461,21 +430,6 @@ class TransferWatch:
     def dropped(self) -> int:
         """Number of blocks that the store of other processes was too slow for, or not there."""
         return 0 if self._shared is None else self._shared.dropped
-
-    def _contents(self, group: str, blocks: Sequence[int]) -> Tensor:
-        """Return checksums of the bytes of blocks, int64 ``[n, 2]``; of no other group's."""
-        return self._checksums(group, blocks) + self._ledger.books.key.salt(group)
-
-    def _hashes(self, places: Iterable[Place]) -> dict[Place, Content]:
-        """Return the checksum of the bytes of each block."""
-        blocks: dict[str, dict[int, None]] = {}
-        for group, block in places:
-            blocks.setdefault(group, {})[block] = None
-        return {
-            (group, block): (content[0], content[1])
-            for group, own in blocks.items()
-            for block, content in zip(own, self._contents(group, [*own]).tolist(), strict=True)
-        }
 
     def _rows_of(
         self,
@@ -504,9 +458,9 @@ class TransferWatch:
         """
         group, _ = place
         size = self._groups[group].block_size
-        contents, whole = torch.tensor([content]), first + size <= length
+        whole = first + size <= length
         own = words_of(name, group)[first : first + size if whole else end]
-        (known,) = self._table.lookup(contents)
+        known = self._blocks.lookup(content)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
             right = [e for e in known if (e.last == last_word if whole else e.first == first_word)]
@@ -527,7 +481,7 @@ class TransferWatch:
         came = whole and end >= min(first + size, length - 1)
         if self._shared is not None and came:
             rows, last = end - first, int(own[-1])
-            if self._shared.ask(name, place, contents[0], first, rows, last):
+            if self._shared.ask(name, place, torch.tensor(content), first, rows, last):
                 return own[:rows], None
         return None, None
 
@@ -549,7 +503,7 @@ class TransferWatch:
         """Record a state that a connector brought for a request; unknown bytes are believed."""
         group, length = place[0], arrival.computed
         own = int(self._ledger.expected(arrival.name, group, length - 1, length)[0])
-        (known,) = self._table.lookup(torch.tensor([content]))
+        known = self._blocks.lookup(content)
         found = self._best(known, [each for each in known if each.last == own])
         digest = origin = None
         if found is not None:
@@ -567,7 +521,7 @@ class TransferWatch:
 
         None: nothing is known; or all are wrong, and one that was right may have been forgotten.
         """
-        if not right and self._table.repeats and self._table.forgotten:
+        if not right and self._blocks.may_have_forgotten:
             return None
         return max(right or known, key=lambda each: each.step, default=None)
 

@@ -303,7 +303,8 @@ def follow_transfers(
             watch.groups,
             audited_states.block_sizes(runner, states),
             partial(connectors.transfers, runner),
-            partial(connectors.block_hashes, runner, ledger.books.key),
+            connectors.BlockBytes(runner, ledger.books.key).checksums,
+            partial(connectors.tables_of, runner),
             watch.stop,
             _shared_identities(runner, watch),
         )

@@ -7,14 +7,15 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeGuard
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import attrs
 import torch
 from torch import Tensor
 
 from ....audit import Key
-from ....audit.checksum import checksum
+from ....audit.checksum import block_checksums, block_pages
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
 from .audited import arrival_of, known_tokens
@@ -31,15 +32,15 @@ from .runner_protocols import (
     SlotTransfers,
 )
 
+if TYPE_CHECKING:
+    from ....backends.audit.block_sums import BlockSums
+
 #: Modules of the objects that the worker's half of a connector consists of.
 _HOLDERS: Final = (
     "vllm.distributed.kv_transfer",
     "vllm.v1.kv_offload",
     "vllm.v1.simple_kv_offload",
 )
-
-#: Blocks whose bytes are gathered at a time, to take little of the device's memory.
-_AT_ONCE: Final = 16
 
 
 def connector() -> object | None:
@@ -158,11 +159,14 @@ def _has_tiers(settings: object) -> bool:
 def _loose(runner: Runner, blocks: Sequence[int]) -> Iterator[Handed]:
     """Find the requests whose blocks these are; blocks of requests that ended are left out."""
     wanted = {int(block) for block in blocks}
-    for name, tables, _ in _running(runner):
+    for name, tables, _ in _running(runner) if wanted else ():
         for number, own in enumerate(tables):
-            for begin, block in enumerate(own):
-                if block in wanted:
-                    yield Handed(f"group.{number}", [block], begin, name)
+            if wanted.isdisjoint(own):
+                continue
+            for is_wanted, run in groupby(enumerate(own), lambda at: at[1] in wanted):
+                if is_wanted:
+                    columns, these = zip(*run, strict=True)
+                    yield Handed(f"group.{number}", [*these], columns[0], name)
 
 
 def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
@@ -196,6 +200,17 @@ def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], Req
             yield name, each.tables, each.came
 
 
+def tables_of(runner: Runner, request: str) -> Sequence[Sequence[int]]:
+    """Return the blocks of a request by group, as the host knows them; nothing if it does not."""
+    told = getattr(runner, "kvtxn_requests", None)
+    if told is not None:
+        known = told.get(request)
+        return () if known is None else known.tables
+    assert hasattr(runner, "requests")  # it is a V1 runner
+    state = runner.requests.get(request)
+    return () if state is None else state.block_ids
+
+
 def metadata_of(scheduler_output: SchedulerOutput) -> object:
     """Return what the scheduler's half of the connector tells the worker's half in a step."""
     return scheduler_output.kv_connector_metadata
@@ -216,9 +231,8 @@ def block_layout(runner: Runner, group: str) -> list[object]:
     blocks = runner.kv_cache_config.num_blocks
     shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
     for cache in _caches(runner, group):
-        shape = [*cache.shape]
-        del shape[_block_dimension(cache, blocks)]
-        shapes.append([str(cache.dtype), shape])
+        block = cache.movedim(_block_dimension(cache, blocks), 0)[0]
+        shapes.append([str(cache.dtype), [*block.shape], [*block.stride()]])
     return shapes
 
 
@@ -238,20 +252,47 @@ def _block_dimension(cache: Tensor, blocks: int) -> int:
     return 0 if cache.shape[0] == blocks else 1
 
 
-def block_hashes(runner: Runner, key: Key, group: str, blocks: Sequence[int]) -> Tensor:
-    """Return a hash of the bytes of each block, in all layers of a group; waits for the device.
+class BlockBytes:
+    """The bytes of blocks, in all layers of a group.
 
-    Returns:
-        int64 ``[len(blocks), 2]`` on the host, keyed sums; see ``kvtxn.audit.checksum``.
+    Args:
+        runner: has the caches.
+        key: the engine's key.
     """
-    config, hashes, caches = runner.kv_cache_config, [], _caches(runner, group)
-    for at in range(0, len(blocks), _AT_ONCE):
-        some = to_device(blocks[at : at + _AT_ONCE], caches[0].device, torch.int64)
-        pages = []
-        for tensor in caches:
-            along = _block_dimension(tensor, config.num_blocks)
-            taken = tensor.index_select(along, some).movedim(along, 0)
-            pages.append(taken.reshape(len(some), -1).view(torch.uint8))
-        whole = torch.cat(pages, dim=1)
-        hashes.append(torch.stack([checksum(key, whole, part) for part in range(2)], dim=1).cpu())
-    return torch.cat(hashes) if hashes else torch.empty((0, 2), dtype=torch.int64)
+
+    def __init__(self, runner: Runner, key: Key) -> None:
+        self._runner: Final = runner
+        self._key: Final = key
+        self._known: dict[str, tuple[list[Tensor], list[Tensor], BlockSums | None]] = {}
+
+    def checksums(self, group: str, blocks: Sequence[int]) -> Tensor:
+        """Return a hash of the bytes of each block; does not wait for the device.
+
+        Returns:
+            int64 ``[len(blocks), 2]`` on the device, see ``kvtxn.audit.checksum.block_checksums``.
+        """
+        _, pages, sums = self._of_group(group)
+        some = to_device(blocks, pages[0].device, torch.int64)
+        return block_checksums(self._key, pages, some) if sums is None else sums.of(some)
+
+    def _of_group(self, group: str) -> tuple[list[Tensor], list[Tensor], BlockSums | None]:
+        """Return a group's caches, their bytes, and how a GPU sums them."""
+        caches, known = _caches(self._runner, group), self._known.get(group)
+        if known is None or [*map(id, known[0])] != [*map(id, caches)]:
+            number = self._runner.kv_cache_config.num_blocks
+            pages = [
+                page
+                for cache in caches
+                for page in block_pages(cache, _block_dimension(cache, number))
+            ]
+            known = self._known[group] = caches, pages, _kernel(self._key, pages)
+        return known
+
+
+def _kernel(key: Key, pages: Sequence[Tensor]) -> BlockSums | None:
+    """Return what sums blocks in one launch; None where only torch can."""
+    if not pages[0].is_cuda:
+        return None
+    from ....backends.audit.block_sums import BlockSums
+
+    return BlockSums(key, pages) if BlockSums.fits(pages) else None

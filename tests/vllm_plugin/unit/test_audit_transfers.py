@@ -149,7 +149,7 @@ def test_bytes_that_were_pushed_out_of_the_table_come_back(rig):
     """They are as unknown as any from elsewhere, although they come from where they were stored."""
     rig.watch.begin(job(rig, "a", 1, 2))
     rig.watch.end()
-    table = rig.watch._table
+    table = rig.watch._blocks._table
     table._entries.zero_()  # as many blocks do that steps fill and no connector stores
     table.forgotten += 2
     come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
@@ -212,6 +212,7 @@ def test_metadata_that_nobody_knows(rig):
 
 def compute(rig, name, tokens, begin, end):
     """Compute rows of a prompt on a device that alone knows their positions; blocks 8 to 10."""
+    rig.runner.requests[name] = state_of([8, 9, 10], tokens)
     rig.watch.begin(SimpleNamespace(secret=1))
     rig.watch.scheduled({name: end - begin})
     step = Step(
@@ -519,15 +520,33 @@ def test_blocks_are_told_apart_by_all_their_bytes():
         ),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
-    hashes = connectors.block_hashes(runner, Key.new(), "group.0", [0, 1, 2, 3])
+    hashes = connectors.BlockBytes(runner, Key.new()).checksums("group.0", [0, 1, 2, 3])
     assert hashes.shape == (4, 2)
     assert len({*hashes.flatten().tolist()}) == 8
-    key = Key.new()
-    before = connectors.block_hashes(runner, key, "group.0", [2, 1])
+    checksums = connectors.BlockBytes(runner, Key.new()).checksums
+    before = checksums("group.0", [2, 1])
     second[1, 1, 5] += 1
-    after = connectors.block_hashes(runner, key, "group.0", [2, 1])
+    after = checksums("group.0", [2, 1])
     assert (after == before).tolist() == [[True] * 2, [False] * 2]
-    assert connectors.block_hashes(runner, key, "group.0", []).shape == (0, 2)
+    assert checksums("group.0", []).shape == (0, 2)
+    layers["y"].kv_cache = second + 1  # the engine has made new caches
+    assert (checksums("group.0", [2, 1]) != after).all()
+
+
+def test_neighbouring_blocks_of_a_request_are_handed_over_together():
+    """Of each request that has them, in each group; not across a gap, and none where none leave."""
+    tables = {"a": ([1, 2, 3, 5], [7, 8]), "b": ([1, 2, 9],), "c": ([4],)}
+    told = {name: SimpleNamespace(tables=own, came=None) for name, own in tables.items()}
+    runner = SimpleNamespace(kvtxn_requests=told)
+    moved = SimpleNamespace(store_gpu_blocks=[1, 2, 5, 8], load_gpu_blocks=[])
+    found = connectors.transfers(runner, moved)
+    assert [(each.request, each.group, each.blocks, each.begin) for each in found.stores] == [
+        ("a", "group.0", [1, 2], 0),
+        ("a", "group.0", [5], 3),
+        ("a", "group.1", [8], 1),
+        ("b", "group.0", [1, 2], 0),
+    ]
+    assert found.loads == []
 
 
 def test_rows_that_come_back_wrong_name_who_stored_them(rig):

@@ -1,7 +1,10 @@
-"""How often a step waits for the device because a connector moves blocks."""
+"""How much a step does, and how often it waits for the device, because a connector moves blocks."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import Handed
 from transfer_rig import ROWS, TOKENS, come, kinds, load, rig
@@ -9,26 +12,48 @@ from transfer_rig import ROWS, TOKENS, come, kinds, load, rig
 __all__ = ["rig"]
 
 
-def test_a_step_waits_for_the_device_once_however_much_a_connector_moves(rig, monkeypatch):
-    """For the bytes of a group's blocks, and for the rows of each request that it loads for."""
-    waits = []
+@pytest.fixture
+def calls(rig, monkeypatch):
+    """Counts calls that launch work, and copies to the host that wait, from now on."""
+    counted = Counter()
 
-    def counted(self, *more, own=torch.Tensor.cpu):
-        waits.append(self.shape)
-        return own(self, *more)
+    def count(owner, name):
+        call = getattr(owner, name)
 
-    hashes = rig.watch._checksums
-    monkeypatch.setattr(
-        rig.watch, "_checksums", lambda *more: (waits.append(more), hashes(*more))[1]
-    )
-    monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    rig.ledger.admit("b", TOKENS[:9])
-    one, other = Handed("group.0", [1], 0, "a"), Handed("group.0", [1, 2], 0, "b")
-    rig.watch._export([one, other])
-    assert len(waits) == 2  # the bytes, and whose they are
-    waits.clear()
-    come(rig, "c", [5, 6], TOKENS[:9], load(rig, 5, 6))
+        def counting(*given, **named):
+            counted[name] += 1
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for name in ("inspect", "identities", "own_words"):
+        count(rig.ledger, name)
+    count(rig.watch._blocks, "_checksums")
+    for name in ("cpu", "tolist", "item", "nonzero"):
+        count(torch.Tensor, name)
+    return counted
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_blocks_that_leave_are_looked_at_together(rig, calls, requests):
+    """However many requests they are of."""
+    names = ["b", "c", "d"][:requests]
+    for name in names:
+        rig.ledger.admit(name, TOKENS[:9])
+    calls.clear()
+    rig.watch._export([Handed("group.0", [1, 2], 0, name) for name in names])
+    launched = {name: calls[name] for name in ("inspect", "identities", "_checksums", "own_words")}
+    assert launched == {"inspect": 1, "identities": 1, "_checksums": 1, "own_words": 0}
+    assert kinds(rig) == []
+
+
+def test_blocks_that_come_are_waited_for(rig, calls):
+    """For the bytes of a group's blocks, for the request's rows, and for their writer's."""
+    rig.watch._export([Handed("group.0", [1, 2], 0, "a")])
+    arrival = load(rig, 5, 6)
+    come(rig, "c", [5, 6], TOKENS[:9], arrival)
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    calls.clear()
     rig.watch.forward(ROWS)
-    assert len(waits) == 3  # the bytes, the request's rows, and their writer's
+    assert (calls["_checksums"], calls["cpu"]) == (1, 2)
     assert kinds(rig) == []

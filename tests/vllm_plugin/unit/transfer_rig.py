@@ -35,7 +35,8 @@ def follow(ledger, runner, cache, stop, sizes=None):
         words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
         return torch.tensor(words, dtype=torch.int64).view(-1, 2)
 
-    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, stop)
+    tables = partial(connectors.tables_of, runner)
+    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, tables, stop)
 
 
 @pytest.fixture

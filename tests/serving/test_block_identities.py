@@ -1,0 +1,118 @@
+"""What bytes of blocks are: noted behind a step, taken over when the device has got there."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from kvtxn.integrations.serving.ledger import block_identities
+from kvtxn.integrations.serving.ledger.block_identities import BlockIdentities, Span
+
+from kvtxn.audit import Ledger, RowGroup
+
+GROUP = RowGroup("group.0", 4, 12)
+TOKENS = list(range(20, 32))
+
+
+@attrs.define(eq=False)
+class LateCopy:
+    """A ``HostCopy`` that arrives when it is said to, or is waited for."""
+
+    values: torch.Tensor
+    ready: bool = False
+
+    def wait(self):
+        self.ready = True
+        return self.values
+
+
+class Rig:
+    """A ledger with a request that wrote 12 rows into blocks 1, 2 and 3, and late copies."""
+
+    def __init__(self):
+        self.ledger = Ledger([GROUP], max_requests=4, max_length=32)
+        self.ledger.admit("a", TOKENS)
+        self.ledger.hand_out("group.0", [1, 2, 3])
+        self.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 12)
+        self.copies, self.told = [], []
+        self.blocks = BlockIdentities(
+            self.ledger, {"group.0": 4}, self.checksums, copied=self.copied
+        )
+
+    def checksums(self, group, blocks):
+        return torch.tensor([[100 * block, 5] for block in blocks])
+
+    def copied(self, tensor):
+        self.copies.append(LateCopy(tensor.clone()))
+        return self.copies[-1]
+
+    def remember(self, blocks, begin, **more):
+        self.blocks.remember([Span("a", "group.0", blocks, begin)], **more)
+
+    def lookup(self, block):
+        ((content),) = self.blocks.contents([("group.0", block)]).values()
+        return self.blocks.lookup(content)
+
+
+@pytest.fixture
+def rig():
+    return Rig()
+
+
+def test_a_step_does_not_wait(rig):
+    """Not even the next one, as long as nobody asks what some bytes are."""
+    rig.remember([1], 0, then=rig.told.append)
+    rig.remember([2], 1, then=rig.told.append)
+    assert rig.told == []
+    rig.copies[1].ready = True
+    rig.blocks.look()
+    assert rig.told == []  # the first step is not there yet
+    rig.copies[0].ready = True
+    rig.blocks.look()
+    assert rig.told == [{("group.0", 1)}, {("group.0", 2)}]
+
+
+def test_who_asks_waits(rig):
+    rig.remember([1, 2], 0)
+    (known,) = rig.lookup(2)
+    assert known.last == rig.ledger.expected("a", "group.0", 7, 8).item()
+    assert rig.lookup(3) == []
+
+
+def test_what_is_doubtful_is_so_from_the_beginning(rig):
+    """Whatever is known of the block by the time it is taken over."""
+    doubtful = {("group.0", 1)}
+    rig.remember([1, 2], 0, doubtful=doubtful, then=rig.told.append)
+    doubtful.clear()
+    rig.blocks.settle()
+    assert rig.told == [{("group.0", 2)}]
+
+
+def test_words_are_those_of_the_step(rig):
+    """Rows that others write into the block later do not count."""
+    rig.remember([1], 0)
+    rig.ledger.hand_out("group.0", [1])
+    assert len(rig.lookup(1)) == 1
+    rig.remember([1], 0, then=rig.told.append)
+    rig.blocks.settle()
+    assert rig.told == [set()]
+
+
+def test_few_steps_are_under_way(rig, monkeypatch):
+    """Their descriptions take pinned memory; the oldest one is waited for."""
+    monkeypatch.setattr(block_identities, "_UNDER_WAY", 3)
+    for _ in range(5):
+        rig.remember([1], 0)
+    assert [copy.ready for copy in rig.copies] == [True, True, False, False, False]
+
+
+def test_what_is_forgotten_is_not_taken_over(rig):
+    rig.remember([1], 0, then=rig.told.append)
+    rig.blocks.clear()
+    assert (rig.lookup(1), rig.told) == ([], [])
+
+
+def test_nothing_is_launched_for_nothing(rig):
+    rig.remember([], 0, then=rig.told.append)
+    rig.blocks.remember([])
+    assert (rig.copies, rig.told) == ([], [])
