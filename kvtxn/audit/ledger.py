@@ -598,8 +598,9 @@ class Ledger:
                 the request's tokens, as those of a connector that keeps no digests have to be, and
                 counted in ``kvtxn_audit_rows_unverified_total``.
             origin: int64 ``[6]``, the result of ``origins`` for the first of the rows when this
-                ledger exported them; reports then name who stored them, and for which tokens.
-                None: reports name the request that gets the rows.
+                ledger exported them; or ``[blocks, 6]``, for the first row of each block, where
+                ``first`` begins a block. Reports then name who stored the rows, and for which
+                tokens. None: reports name the request that gets the rows.
 
         Raises:
             ConfigError: as in ``publish``; or a block of the rows is not one of the group's, there

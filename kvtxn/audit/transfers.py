@@ -273,7 +273,7 @@ class RowTransfers:
                 words = older(words, self._state.epoch)
         writers = self._bringer(line, end - first)
         if origin is not None:
-            writers = self._storer(operation, origin, digests, end - first)
+            writers = self._storer(operation, place, origin, digests, first, end - first)
         where = self._words(place, table, first, end)
         books.words[where] = words
         if self._state.bytes is not None:
@@ -300,32 +300,44 @@ class RowTransfers:
         writers[:, book.JOURNAL_POSITION] = book.BROUGHT
         return writers
 
-    def _storer(self, operation: str, origin: Tensor, digests: Tensor | None, count: int) -> Tensor:
+    def _storer(
+        self, operation: str, place: Place, origin: Tensor, digests: Tensor | None,
+        first: int, count: int,
+    ) -> Tensor:  # fmt: skip
         """Return what journal entries say of rows whose origin is known; as ``_bringer``.
 
         A digest less the one before is the term of a token; what was stored of no token has none
         that decodes to its position, and ``violation.decode`` leaves it out.
         """
-        known = checks.ints(operation, "origin", origin, "[6]")
-        if digests is None or known.dtype is not torch.int64 or len(known) != 6:
+        shape = "[blocks, 6]" if getattr(origin, "ndim", 1) == 2 else "[6]"
+        known = checks.ints(operation, "origin", origin, shape)
+        runs = known.view(1, -1) if known.ndim == 1 else known
+        size = count if known.ndim == 1 else place.group.block_size
+        fits = (
+            runs.ndim == 2 and known.dtype is torch.int64 and runs.shape == (-(-count // size), 6)
+        )
+        if digests is None or not fits or (known.ndim == 2 and first % size):
             raise ConfigError(
-                operation, "origin is not that of the rows", expected="int64 [6], with digests",
+                operation, "origin is not that of the rows",
+                expected="int64 [6], or [blocks, 6] from the beginning of a block on, with digests",
                 got=described(known) if digests is not None else "no digests",
                 hint="give what origins returned when the rows left; nothing was changed",
             )  # fmt: skip
-        step, serial, first, before, last, older = known.to(self._state.device).unbind()
-        words = digests.to(self._state.device)
-        terms = torch.cat([torch.stack([older, last]), torch.cat([before[None], words]).diff()])
-        position = first + torch.arange(count, device=self._state.device)
-        return torch.stack(
-            [
-                step.expand(count),
-                serial.expand(count),
-                book.BROUGHT - 1 - position,
-                *(terms[2 - back : 2 - back + count] for back in range(3)),
-            ],
-            1,
+        step, serial, begin, before, last, older_still = (
+            runs.to(self._state.device)[:, column, None] for column in range(6)
         )
+        words = torch.zeros(len(runs) * size, dtype=torch.int64, device=self._state.device)
+        words[:count] = digests.to(self._state.device)
+        terms = torch.cat([before, words.view(len(runs), size)], 1).diff()
+        terms = torch.cat([older_still, last, terms], 1)
+        position = begin + torch.arange(size, device=self._state.device)
+        every = [
+            step.expand_as(position),
+            serial.expand_as(position),
+            book.BROUGHT - 1 - position,
+            *(terms[:, 2 - back : 2 - back + size] for back in range(3)),
+        ]
+        return torch.stack(every, 2).view(-1, len(every))[:count]
 
     def _words(self, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows, int64 ``[end - first]``; -1 outside."""

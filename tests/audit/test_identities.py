@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 
 from kvtxn import ConfigError
-from kvtxn.audit import Ledger, RowGroup
+from kvtxn.audit import Key, Ledger, RowGroup
 from kvtxn.audit.identities import CAPACITY, WAYS, Identity, IdentityTable
 
+KEY = Key.new()
 words = st.integers(2, 5)
 #: Pairs of checksums, few enough to meet again, and more than a small table has places for.
 contents = st.tuples(st.integers(-6, 6), st.integers(0, 1))
@@ -56,6 +57,67 @@ def test_the_origin_of_a_first_row():
     assert known.origin(ledger.books.key).tolist() == origin.tolist()
     words = ledger.expected("a", "full", 0, 8).tolist()
     assert identities[:, (2, -1)].tolist() == [[words[0], words[3]], [words[4], words[7]]]
+
+
+def two_writers():
+    """A ledger in which "b" is about to get blocks of two writers, and their words and origins."""
+    group = RowGroup("full", 4, 10)
+    ledger = Ledger([group], max_requests=4, max_length=32, backend="torch", key=KEY)
+    words, origins = [], []
+    for name, block, tokens in (("a", 1, range(20, 32)), ("c", 2, range(40, 52))):
+        ledger.admit(name, tokens)
+        ledger.hand_out("full", [block])
+        ledger.import_rows(name, "full", [block, block], 4 * block - 4, 4 * block)
+        words.append(ledger.expected(name, "full", 4 * block - 4, 4 * block))
+        origins += ledger.origins(name, "full", [4 * block - 4])
+    ledger.admit("b", range(20, 32))
+    ledger.hand_out("full", [5, 6])
+    return ledger, words, origins
+
+
+def test_blocks_of_several_writers_come_in_one_call():
+    """The rows, who stored them, and what is said of it are those of a call for each block."""
+    several, words, origins = two_writers()
+    for number, (some, origin) in enumerate(zip(words, origins, strict=True)):
+        several.import_rows("b", "full", [5, 6], 4 * number, 4 * number + 4, some, origin)
+    one, words, origins = two_writers()
+    one.import_rows("b", "full", [5, 6], 0, 7, torch.cat(words)[:7], torch.stack(origins))
+    for ledger in (one, several):
+        (violation,) = ledger.violations()
+        assert (violation.kind, violation.position, violation.block) == ("imported", 4, 6)
+        assert (violation.written_request, violation.written_position) == ("c", 4)
+    mine, theirs = (ledger.books.journal[:15].tolist() for ledger in (one, several))
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("first", "runs"), [(0, 1), (0, 3), (1, 2)], ids=["too few", "too many", "inside of a block"]
+)
+def test_origins_are_those_of_blocks(first, runs):
+    ledger, words, origins = two_writers()
+    given = torch.stack([*origins, origins[0]][:runs])
+    with pytest.raises(ConfigError, match="origin is not that of the rows"):
+        ledger.import_rows("b", "full", [5, 6], first, 8, torch.cat(words)[first:], given)
+    assert ledger.violations() == []
+
+
+def test_identities_and_words_of_many_requests():
+    """A block that is none has no rows; each call wants as many requests as numbers."""
+    ledger, _, _ = two_writers()
+    found = ledger.identities("full", ["a", "c", "a", "a"], [0, 4, 4, 0], [1, 2, 2, -1])
+    (known,) = (ledger.identities("full", ["c"], [4], [2]),)
+    assert found[1].tolist() == known[0].tolist()
+    assert found[2:, (2, -1)].tolist() == [[0, 0], [0, 0]]
+    words = ledger.own_words("full", ["a", "c"], [3, 7])
+    assert words.tolist() == found[:2, -1].tolist()
+    for call in (
+        lambda: ledger.own_words("full", ["a"], [0, 1]),
+        lambda: ledger.own_words("full", ["a"], [33]),
+        lambda: ledger.identities("full", ["nobody"], [0], [1]),
+        lambda: ledger.identities("other", ["a"], [0], [1]),
+    ):
+        with pytest.raises(ConfigError, match=r"own_words|identities"):
+            call()
 
 
 def test_the_same_bytes_may_be_of_several_prefixes():

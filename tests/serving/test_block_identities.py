@@ -51,7 +51,7 @@ class Rig:
 
     def lookup(self, block):
         ((content),) = self.blocks.contents([("group.0", block)]).values()
-        return self.blocks.lookup(content)
+        return self.blocks.lookup([content])[0]
 
 
 @pytest.fixture

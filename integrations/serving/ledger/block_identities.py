@@ -162,10 +162,12 @@ class BlockIdentities:
             if noted is last:
                 break
 
-    def lookup(self, content: Content) -> list[Identity]:
-        """Return what is known of a block with these bytes; waits for what was noted."""
+    def lookup(self, contents: Sequence[Content]) -> list[list[Identity]]:
+        """Return what is known of blocks with these bytes; waits for what was noted."""
+        if not contents:
+            return []
         self.settle()
-        return self._table.lookup(torch.tensor([content]))[0]
+        return self._table.lookup(torch.tensor(contents))
 
     def contents(self, places: Iterable[Place]) -> dict[Place, Content]:
         """Return the checksum of the bytes of each block; waits for the device."""

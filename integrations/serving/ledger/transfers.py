@@ -29,6 +29,7 @@ from ....audit.identities import Identity
 from ....host_values import to_device
 from ..step import Arrival, Rows
 from .block_identities import BlockIdentities, Content, Place, Span
+from .brought_rows import BroughtRows, import_runs
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
@@ -65,6 +66,10 @@ class Handed:
     request: str
     other: Arrival | None = None
     keys: Sequence[Hashable] | None = None
+
+
+#: The checksum of a block's bytes, and what is known of them.
+_Known = tuple[Content, Sequence[Identity]]
 
 
 def _span_of(each: Handed) -> Span:
@@ -316,8 +321,8 @@ class TransferWatch:
             for group, rows in self._groups.items():
                 self._full[each.name, group] = each.computed // rows.block_size
             if each.name in self._received:  # now, before states are copied to the step's blocks
-                for place, content in self._blocks.contents(self._state_places(each)).items():
-                    self._take_state(each, place, content)
+                for place, now in self._known_of(self._state_places(each)).items():
+                    self._take_state(each, place, now)
         self._given = {place: place in self._doubtful for place in handed_out}
         for place in self._given:
             self._loads.pop(place, None)
@@ -361,36 +366,40 @@ class TransferWatch:
         own = cache(lambda name, group: self._ledger.expected(name, group, 0, last).cpu())
         states = [at for at in states if at[0].name not in self._received]
         loaded = (at for _, at in states if at in self._loads or at in self._before)
-        now = self._blocks.contents([*wanted, *loaded])
+        now = self._known_of([*wanted, *loaded])
         for each, place in states:
             if place in self._loads or self._is_filled(place, now):
                 self._take_state(each, place, now[place])
+        brought: list[BroughtRows] = []
         for name, place, blocks, first, end in coming:
             if name in self._received or place in self._loads or self._is_filled(place, now):
-                words, origin = self._rows_of(
-                    *(own, lengths[name], name, place, now[place], first, end)
-                )
-                if origin is None:
-                    self._doubtful.add(place)
-                else:
-                    self._doubtful.discard(place)
-                self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
-                self._loading = True
+                what = self._rows_of(own, lengths[name], name, place, now[place], first, end)
+                (self._doubtful.add if what[1] is None else self._doubtful.discard)(place)
+                brought.append(BroughtRows(name, place[0], blocks, first, end, *what))
+        import_runs(self._ledger, brought)
+        self._loading = self._loading or bool(brought)
         self._received -= lengths.keys()
         self._loads = {at: load for at, load in self._loads.items() if load[0] not in lengths}
         self._arrivals, self._before, self._given = (), {}, {}
 
-    def _is_filled(self, place: Place, now: Mapping[Place, Content]) -> bool:
+    def _known_of(self, places: Sequence[Place]) -> dict[Place, _Known]:
+        """Return the checksum of the bytes of each block, and what is known of them."""
+        contents = self._blocks.contents(places)
+        known = self._blocks.lookup([*contents.values()])
+        return dict(zip(contents, zip(contents.values(), known, strict=True), strict=True))
+
+    def _is_filled(self, place: Place, now: Mapping[Place, _Known]) -> bool:
         """Tell whether a block was filled since the step began, though the metadata do not say so.
 
         A block that was handed out may be filled with the bytes that it had before.
         """
         if place not in self._before:
             return False
-        if self._before[place] != now[place]:
+        content, known = now[place]
+        if self._before[place] != content:
             return True
         given = self._given.get(place)
-        return given is not None and (given or bool(self._blocks.lookup(now[place])))
+        return given is not None and (given or bool(known))
 
     @property
     def unsettled(self) -> bool:
@@ -437,7 +446,7 @@ class TransferWatch:
         length: int,
         name: str,
         place: Place,
-        content: Content,
+        now: _Known,
         first: int,
         end: int,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -448,7 +457,7 @@ class TransferWatch:
             length: the number of the request's tokens.
             name: the request.
             place: the block that has the rows.
-            content: the checksum of its bytes.
+            now: the checksum of its bytes, and what is known of them.
             first: the position of the first row.
             end: the position after the last; in a block that is not full the rows after it count
                 for what the block is, too, if it is known what the request has there.
@@ -456,11 +465,10 @@ class TransferWatch:
         Returns:
             None for the words if nothing is known, and for the origin if nobody stored these bytes.
         """
-        group, _ = place
+        (group, _), (content, known) = place, now
         size = self._groups[group].block_size
         whole = first + size <= length
         own = words_of(name, group)[first : first + size if whole else end]
-        known = self._blocks.lookup(content)
         if known:
             first_word, last_word = int(own[0]), int(own[-1])
             right = [e for e in known if (e.last == last_word if whole else e.first == first_word)]
@@ -499,11 +507,11 @@ class TransferWatch:
         is_its = int(words[0]) == known.first and known.last == int(words[-1])
         return words if is_its else None
 
-    def _take_state(self, arrival: Arrival, place: Place, content: Content) -> None:
+    def _take_state(self, arrival: Arrival, place: Place, now: _Known) -> None:
         """Record a state that a connector brought for a request; unknown bytes are believed."""
         group, length = place[0], arrival.computed
         own = int(self._ledger.expected(arrival.name, group, length - 1, length)[0])
-        known = self._blocks.lookup(content)
+        _, known = now
         found = self._best(known, [each for each in known if each.last == own])
         digest = origin = None
         if found is not None:

@@ -26,7 +26,7 @@ def calls(rig, monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    for name in ("inspect", "identities", "own_words"):
+    for name in ("inspect", "identities", "own_words", "import_rows"):
         count(rig.ledger, name)
     count(rig.watch._blocks, "_checksums")
     for name in ("cpu", "tolist", "item", "nonzero"):
@@ -47,7 +47,7 @@ def test_blocks_that_leave_are_looked_at_together(rig, calls, requests):
     assert kinds(rig) == []
 
 
-def test_blocks_that_come_are_waited_for(rig, calls):
+def test_blocks_that_come_are_waited_for_and_recorded_together(rig, calls):
     """For the bytes of a group's blocks, for the request's rows, and for their writer's."""
     rig.watch._export([Handed("group.0", [1, 2], 0, "a")])
     arrival = load(rig, 5, 6)
@@ -55,5 +55,5 @@ def test_blocks_that_come_are_waited_for(rig, calls):
     rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
     calls.clear()
     rig.watch.forward(ROWS)
-    assert (calls["_checksums"], calls["cpu"]) == (1, 2)
+    assert (calls["_checksums"], calls["cpu"], calls["import_rows"]) == (1, 2, 1)
     assert kinds(rig) == []
