@@ -344,7 +344,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("out", type=lambda path: Path(path).resolve(), help="folder")
     add("--site", help="folder in which SGLang is installed")
     add("--first-limit", type=float, default=160, help="seconds of the engine that runs alone")
-    add("--limit", type=float, default=130, help="seconds of each other engine")
+    add("--limit", type=float, default=220, help="seconds of each other engine")
     add("--total", type=float, default=540, help="seconds of all")
     add("--parallel", type=int, default=9, help="engines at a time")
     add("--fuzz", type=int, default=40, help="requests of a round of the fuzzed load")
