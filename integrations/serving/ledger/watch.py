@@ -2,8 +2,9 @@
 
 A GPU runs behind the host: it knows how many drafts were accepted, and so where each request
 stands, before the host does. There positions and counts stay on the device, no call in a step waits
-for it, and what it has found is read some steps later. A KV connector is the exception: a step in
-which it stores or loads blocks waits for their hashes.
+for it, and what it has found is read some steps later. A KV connector is the exception: a step for
+which it loads blocks waits for their hashes, and with a store of other processes one that stores
+some does, too.
 """
 
 from __future__ import annotations
