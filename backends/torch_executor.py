@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import attention, state_advance
+from .. import attention, state_replay
 from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
 from ..row_io import LayerRows, read_layers, write_layers
 
@@ -54,7 +54,7 @@ class TorchExecutor(Executor):
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
         """Advance the states by the reference implementation."""
-        state_advance.advance(txn, accepted)
+        state_replay.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:
         """Restore the old bytes of every draft row whose group was saved."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .. import attention as reference
-from .. import state_advance
+from .. import state_replay
 from ..captured_launches import CapturedPlaces
 from ..commit_input import as_counts
 from ..config import TxnConfig
@@ -150,7 +150,7 @@ class TritonExecutor(Executor):
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Let the reference advance the states: no engine commits states by this executor."""
         txn.check_range()
-        state_advance.advance(txn, as_counts(accepted))
+        state_replay.advance(txn, as_counts(accepted))
 
     def restore(self, txn: Txn) -> None:
         """Put back the saved bytes under every draft row whose group was saved."""

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from .. import window_states
+from .. import window_transitions
 from ..audit.findings import AUDIT_FAMILIES
 from ..integrations.audit_command.verdict import MEANING
 from ..integrations.vllm_plugin.policy import state_rules, supported
@@ -297,7 +297,7 @@ _BITS: Final = ("backends", "backends-blocks")
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
     "speed": speed,
-    "states": window_states.as_markdown,
+    "states": window_transitions.as_markdown,
     "releases": releases,
     "violations": violations,
     "metrics": metrics,

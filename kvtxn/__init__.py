@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .layers import LayerRef
     from .manager import TransactionManager, kv_window
     from .window import Window
-    from .window_states import WindowState
+    from .window_transitions import WindowState
 else:
     __getattr__ = first_use(
         __name__,
@@ -53,7 +53,7 @@ else:
             "TxnConfig": ".config",
             "UnresolvedWindowError": ".errors",
             "Window": ".window",
-            "WindowState": ".window_states",
+            "WindowState": ".window_transitions",
             "WindowStateError": ".errors",
             "kv_window": ".manager",
         },

@@ -13,7 +13,7 @@ from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .layout import RowLayout
 from .turn import Turn
-from .window_states import TRANSITIONS, Event, WindowState
+from .window_transitions import TRANSITIONS, Event, WindowState
 
 OPEN: Final = WindowState.OPEN
 STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]

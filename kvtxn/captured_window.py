@@ -32,7 +32,7 @@ from .log import get_logger
 from .staged_input import check_ref
 from .state_supplier import StateSupplier
 from .window import Window
-from .window_states import TRANSITIONS, Event, WindowState, allowed
+from .window_transitions import TRANSITIONS, Event, WindowState, allowed
 
 log = get_logger()
 

@@ -29,7 +29,7 @@ from .layout import RowLayout
 from .log import DEBUG, get_logger, shows
 from .row_io import LayerRows
 from .turn import Turn
-from .window_states import Event
+from .window_transitions import Event
 
 log = get_logger()
 

@@ -150,7 +150,7 @@ class Txn:
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
         number: the window's number, for messages; None if it has none.
         states_before: copies of the states of replayed layers, for a failure; see
-            ``kvtxn.state_advance``.
+            ``kvtxn.state_replay``.
         advanced: True once the states of replayed layers took their rows in.
         crossings: by group of replayed layers, the boundaries that requests may cross.
         states_in: True once the states of a ``StateSupplier`` took their rows in. They cannot be

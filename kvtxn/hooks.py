@@ -20,7 +20,7 @@ from .executor import Txn
 from .layout import RowLayout
 from .row_io import last_writers
 from .state_slots import Crossings
-from .window_states import WindowState
+from .window_transitions import WindowState
 
 Moment = Literal["on_commit", "on_abort"]
 

@@ -19,7 +19,7 @@ from .errors import IncompleteWindowError, WindowStateError, shown
 from .executor import StagedLayer, Txn
 from .hooks import Moment, ended
 from .log import DEBUG, get_logger, shows
-from .window_states import Event, WindowState, after, allowed
+from .window_transitions import Event, WindowState, after, allowed
 
 log = get_logger()
 

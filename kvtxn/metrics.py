@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .layers import LayerRef
-from .window_states import FINAL, WindowState
+from .window_transitions import FINAL, WindowState
 
 #: The operations that a failure can interrupt; each is the reason of a fallback.
 OPERATIONS: Final = ("begin", "stage", "attend", "states", "commit", "abort")

@@ -6,7 +6,7 @@ leaves this file means that the repair failed too: the bytes are unknown.
 
 The repairs of rows are idempotent and use only ``kvtxn.row_io``, so it does not matter how far the
 executor got, nor why it stopped. A repair of replayed states is not idempotent, because a state
-must take each row in exactly once: see ``kvtxn.state_advance``.
+must take each row in exactly once: see ``kvtxn.state_replay``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
 the window as they were, and the caller can repeat the step. The states of a ``StateSupplier`` are
@@ -26,7 +26,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from . import state_advance
+from . import state_replay
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
 from .errors import KVTxnError
@@ -34,7 +34,7 @@ from .executor import StagedLayer, Txn
 from .formats import words
 from .layers import LayerRef
 from .row_io import LayerRows, last_writers, read, read_layers, write_layers
-from .window_states import Event
+from .window_transitions import Event
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +88,7 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
     counted = txn.counters.clone() if context.may_stop_halfway else None
     try:
         if context.reads_back and txn.waits:
-            layers = state_advance.moved(txn.staged.values())
+            layers = state_replay.moved(txn.staged.values())
             before = read_layers((layer.ref for layer in layers), txn.slots)
         if txn.pattern is None:
             txn.pattern = context.stager.layout_token
@@ -113,8 +113,8 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
     The states are copied to ``txn.states_before`` first: without the copies they could not be
     undone, nor advanced again after a failure. Sets ``txn.advanced`` once the executor returned.
     """
-    if state_advance.replayed(txn.staged.values()):
-        txn.states_before = state_advance.read_states(txn)
+    if state_replay.replayed(txn.staged.values()):
+        txn.states_before = state_replay.read_states(txn)
         context.executor.advance(txn, accepted)  # type: ignore[arg-type]
         txn.advanced = True
 
@@ -228,7 +228,7 @@ def _recover(
             write_settled(txn, evicting)
         put_back(txn, before)
         txn.check_range()
-        state_advance.put_back(txn)
+        state_replay.put_back(txn)
         txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
     except BaseException as failure:
         error.add_note(
@@ -310,7 +310,7 @@ def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
 def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
     txn.check_range()
-    layers = state_advance.moved(layers)
+    layers = state_replay.moved(layers)
     draft = txn.layout.is_draft
     rows = draft if txn.drafts_alone else torch.ones_like(draft)
     refs = [layer.ref for layer in layers]
@@ -349,12 +349,12 @@ def finish(
     put_back(txn, before, txn.permit(draft) & ~kept)
     if accepted is None:
         return
-    waiting = state_advance.moved(waiting)
+    waiting = state_replay.moved(waiting)
     rows, refs = _staged_rows(waiting), [layer.ref for layer in waiting]
     selecting = [ref for ref in refs if ref.states]
     write_layers(selecting, rows, txn.slots, txn.permit(~draft))
     write_layers(refs, rows, txn.slots, kept, txn.sources(accepted))
-    state_advance.finish(txn, accepted)
+    state_replay.finish(txn, accepted)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
@@ -385,7 +385,7 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     order, sources = torch.arange(len(draft), device=draft.device), txn.sources(accepted)
     if sources is not None:
         order = torch.where(draft, sources, order)
-    wrong = state_advance.wrong_states(txn, accepted)
+    wrong = state_replay.wrong_states(txn, accepted)
     for ref in txn.layers:
         if ref.name not in before:
             continue

@@ -30,7 +30,7 @@ from .layers import LayerRef
 from .lifecycle import Lifecycle
 from .slots import OneMapping, SlotMappings, Slots
 from .staged_input import check_parts, check_ref
-from .window_states import TRANSITIONS, Event, WindowState, allowed
+from .window_transitions import TRANSITIONS, Event, WindowState, allowed
 
 #: The code that writes rows under ``undo`` and ``direct``: ``stage``, or the caller's own code.
 WrittenBy = Literal["window", "caller"]

@@ -24,7 +24,7 @@ from kvtxn.draft_tree import as_parents
 from kvtxn.layout import RowLayout
 from kvtxn.lifecycle import Lifecycle
 from kvtxn.testing import registered
-from kvtxn.window_states import Event
+from kvtxn.window_transitions import Event
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 from mutants_captured import Prepared

@@ -274,7 +274,7 @@ def test_the_house_is_measured():
 
 def test_state_table_knows_no_torch():
     """Pure data."""
-    assert imports(ROOT / "kvtxn" / "window_states.py") <= {
+    assert imports(ROOT / "kvtxn" / "window_transitions.py") <= {
         "__future__.annotations", "collections.abc.Mapping",
         "enum.Enum", "types.MappingProxyType", "typing.Final",
     }  # fmt: skip

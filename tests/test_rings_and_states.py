@@ -25,7 +25,7 @@ from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
 from kvtxn.recurrent import Mamba2
 from kvtxn.testing import registered
-from kvtxn.window_states import WindowState
+from kvtxn.window_transitions import WindowState
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 from mutants_captured import Prepared

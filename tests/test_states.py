@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtxn.window_states import FINAL, TRANSITIONS, Event, WindowState, allowed, as_markdown
+from kvtxn.window_transitions import FINAL, TRANSITIONS, Event, WindowState, allowed, as_markdown
 
 
 def test_names_are_the_contracts():

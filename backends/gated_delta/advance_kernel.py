@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .layers import COLUMNS
-from .tiles import appended
+from .tile_loads import appended
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
 (_STATE, _SLOT_STRIDE, _KEY, _CORRECTED, _DECAY, _GROUP) = (

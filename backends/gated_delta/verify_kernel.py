@@ -16,7 +16,7 @@ column of ``k`` then gives the row's corrected value, the column of ``q`` its ou
 is read once and multiplied once, on tensor cores: float32 numbers as sums of three bfloat16
 numbers, which is exact, with products that are exact and float32 sums.
 
-Where it computes: see ``tiles``. Nothing moves between threads.
+Where it computes: see ``tile_loads``. Nothing moves between threads.
 
 When it computes. A program of one tile asks for its state before it multiplies keys by keys. One of
 several tiles asks for the next ones while it computes, and does what all tiles need once.
@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import product, runs, state_of, values_of
+from .tile_loads import product, runs, state_of, values_of
 
 
 @triton.jit

@@ -15,7 +15,7 @@ the product ``P = state @ C`` as well, ``P * decay + (x * dt) (x) (B @ C)``, whe
 cores: float32 numbers as sums of three bfloat16 numbers, which is exact, with products that are
 exact and float32 sums. All heads of a group share ``C`` and ``B @ C``.
 
-Where it computes: see ``gated_delta.tiles``. Nothing of a state moves between threads.
+Where it computes: see ``gated_delta.tile_loads``. Nothing of a state moves between threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gated_delta.tiles import appended, product, runs, state_of
+from ..gated_delta.tile_loads import appended, product, runs, state_of
 
 
 @triton.jit

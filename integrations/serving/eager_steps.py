@@ -22,7 +22,7 @@ from ...layout import RowLayout
 from ...log import get_logger
 from ...manager import TransactionManager
 from ...window import Window
-from ...window_states import WindowState
+from ...window_transitions import WindowState
 
 log = get_logger()
 

@@ -29,7 +29,7 @@ from ...log import DEBUG, shows
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...state_supplier import StateSupplier
-from ...window_states import WindowState
+from ...window_transitions import WindowState
 from .step import Array
 from .step_batches import check_settings, rows_of_window
 

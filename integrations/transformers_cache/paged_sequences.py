@@ -27,7 +27,7 @@ from ...errors import (
 from ...layers import LayerRef
 from ...manager import TransactionManager
 from ...window import Window
-from ...window_states import WindowState
+from ...window_transitions import WindowState
 from .ring_storage import Region, Shape
 
 

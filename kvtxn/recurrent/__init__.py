@@ -8,7 +8,7 @@
 
 ``StateSlots`` holds the slots for requests whose states are kept at a block boundary.
 
-``kvtxn.recurrence`` defines the interface of a description, ``kvtxn.state_advance`` is the
+``kvtxn.recurrence`` defines the interface of a description, ``kvtxn.state_replay`` is the
 reference for the commit; ``rank_one`` has the arithmetic that gated delta net and Mamba-2 share.
 """
 

@@ -17,7 +17,7 @@ from ..layers import LayerRef, Plane
 from ..layout import RowLayout
 from ..row_io import LayerRows, write_layers
 from ..state_supplier import StateSupplier
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch, random_counts
 from .rig import Rig
 

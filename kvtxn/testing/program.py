@@ -34,7 +34,7 @@ from ..errors import (
     WindowStateError,
 )
 from ..window import Window
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch, handed_in
 from .caches import LAYOUTS, LayerSpec
 from .faults import MOMENTS, InjectedFault

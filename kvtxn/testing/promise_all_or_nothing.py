@@ -12,7 +12,7 @@ import torch
 
 from ..errors import AcceptanceError, IncompleteWindowError, UnresolvedWindowError, WindowStateError
 from ..window import Window
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import SHAPES, Batch
 from .caches import LayerSpec
 from .kit import TRANSACTIONAL, Kit, KitBase

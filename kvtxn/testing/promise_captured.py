@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, LayerError
 from ..executor import SampledIds
 from ..layout import RowLayout
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .captured_forward import HELD, CapturedForward, exact_steps
 from .kit import TRANSACTIONAL, Kit

@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch, random_counts
 from .captured_forward import COUNTS, SHAPE, CapturedForward
 from .faults import Faults, InjectedFault

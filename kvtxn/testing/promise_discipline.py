@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CapacityError, KVTxnError, LayerError, SlotMappingError, WindowStateError
 from ..window import Window
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .caches import LayerSpec, build_cache
 from .kit import Kit, KitBase

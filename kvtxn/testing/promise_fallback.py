@@ -9,7 +9,7 @@ import pytest
 
 from ..errors import WindowStateError
 from ..window import Window
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .faults import MOMENTS, OPERATIONS, InjectedFault
 from .kit import TRANSACTIONAL, Kit, KitBase

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .caches import LayerSpec
 from .faults import MOMENTS, Faults

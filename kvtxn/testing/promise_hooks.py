@@ -9,7 +9,7 @@ import torch
 
 from ..hooks import EndedWindow
 from ..row_io import read
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .faults import OPERATIONS
 from .kit import Kit

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ..errors import BackendUnavailableError, CapacityError, IncompleteWindowError
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import random_counts
 from .faults import ADVANCE, MOMENTS, InjectedFault
 from .honesty import commit_two, that_claims, works

@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from ..errors import WindowStateError
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import SHAPES, random_counts
 from .captured_forward import COUNTS, SHAPE, CapturedForward, exact_steps
 from .faults import InjectedFault

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ..errors import LayerError
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .caches import LayerSpec, noise
 from .kit import Kit, KitBase

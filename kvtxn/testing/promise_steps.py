@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..executor import SampledIds
 from ..layout import RowLayout
-from ..window_states import TRANSITIONS, Event, WindowState
+from ..window_transitions import TRANSITIONS, Event, WindowState
 from .batches import SHAPES, Batch, random_counts
 from .caches import LayerSpec
 from .captured_forward import COUNTS, PLACES, SHAPE, CapturedForward, exact_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..captured_window import CapturedWindow
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .captured_forward import COUNTS, SHAPE, CapturedForward
 from .kit import TRANSACTIONAL, Kit

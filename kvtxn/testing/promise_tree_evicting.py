@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .. import window as window_module
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .caches import LayerSpec
 from .histories import attend_and_compare
 from .kit import TRANSACTIONAL, Kit, KitBase

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import window as window_module
 from ..errors import AcceptanceError, TreeError
 from ..layout import RowLayout
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .caches import LAYOUTS, LayerSpec
 from .faults import InjectedFault

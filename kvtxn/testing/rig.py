@@ -18,7 +18,7 @@ from ..executor import Executor
 from ..manager import TransactionManager
 from ..recurrent import StateSlots
 from ..window import Window
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import PADDING, Batch, handed_in, make_batch, random_counts
 from .caches import LayerSpec, TestCache, build_cache
 from .number_formats import FORMATS

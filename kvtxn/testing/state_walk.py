@@ -15,7 +15,7 @@ import pytest
 from .. import recovery
 from ..errors import WindowStateError
 from ..window import Window
-from ..window_states import TRANSITIONS, Event, WindowState
+from ..window_transitions import TRANSITIONS, Event, WindowState
 from .batches import Batch
 from .faults import OPERATIONS, Faults, InjectedFault
 from .kit import TRANSACTIONAL, Kit, KitBase

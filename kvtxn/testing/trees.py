@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..window_states import WindowState
+from ..window_transitions import WindowState
 from .batches import Batch
 from .rig import Rig
 

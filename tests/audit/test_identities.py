@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kvtxn import ConfigError
 from kvtxn.audit import Key, Ledger, RowGroup
-from kvtxn.audit.identities import CAPACITY, WAYS, Identity, IdentityTable
+from kvtxn.audit.identity_table import CAPACITY, WAYS, Identity, IdentityTable
 
 KEY = Key.new()
 words = st.integers(2, 5)

@@ -13,12 +13,8 @@ from verify_steps import DELTA, FAMILIES, LENGTHS, MAMBA2, SOURCES, assert_near,
 from kvtxn import LayerError
 
 with importing_kernels():
-    from kvtxn.backends.gated_delta.launch import (
-        Tile,
-        launch_advance,
-        launch_verify,
-        verify_tile_for,
-    )
+    from kvtxn.backends.gated_delta.launch import launch_advance, launch_verify
+    from kvtxn.backends.gated_delta.tile_sizes import Tile, verify_tile_for
     from kvtxn.backends.mamba2.launch import launch_verify as launch_mamba2
 
 #: Softplus of large numbers, which the kernel then leaves out.

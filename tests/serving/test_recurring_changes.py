@@ -9,7 +9,7 @@ import pytest
 import torch
 from recurring_rig import COUNTS, DEVICE, DRAFTS, LENGTHS, after_a_step, anywhere  # noqa: F401
 
-from kvtxn.window_states import WindowState
+from kvtxn.window_transitions import WindowState
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from recurring_rig import (  # noqa: F401
 )
 
 from kvtxn import WindowStateError
-from kvtxn.window_states import WindowState
+from kvtxn.window_transitions import WindowState
 
 
 @pytest.fixture

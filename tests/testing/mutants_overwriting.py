@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
 from kvtxn.lifecycle import Lifecycle
 from kvtxn.row_io import last_writers, write_layers
-from kvtxn.window_states import Event
+from kvtxn.window_transitions import Event
 
 
 class _WritesKept(TorchExecutor):

@@ -14,14 +14,14 @@ import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
-from kvtxn import recovery, state_advance
+from kvtxn import recovery, state_replay
 from kvtxn.captured_launches import CapturedPlaces
 from kvtxn.captured_shared import SharedPlaces
 from kvtxn.captured_windows import CapturedWindows
 from kvtxn.executor import Capabilities, StagedLayer, Txn
 from kvtxn.lifecycle import Lifecycle
 from kvtxn.row_io import read, select, write
-from kvtxn.window_states import Event
+from kvtxn.window_transitions import Event
 
 
 class TakesRejectedRowsIn(TorchExecutor):
@@ -62,16 +62,16 @@ class _StateByState(TorchExecutor):
     def advance(self, txn: Txn, accepted: Tensor) -> None:
         if not txn.layout.num_rows:
             return
-        turns = state_advance._turns(txn, accepted)
-        for layer in state_advance.replayed(txn.staged.values()):
-            slots = state_advance._slots(txn, layer.ref)
+        turns = state_replay._turns(txn, accepted)
+        for layer in state_replay.replayed(txn.staged.values()):
+            slots = state_replay._slots(txn, layer.ref)
             before = tuple(read(plane, slots) for plane in layer.ref.planes)
             after = self.after(layer, before, turns)
             for plane, state in zip(layer.ref.planes, after, strict=True):
                 self.put(plane, state, slots, turns.take.any(1))
 
     def after(self, layer: StagedLayer, before, turns):
-        return state_advance._after(layer, before, turns)
+        return state_replay._after(layer, before, turns)
 
     def put(self, plane, state: Tensor, slots: Tensor, took: Tensor) -> None:
         write(plane, state, select(slots, took))
@@ -88,7 +88,7 @@ class RoundsAfterEachRow(_StateByState):
             one = attrs.evolve(
                 turns, source=turns.source[:, turn : turn + 1], take=turns.take[:, turn : turn + 1]
             )
-            before = tuple(state_advance._after(layer, before, one))
+            before = tuple(state_replay._after(layer, before, one))
         return before
 
 
@@ -114,18 +114,18 @@ class FusesProductAndSum(_StateByState):
         for field in attrs.fields(type(layer.ref)):
             object.__setattr__(twin, field.name, getattr(layer.ref, field.name))
         object.__setattr__(twin, "replay", tuple(fused))
-        return state_advance._after(StagedLayer(twin, layer.rows), before, turns)
+        return state_replay._after(StagedLayer(twin, layer.rows), before, turns)
 
 
 class TakesRowsInBackwards(_StateByState):
     def after(self, layer: StagedLayer, before, turns):
         flipped = attrs.evolve(turns, source=turns.source.flip(1), take=turns.take.flip(1))
-        return state_advance._after(layer, before, flipped)
+        return state_replay._after(layer, before, flipped)
 
 
 class ReadsTheNextRequest(_StateByState):
     def after(self, layer: StagedLayer, before, turns):
-        return state_advance._after(layer, tuple(state.roll(1, 0) for state in before), turns)
+        return state_replay._after(layer, tuple(state.roll(1, 0) for state in before), turns)
 
 
 class TouchesStatesThatTookNothing(_StateByState):
@@ -146,7 +146,7 @@ class ForgetsRequestsBeyondItsGrid(_StateByState):
 class StopsAfterSomeRows(_StateByState):
     def after(self, layer: StagedLayer, before, turns):
         few = attrs.evolve(turns, source=turns.source[:, :16], take=turns.take[:, :16])
-        return state_advance._after(layer, before, few)
+        return state_replay._after(layer, before, few)
 
 
 class TakesAMaskForACount(TorchExecutor):
@@ -163,8 +163,8 @@ class AddsZero(TorchExecutor):
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(txn, accepted)
-        for layer in state_advance.replayed(txn.staged.values()):
-            slots = state_advance._slots(txn, layer.ref)
+        for layer in state_replay.replayed(txn.staged.values()):
+            slots = state_replay._slots(txn, layer.ref)
             for states in layer.ref.states:
                 states[slots[slots >= 0]] += 0.0
 
@@ -173,7 +173,7 @@ class MovesNumbers(_StateByState):
     """Makes one NaN of every NaN that a convolution moves."""
 
     def after(self, layer: StagedLayer, before, turns):
-        after = state_advance._after(layer, before, turns)
+        after = state_replay._after(layer, before, turns)
         moved = [one.moves_bytes for one in layer.ref.replay]
         return [
             _one_nan(state, plane) if moves else state
@@ -205,12 +205,12 @@ class CrossesAtTheBoundary(TorchExecutor):
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(txn, accepted)
-        for layer in state_advance.replayed(txn.staged.values()):
+        for layer in state_replay.replayed(txn.staged.values()):
             at = txn.crossings.get(layer.ref.group)
             if at is not None:
-                took = state_advance._turns(txn, accepted).take.sum(1) == at.boundary
+                took = state_replay._turns(txn, accepted).take.sum(1) == at.boundary
                 for plane in layer.ref.planes:
-                    state = read(plane, state_advance._slots(txn, layer.ref))
+                    state = read(plane, state_replay._slots(txn, layer.ref))
                     write(plane, state, select(at.beyond, took))
 
 
@@ -289,7 +289,7 @@ CAUGHT: dict[type[TorchExecutor], str] = {
 
 def copies_no_state() -> Any:
     """A failed commit has no copies of the states from before it."""
-    return mock.patch.object(state_advance, "read_states", return_value={})
+    return mock.patch.object(state_replay, "read_states", return_value={})
 
 
 def takes_rows_in_again() -> Any:
@@ -299,18 +299,18 @@ def takes_rows_in_again() -> Any:
         txn.advanced, txn.states_before = False, {}
         real(txn, accepted)
 
-    real = state_advance.finish
-    return mock.patch.object(state_advance, "finish", finish)
+    real = state_replay.finish
+    return mock.patch.object(state_replay, "finish", finish)
 
 
 def finishes_no_state() -> Any:
     """A repair leaves states that did not advance as they are."""
-    return mock.patch.object(state_advance, "finish", return_value=None)
+    return mock.patch.object(state_replay, "finish", return_value=None)
 
 
 def puts_no_state_back() -> Any:
     """An error leaves the states that have advanced."""
-    return mock.patch.object(state_advance, "put_back", return_value=None)
+    return mock.patch.object(state_replay, "put_back", return_value=None)
 
 
 def takes_settled_rows_in_at_an_abort() -> Any:
@@ -319,7 +319,7 @@ def takes_settled_rows_in_at_an_abort() -> Any:
     def finish(self: Lifecycle, event: Event, accepted: Any = None) -> None:
         if event is Event.ABORT and self.txn is not None:
             none = torch.zeros(self.txn.layout.num_requests, dtype=torch.int64)
-            state_advance.advance(self.txn, none)
+            state_replay.advance(self.txn, none)
         real(self, event, accepted)
 
     real = Lifecycle.finish

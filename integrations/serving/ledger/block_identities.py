@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....audit import Ledger
 from ....audit.digest import UNWRITTEN
-from ....audit.identities import Identity, IdentityTable
+from ....audit.identity_table import Identity, IdentityTable
 from ....host_values import HostCopy
 from .shared_identities import SharedIdentities
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup, Stretch
-from ....audit.identities import Identity
+from ....audit.identity_table import Identity
 from ....host_values import to_device
 from ..step import Arrival, Rows
 from .block_identities import BlockIdentities, Content, Place, Span

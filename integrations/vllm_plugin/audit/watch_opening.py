@@ -26,16 +26,16 @@ from ..internals import (
     audited_states,
     config,
     connectors,
-    kv_cache,
     ranks,
+    spare_blocks,
     workers,
 )
 from ..internals import layers as attention_layers
 from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
 from ..internals.hooks import mix_in
-from ..internals.kv_cache import CachePlan
 from ..internals.runner_protocols import Runner
+from ..internals.spare_blocks import CachePlan
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
@@ -78,7 +78,7 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
     Where the user gives the size of the KV cache, that stays as it is.
     """
     try:
-        plan = None if kv_cache.is_given(runner) else kv_cache.planned(runner)
+        plan = None if spare_blocks.is_given(runner) else spare_blocks.planned(runner)
         if plan is None:
             return available
         room, scrubs = audited.room(runner), settings.audit == "bytes"

@@ -29,15 +29,15 @@ from ..internals import (
     backends,
     batches,
     connectors,
-    kv_cache,
+    spare_blocks,
     state_layers,
     whole_graphs,
     workers,
 )
 from ..internals import config as engine_config
 from ..internals import layers as attention_layers
-from ..internals.kv_cache import SpareBlocks, with_spare_blocks
 from ..internals.layers import TargetLayer
+from ..internals.spare_blocks import SpareBlocks, with_spare_blocks
 from ..policy.engine import EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
@@ -168,7 +168,7 @@ class WindowCaches(Part):
         """Return a configuration with spare blocks for drafts; the given one if none can wait."""
         runner, wanted = self._runner, self._runner.kvtxn_config
         try:
-            if rows_may_wait(runner) and kv_cache.has_rows_in_line(config):
+            if rows_may_wait(runner) and spare_blocks.has_rows_in_line(config):
                 others = attention_layers.draft_layers(runner)
                 others |= set(state_layers.modules_of(runner))
                 config, self.spare = with_spare_blocks(config, wanted.max_rows, others)
@@ -396,7 +396,7 @@ def reserve_memory(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        if kv_cache.is_given(runner):
+        if spare_blocks.is_given(runner):
             return available
         wanted: int = runner.kvtxn_parts.memory_wanted()
         return max(available - MOST_BYTES - wanted, 0)
@@ -412,12 +412,12 @@ def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
     """
     wanted = runner.kvtxn_config
     try:
-        size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
+        size = spare_blocks.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
         if not rows_may_wait(runner):
             return size
-        spare = kv_cache.bytes_of_spare_blocks(runner, wanted.max_rows)
-        return max(size, spare) + kv_cache.bytes_of_tables(runner)
+        spare = spare_blocks.bytes_of_spare_blocks(runner, wanted.max_rows)
+        return max(size, spare) + spare_blocks.bytes_of_tables(runner)
     except Exception as error:
         if wanted.on_error == "raise":
             raise

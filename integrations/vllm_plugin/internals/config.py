@@ -220,7 +220,7 @@ def expected_facts(config: VllmConfig) -> EngineFacts:
 
 
 def _rows_in_line(config: VllmConfig) -> bool:
-    """Tell whether row will follow row in the caches; ``kv_cache.has_rows_in_line`` reads them.
+    """Tell whether row will follow row in the caches; ``spare_blocks.has_rows_in_line`` reads them.
 
     They do in the layout that vLLM chooses by itself, but the user's environment or a KV
     connector may ask for another one.

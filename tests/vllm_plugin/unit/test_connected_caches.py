@@ -11,7 +11,7 @@ from planned_caches import GROUPS, OWN, PLANS, allocated, planned
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals import connectors
-    from kvtxn.integrations.vllm_plugin.internals.kv_cache import with_spare_blocks
+    from kvtxn.integrations.vllm_plugin.internals.spare_blocks import with_spare_blocks
 
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 

@@ -22,7 +22,7 @@ from kvtxn.integrations.vllm_plugin.policy.settings import settings
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
 
 from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
-from kvtxn.window_states import WindowState
+from kvtxn.window_transitions import WindowState
 
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
 FAST = {"kvtxn": {"policy": "auto", "recurrent": "fast"}}
