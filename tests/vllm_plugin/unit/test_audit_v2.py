@@ -20,9 +20,9 @@ with importing_kernels():
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
     connectors,
-    kv_cache,
     ranks,
     scheduling,
+    spare_blocks,
 )
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
@@ -316,9 +316,9 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     groups = rig.config.kv_cache_groups
     specs = {f"{name}.{n}": g.kv_cache_spec for g in groups for name in g.layer_names for n in "ab"}
     rig.runner.get_kv_cache_spec = lambda: specs
-    plan = kv_cache.planned(rig.runner)
+    plan = spare_blocks.planned(rig.runner)
     page = 2 * SIZE * 8 * 4
-    assert plan == kv_cache.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
+    assert plan == spare_blocks.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
     kept = watch_opening.cache_bytes_left(rig.runner, wanted, free)

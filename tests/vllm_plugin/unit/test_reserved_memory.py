@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import kv_cache
+from kvtxn.integrations.vllm_plugin.internals import spare_blocks
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory
@@ -126,8 +126,8 @@ def test_room_is_that_of_the_spare_blocks(rows, layers, states, groups):
     added = sum(-(-rows // size) for size in sizes) * 4 * (1 << 16)
     with pytest.MonkeyPatch.context() as patch:
         names = {name: None for name in specs if name.startswith("state")}
-        patch.setattr(kv_cache.state_layers, "modules_of", lambda runner: names)
-        assert kv_cache.bytes_of_spare_blocks(made, rows) == added
+        patch.setattr(spare_blocks.state_layers, "modules_of", lambda runner: names)
+        assert spare_blocks.bytes_of_spare_blocks(made, rows) == added
 
 
 class Wanting(Part):

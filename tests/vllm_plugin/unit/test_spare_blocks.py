@@ -23,7 +23,7 @@ from planned_caches import (
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import cache_layout as inside
     from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
-    from kvtxn.integrations.vllm_plugin.internals import kv_cache
+    from kvtxn.integrations.vllm_plugin.internals import spare_blocks
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 
     from kvtxn.errors import LayerError
@@ -60,7 +60,7 @@ def test_caches_are_what_vllm_plans_for_more_blocks(layout, groups, kernel_size)
     """By as many as each group of the target's needs; what was given stays as it is."""
     config = planned(layout, groups)
     given = deepcopy(config)
-    more, spare = kv_cache.with_spare_blocks(config, ROWS, drafters(groups))
+    more, spare = spare_blocks.with_spare_blocks(config, ROWS, drafters(groups))
     assert config == given
     assert more.kv_cache_groups == given.kv_cache_groups
     added = sum(-(-ROWS // size) for _, _, size in target(groups))
@@ -84,7 +84,7 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 
     However small the blocks are that the attention counts.
     """
-    more, spare = kv_cache.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, spare = spare_blocks.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
     caches = allocated(more, layout, kernel_size)
     assert set(spare.first) == {f"group.{number}" for number, _, _ in target(groups)}
     handed_out = []
@@ -105,7 +105,7 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 @EVERY
 def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
     """Their regions have all moved by as much as they grew."""
-    more, _ = kv_cache.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, _ = spare_blocks.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
     caches = allocated(more, layout, kernel_size)
     for names, _ in groups:
         found = [
@@ -118,7 +118,7 @@ def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
 
 def test_kernels_may_count_smaller_blocks():
     """Four to one of vLLM's."""
-    spare = kv_cache.SpareBlocks(own=7, total=9, first={})
+    spare = spare_blocks.SpareBlocks(own=7, total=9, first={})
     assert spare.begin(torch.empty(4 * 9, 2, 2, 4)) == 4 * 7
 
 
@@ -129,7 +129,7 @@ def test_a_layout_that_is_not_by_blocks_is_refused(name):
     setattr(config.kv_cache_tensors[0], name, getattr(config.kv_cache_tensors[0], name) + 2)
     given = deepcopy(config)
     with pytest.raises(LayerError, match=rf"{name} of a KVCacheTensor a multiple of 7 blocks"):
-        kv_cache.with_spare_blocks(config, ROWS, set())
+        spare_blocks.with_spare_blocks(config, ROWS, set())
     assert config == given
 
 
