@@ -118,10 +118,19 @@ def test_code_of_another_inlined_function_is_not_loaded(monkeypatch):
     assert run(usual) == (12, 0)
 
 
-@pytest.mark.parametrize("where", ["numba.__version__", "numpy.__version__", "numba.config.OPT"])
-def test_code_of_another_compiler_is_not_loaded(where, monkeypatch):
+ELSEWHERE = {
+    "numba.__version__": "0.1",
+    "numpy.__version__": "0.1",
+    "kvtxn.backends.audit_numba.machine_code.version": {"llvmlite": "0.1"}.__getitem__,
+    "numba.config.OPT": 1,
+    "numba.config.BOUNDSCHECK": 1,
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_code_of_another_compiler_is_not_loaded(what, monkeypatch):
     run(usual)
-    monkeypatch.setattr(where, 1 if where.endswith("OPT") else "0.1")
+    monkeypatch.setattr(what, ELSEWHERE[what])
     assert run(usual) == (23, 0)
 
 
@@ -147,12 +156,20 @@ def test_code_of_values_without_a_digest_is_not_stored(function, folder):
     assert not files(folder)
 
 
-@pytest.mark.parametrize("damage", [b"", b"no machine code", None])
+DAMAGES = {
+    "empty": lambda _: b"",
+    "other": lambda _: b"no machine code",
+    "short": lambda whole: whole[:-200],
+    "zeros": lambda whole: whole[:-200] + bytes(200),
+    "long": lambda whole: whole + b"more",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_replaced(damage, folder):
     run(usual)
     (path,) = (path for path in folder.rglob("*") if path.is_file())
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-200] + bytes(200) if damage is None else damage)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert run(usual) == (23, 0)
     assert run(usual) == (23, 1)
 
