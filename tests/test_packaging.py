@@ -36,6 +36,7 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
         expected.add(inside if inside.startswith("kvtxn/") else f"kvtxn/{inside}")
     assert {n for n in names if n.endswith(".py")} == expected
     assert "kvtxn/py.typed" in names
+    assert not any(name.endswith(".nbc") for name in names)
 
 
 #: Files that an installed package reads: the demo's model, the audit's page, and measurements.
@@ -73,7 +74,7 @@ def test_the_source_distribution_is_whole(tmp_path):
     expected |= {"README.md", "benchmarks/README.md", "mkdocs.yml"}
     expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
-    assert not any(name.endswith((".pyc", ".gz")) for name in names)
+    assert not any(name.endswith((".pyc", ".nbc", ".gz")) for name in names)
 
 
 def test_entry_points_are_declared(wheel):

@@ -16,8 +16,9 @@ import numpy
 
 from ...audit import group_lines as line_of
 from .compare_rows import first_read, run_of, table_of
+from .machine_code import cached, compiled
 from .requests import rows_of
-from .words import compiled, permuted
+from .words import permuted
 from .write_rows import place_of
 
 BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
@@ -54,7 +55,7 @@ def due_in_table(low, end, table, block_map, group, words, seals, turn, every, f
     return number
 
 
-@compiled
+@cached
 def due_rows(
     requests,
     table,
@@ -87,7 +88,7 @@ def due_rows(
     return found
 
 
-@compiled
+@cached
 def due_states(requests, source, group, words, facts, columns, num_rows, seals, turn, every):
     """Return the states that a step continues and whose turn it is, int64 ``[n]``."""
     found, number = numpy.empty(len(requests[0]), numpy.int64), 0
@@ -103,7 +104,7 @@ def due_states(requests, source, group, words, facts, columns, num_rows, seals, 
     return found[:number]
 
 
-@compiled
+@cached
 def slots_left(
     requests, accepted, besides, slots, group, words, facts, columns, num_rows, seals, turn, every
 ):
@@ -160,7 +161,7 @@ def packed_four(cells, begin, places):
     return low | (third & 0xFFFF) << 32 | fourth << 48
 
 
-@compiled
+@cached
 def add_checksums(cells, origin, strides, block_size, offsets, keys, key, slots, sums):
     """Add the checksums of slots in one plane, as ``kvtxn.audit.checksum`` defines them.
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from ...audit import books as book
 from ...audit import group_lines as line_of
+from .machine_code import cached, compiled
 from .requests import rows_of
-from .words import as_word, compiled
+from .words import as_word
 
 SERIAL, DURABLE, KEPT, TOLD = book.SERIAL, book.DURABLE, book.KEPT, book.TOLD
 BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
@@ -85,7 +86,7 @@ def are_right(first, end, digests, table, block_map, group, words):
     return True
 
 
-@compiled
+@cached
 def compare_rows(requests, tables, table_lines, block_maps, groups, words, own, facts, num_rows):
     """Compare the rows that a step reads; see ``Passes.check``."""
     compared = 0
@@ -106,7 +107,7 @@ def compare_rows(requests, tables, table_lines, block_maps, groups, words, own, 
     return compared
 
 
-@compiled
+@cached
 def compare_stretches(
     lines, first, end, tables, table_lines, block_maps, groups, words, own, facts, exported
 ):
@@ -136,7 +137,7 @@ def compare_stretches(
     return compared
 
 
-@compiled
+@cached
 def compare_states(requests, sources, told, groups, words, owners, own, facts, num_rows):
     """Compare the states that a step continues, and the counts that its engine was told."""
     compared = 0

@@ -6,7 +6,8 @@ from typing import Final
 
 from ...audit import books as book
 from ...audit import new_requests as field
-from .words import compiled, term
+from .machine_code import cached, compiled
+from .words import term
 
 LINE, SERIAL, BEGIN, COUNT = field.LINE, field.SERIAL, field.BEGIN, field.COUNT
 SEED, AGAIN, FIELDS = field.SEED, field.AGAIN, field.NUM_FIELDS
@@ -16,7 +17,7 @@ OUTSIDE, KNOWN, DURABLE = book.OUTSIDE, book.KNOWN, book.DURABLE
 OUTSIDE_BUFFERS: Final = -1
 
 
-@compiled
+@cached
 def begin_requests(packed, num_tokens, num_requests, key, own, facts):
     """Begin requests; see ``TorchPasses.begin``. ``packed`` is that of ``PackedRequests``."""
     for number in range(num_requests):
@@ -60,7 +61,7 @@ def lies_inside(
     return True
 
 
-@compiled
+@cached
 def copy_step(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
@@ -98,7 +99,7 @@ def copy_step(
     return right
 
 
-@compiled
+@cached
 def count_tokens(ids, left_out, drafts, end, counts, kept):
     """Count sampled tokens; see ``StepInput.count``."""
     for index in range(ids.shape[0]):
@@ -111,7 +112,7 @@ def count_tokens(ids, left_out, drafts, end, counts, kept):
         counts[index] = min(found, drafts[index] + 1) if len(drafts) else found
 
 
-@compiled
+@cached
 def reaches(requests, ends):
     """Tell whether rows before the drafts reach a position; see ``StepInput.reaches``."""
     lines, starts, first, drafts = requests

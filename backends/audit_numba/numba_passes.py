@@ -32,7 +32,7 @@ _NOTHING: Final = numpy.zeros((0, 0), numpy.int64)
 
 
 class NumbaPasses(TorchPasses):
-    """The passes over one ledger's books, compiled when they are made; this takes some seconds.
+    """The passes over one ledger's books, compiled when they are made, or loaded from the disk.
 
     Args:
         books: on a CPU.

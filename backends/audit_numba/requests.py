@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ...audit import books as book
-from .words import compiled
+from .machine_code import cached, compiled
 
 SERIAL: Final = book.SERIAL
 
@@ -40,7 +40,7 @@ def rows_of(index, requests, facts, columns, num_rows, released):
     return line, start, position, count, taken, False
 
 
-@compiled
+@cached
 def fill_first(starts, positions, first, num_rows):
     """Write the positions of the requests' first rows into ``first``; -1 for no such row."""
     for index in range(len(first)):
@@ -48,7 +48,7 @@ def fill_first(starts, positions, first, num_rows):
         first[index] = positions[start] if 0 <= start < num_rows else -1
 
 
-@compiled
+@cached
 def well_formed(requests, accepted, besides, facts, columns, num_rows, released, seen):
     """Tell whether no request is malformed and no two have one line.
 

@@ -5,14 +5,10 @@ All numbers are int64, whose sums and products wrap around as they do in torch.
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-import numba
+from typing import Final
 
 from ...audit import digest
-
-#: Compiles a function when it is first called; a division by zero is no case here.
-compiled: Final[Any] = numba.njit(error_model="numpy")
+from .machine_code import compiled
 
 TOKEN_BITS: Final = digest.TOKEN_BITS
 TOKEN_MASK: Final = (1 << TOKEN_BITS) - 1

@@ -23,8 +23,9 @@ from ...audit import books as book
 from ...audit import digest
 from ...audit import group_lines as line_of
 from ...audit.passes import PLACE_FACTOR, STEP_FACTOR
+from .machine_code import cached, compiled
 from .requests import rows_of
-from .words import EMBEDDED, PLAIN, as_word, compiled, term, token_of
+from .words import EMBEDDED, PLAIN, as_word, term, token_of
 
 SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
 KEPT: Final = book.KEPT
@@ -86,7 +87,7 @@ def followed(within, settled, row, parents):
     return settled + min(max(parents[row], -1), within - settled - 1)
 
 
-@compiled
+@cached
 def write_rows(
     requests, positions, parents, tokens, slots, groups, key, words, owners, own, facts,
     journal, counters, fingerprints, num_rows,
@@ -205,7 +206,7 @@ def sampled_path(drafts, before, position, sampled, most, key, path):
     return min(most, len(sampled))
 
 
-@compiled
+@cached
 def resolve_rows(
     requests, parents, tokens, accepted, besides, sampled, slots, groups, key, words,
     own, facts, counters, num_rows,
@@ -250,7 +251,8 @@ def resolve_rows(
         if facts[SERIAL, line] < 0:
             continue
         if trees:
-            drafts[:stay] = path[:stay]
+            for draft in range(stay):  # an assigned slice would compile a message, for a second
+                drafts[draft] = path[draft]
         length = at + settled + stay
         known = max(facts[KNOWN, line], length)
         if stay < columns and given >= 0 and known == length < own.shape[1] - 1:

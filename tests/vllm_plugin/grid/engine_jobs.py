@@ -70,8 +70,7 @@ def missing(job: str | None = None) -> str | None:
 
 def variables(folder: str) -> dict[str, str]:
     """Variables of engines that take over from each other what is kept in ``folder``."""
-    kept = {"VLLM_CACHE_ROOT": f"{folder}/cache", "NUMBA_CACHE_DIR": f"{folder}/cache/numba"}
-    return ENVIRONMENT | kept
+    return ENVIRONMENT | {"VLLM_CACHE_ROOT": f"{folder}/cache"}
 
 
 def _has_amx_mla() -> bool:

@@ -1,8 +1,8 @@
 """Done once, by the process that engines are forked from: all that every engine would do anew.
 
 Models are looked at here, and not each in a process that imports vLLM. Triton's kernels are
-replaced before numba is imported, over which vLLM trips. numba keeps its machine code in a folder
-(``NUMBA_CACHE_DIR``): that of the n-gram search, and that of the ledger's passes.
+replaced before numba is imported, over which vLLM trips. The machine code of vLLM's n-gram search
+is kept beside its source, for later sessions, too, as that of the ledger's passes is.
 
 No thread may start here.
 """
@@ -45,7 +45,8 @@ from kvtxn.backends.audit_numba import numba_passes  # noqa: E402, F401
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from vllm.v1.spec_decode import ngram_proposer  # noqa: E402
 
-ngram_proposer.batch_propose_numba.enable_caching()
+with suppress(RuntimeError):  # there is no folder that can be written
+    ngram_proposer.batch_propose_numba.enable_caching()
 disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:  # transformers reads up on all models before
     model_files.write("llama", Path(folder))
