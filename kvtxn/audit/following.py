@@ -176,7 +176,11 @@ class Following:
         return step
 
     def _without(self, later: list[int], step: Step) -> Tensor:
-        """Return the step's lines, int64; -1 for a line that a later request has taken over."""
+        """Return the line of each request of the step, int64 ``[num_requests]``, or -1.
+
+        It is -1 for a line in ``later``: another request has begun there since the step was
+        written, and its facts must not change.
+        """
         lines = step.lines.long()
         if not later:
             return lines

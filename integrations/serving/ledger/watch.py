@@ -434,7 +434,11 @@ class Watch:
             self._say()
 
     def take_back(self) -> None:
-        """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
+        """End a step that failed: its rows and states are unwritten, and get no checksums.
+
+        The prefix cache has their blocks already, so another request that finds them reads
+        unwritten rows, which is reported.
+        """
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
@@ -443,10 +447,10 @@ class Watch:
             self.ledger.take_back(step)
 
     def sampling_failed(self) -> None:
-        """Hear that what follows the forward has failed; the forward's rows are there.
+        """Take the step back after a failure behind the forward, if something may be missing.
 
-        But a drafter that has rows of its own may not have written them, and states may not have
-        been moved to where the next step looks for them.
+        The forward's own rows are there. But a drafter that has rows of its own may not have
+        written them, and states may not have been moved to where the next step looks for them.
         """
         if self.drafts_late or self.states:
             self.take_back()

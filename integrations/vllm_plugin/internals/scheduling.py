@@ -206,12 +206,16 @@ class _Reader:
         return {block for table, size in self.tables for block in table[: -(-computed // size)]}
 
     def begin(self) -> int:
-        """Return the first position of the step, at the latest; later steps may be under way."""
+        """Return the first position of the step, or one before it, perhaps below 0.
+
+        That is the computed tokens less all that are in flight: those of this step, and those of
+        steps that were launched after it.
+        """
         under_way = int(getattr(self.request, "num_in_flight_tokens", 0))
         return int(self.request.num_computed_tokens) - max(self.scheduled, under_way)
 
     def since(self, begin: int) -> set[int]:
-        """Return the blocks from that of a position on."""
+        """Return the blocks with rows of position ``begin`` or later."""
         begin = max(begin, 0)
         found = {block for table, size in self.tables for block in table[begin // size :]}
         return found - {_NOBODYS}
