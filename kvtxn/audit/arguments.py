@@ -104,7 +104,11 @@ def new_books(key: Any, groups: Any, sizes: Sizes, device: Any) -> Books:
 
 
 def _device(device: Any) -> torch.device:
-    """Return a device that tensors can be made on."""
+    """Return the device that an argument names.
+
+    Raises:
+        ConfigError: torch cannot make a tensor there.
+    """
     try:
         there = torch.device(device)
         torch.empty(0, device=there)

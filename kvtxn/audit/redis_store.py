@@ -69,7 +69,11 @@ class RedisStore:
         return cls(client, where)
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """Remember blocks for ``KEPT`` seconds, as ``IdentityStore`` says."""
+        """Remember blocks until they are unused for ``KEPT`` seconds, or there are too many.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses.
+        """
         known = list(blocks)
         with self._errors("written"):
             for at in range(0, len(known), _AT_ONCE):
@@ -108,6 +112,9 @@ class RedisStore:
 
         Those that are found count as used now: they expire ``KEPT`` seconds later, and are
         forgotten after blocks that were used before.
+
+        Raises:
+            StoreError: the server cannot be reached, or another program has written there.
         """
         found: dict[bytes, list[StoredBlock]] = {}
         with self._errors("read"):

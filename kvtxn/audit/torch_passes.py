@@ -180,7 +180,14 @@ class TorchPasses(Passes):
     def _note_step(
         self, step: Step, batch: Batch, chain: Tensor, places: Mapping[Place, Tensor]
     ) -> None:
-        """Update the requests' facts, the fingerprint and the step counter."""
+        """Update the facts of a step's requests, the counters, and the fingerprints.
+
+        Args:
+            step: the step.
+            batch: its requests.
+            chain: int64 ``[num_rows]``, the digest up to each row.
+            places: by group, the index of each row's word; -1 for a row without one.
+        """
         books, facts, live = self.books, self.books.facts, batch.live
         line, drafts = batch.lines[live], batch.drafts[live]
         first = batch.first[live]
