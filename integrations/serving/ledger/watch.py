@@ -177,7 +177,7 @@ class Watch:
         self._agree(compares=self.peers is not None, stages=True)
 
     def _agree(self, *, compares: bool, stages: bool = False) -> None:
-        """Act together with other ranks from now on, see ``RankAgreement``."""
+        """Exchange reports with other ranks from now on, see ``RankAgreement``."""
         assert self._ranks is not None  # whoever is compared, or joins stages, can reach them
         self.peers = RankAgreement(
             self.ledger, self._ranks, self._meets, compares=compares, stages=stages
@@ -198,7 +198,7 @@ class Watch:
         self._try(self._begin)
 
     def _begin(self) -> None:
-        """Forget the warm-up, and launch every pass once."""
+        """Forget what was watched during the warm-up, and launch every pass once."""
         self.forget()
         self.warm_up()
 
@@ -288,7 +288,7 @@ class Watch:
             self._come_and_go(known, (), dict.fromkeys(self.groups, blocks))
 
     def _give(self, grown: Sequence[Sequence[int]]) -> None:
-        """Tell the ledger of the usual change: requests that run get blocks."""
+        """Tell the ledger which blocks running requests get, by number of their group."""
         given = {name: grown[at] for name, at in self._numbers if grown and grown[at]}
         if given:
             self.ledger.change(given=given)
@@ -434,11 +434,7 @@ class Watch:
             self._say()
 
     def take_back(self) -> None:
-        """End a step that failed: its rows and states are unwritten, and get no checksums.
-
-        The prefix cache has their blocks already, so another request that finds them reads
-        unwritten rows, which is reported.
-        """
+        """Mark a failed step's rows as unwritten: the prefix cache has their blocks already."""
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
@@ -456,7 +452,7 @@ class Watch:
             self.take_back()
 
     def ended(self) -> None:
-        """Take the checksums that wait for the drafter."""
+        """Take the checksums that wait for the drafter; the step is over."""
         self.under_way = None
         if self._unsealed is not None and not self.stopped:
             self._seal()
@@ -499,7 +495,7 @@ class Watch:
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:
-        """Do what ``end_step`` says, but for rows of earlier weights."""
+        """Exchange findings with the other ranks; return what to contain, but for stale rows."""
         alone = self.peers is None
         if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
@@ -518,7 +514,7 @@ class Watch:
         return own.wrong or None
 
     def _take_report(self) -> None:
-        """Note what the violations found since the last call ask of all ranks."""
+        """Add the violations that were logged since the last call to this rank's report."""
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
@@ -529,7 +525,7 @@ class Watch:
                 self._say()
 
     def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
-        """Meet the other ranks, and do what all of them do; tell whether they met."""
+        """Exchange reports with the other ranks, and act on them; tell whether the ranks met."""
         peers = self.peers
         if peers is None:
             return False
@@ -553,7 +549,7 @@ class Watch:
         return True
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Call something; an error of the audit's own ends the audit."""
+        """Call a function; if it raises, the audit ends, and the engine goes on."""
         try:
             call()
         except Exception as error:
