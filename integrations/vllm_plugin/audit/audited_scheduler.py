@@ -55,7 +55,7 @@ class TellingScheduler(BeforeScheduler):
     """A mixin of vLLM's scheduler: it tells the workers what requests compute again."""
 
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
-        """Plan a step, and add what its requests had in the prefix cache and do not use."""
+        """Plan a step, and add to it how many cached rows its requests compute again, and why."""
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         manager = scheduling.manager_of(self)
         if manager not in _blind:
@@ -70,7 +70,7 @@ class LookingCacheManager(BeforeCacheManager):
     """A mixin of vLLM's cache manager: it notes what requests have in the prefix cache."""
 
     def get_computed_blocks(self, request: Request, *args: object) -> tuple[object, ...]:
-        """Look what the cache has of a request, then once more what vLLM cannot use of that."""
+        """Let vLLM look up what it can use of a request; note what else the cache has of it."""
         found: tuple[object, ...] = super().get_computed_blocks(  # type: ignore[misc]
             request, *args
         )
@@ -115,7 +115,17 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
 def follow_scheduler(
     scheduler: Scheduler, config: VllmConfig, *, contains: bool, required: bool
 ) -> None:
-    """Let a scheduler do its part of an audit; if it cannot, log the reason."""
+    """Let a scheduler contain violations and count lost reuse; if it cannot, log the reason.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        config: its engine's.
+        contains: the user wants violations to be contained.
+        required: the user wants no engine that cannot contain them.
+
+    Raises:
+        RequiredError: it cannot, and ``required``.
+    """
     mixins: list[type] = []
     if contains and _can_contain(scheduler, config, required=required):
         mixins.append(ContainingScheduler)
