@@ -8,7 +8,7 @@ installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
@@ -54,13 +54,19 @@ _undo_engines: list[Callable[[], None]] = []
 
 
 def unhook() -> None:
-    """Undo every hook around the engines of this process."""
-    unhook_runners()
-    metrics.unhook_clients()
-    unfollow_media()
-    unhook_schedulers()
-    while _undo_engines:
-        _undo_engines.pop()()
+    """Undo every hook around the engines of this process, whichever of them cannot be undone.
+
+    Raises:
+        KVTxnError: as ``restore_class``: somebody else has changed a hooked object's class.
+    """
+    with ExitStack() as ends:  # the last one first, whatever raises
+        for undo in _undo_engines:
+            ends.callback(undo)
+        _undo_engines.clear()
+        ends.callback(unhook_schedulers)
+        ends.callback(unfollow_media)
+        ends.callback(metrics.unhook_clients)
+        ends.callback(unhook_runners)
 
 
 def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
