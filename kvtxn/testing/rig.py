@@ -126,8 +126,8 @@ class Rig:
         Args:
             shape: settled and draft rows per request.
             counts: the drafts that will be accepted, by request. What replayed layers stage for
-                other drafts is NaN, so that a state that takes one in shows it. None: all numbers
-                are finite.
+                other drafts is NaN, so that a state that takes one in shows it. None: no draft of
+                theirs is NaN.
             states: by group of replayed layers, the slot of each request's state. In a group that
                 is left out all requests end, and new ones begin in random slots, some of them -1.
             kwargs: for ``make_batch``.
