@@ -100,11 +100,11 @@ class CudaGraphExecutor(Executor):
         return self._inner.own_slots(group, slots)
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Pass on to the Triton executor."""
+        """Copy the draft rows that the group's caches hold now, by the Triton executor."""
         return self._inner.save(txn, group)
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Pass on to the Triton executor."""
+        """Write one layer's rows that may be in its cache now, by the Triton executor."""
         self._inner.stage(txn, layer)
 
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
@@ -112,13 +112,13 @@ class CudaGraphExecutor(Executor):
         self._inner.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:
-        """Pass on to the Triton executor."""
+        """Put back the saved bytes under every draft row, by the Triton executor."""
         self._inner.restore(txn)
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
-        """Pass on to the Triton executor."""
+        """Attend to cached and staged rows by the Triton executor."""
         return self._inner.attend(txn, layer, query, attention)
 
     def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
@@ -143,7 +143,7 @@ class CudaGraphExecutor(Executor):
             self._commit_bucket(txn, accepted, source)
 
     def _check_caches(self) -> None:
-        """Compare the caches' addresses, at every commit: a replay writes to addresses."""
+        """Raise a RuntimeError if a cache has moved: a replay writes to the addresses of before."""
         if list(map(Tensor.data_ptr, self._caches)) != self._addresses:
             raise RuntimeError("a KV cache moved since this executor was made; make a new manager")
 
@@ -237,7 +237,7 @@ class CudaGraphExecutor(Executor):
 
 
 def _like(accepted: Tensor | SampledIds, source: Tensor) -> Tensor | SampledIds:
-    """Put ``source`` in the place of an acceptance's tensor."""
+    """Return an acceptance of the same form, with ``source`` as its tensor."""
     return attrs.evolve(accepted, ids=source) if isinstance(accepted, SampledIds) else source
 
 

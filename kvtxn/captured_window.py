@@ -345,7 +345,13 @@ class CapturedWindow(Window):
     def _commit_by(
         self, launch: Callable[[], None], sampled: Tensor, *, joint: bool = False
     ) -> WindowState:
-        """Commit by a launch that commits all rows; ``joint``: and all states of a supplier."""
+        """Commit by a launch that has its counts already, and return the final state.
+
+        Args:
+            launch: commits all rows. If it raises, ``commit_failed`` commits in its place.
+            sampled: the counts as ``commit_sampled`` takes them, for ``commit_failed`` and hooks.
+            joint: the launch commits all states of a supplier, too.
+        """
         shared = self._shared
         in_short = shared.quiet and not shared.on_commit  # nobody is to be told
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import AcceptanceError
-from .host_values import described, is_plain, to_device
+from .host_values import described, in_python, is_plain, to_device
 from .layout import RowLayout
 
 #: dtypes of accepted counts, paths and token ids.
@@ -169,20 +169,22 @@ def _check_device(accepted: Tensor, device: torch.device) -> None:
 
 
 def _is_nested(accepted: object) -> bool:
-    """Return whether this is a path (two dimensions) and not counts or a mask (one)."""
+    """Return whether ``accepted`` has the form of a path: two dimensions, or a sequence in it.
+
+    Scalars of numpy and torch, which have no dimension, are counts or a mask, as Python numbers
+    are.
+    """
     if hasattr(accepted, "ndim"):
         return bool(accepted.ndim == 2)
     if not isinstance(accepted, Sequence) or isinstance(accepted, str):
         return False
-    return any(isinstance(item, Sequence) or hasattr(item, "ndim") for item in accepted)
+    return any(isinstance(item, Sequence) or getattr(item, "ndim", 0) for item in accepted)
 
 
 def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:
     """Return paths, int ``[num_requests, columns]``; host values have -1 only at their ends."""
     if isinstance(accepted, SampledIds):
         _refuse_path(layout, "SampledIds")
-    if hasattr(accepted, "__array__") and not isinstance(accepted, Tensor):
-        accepted = accepted.tolist() if hasattr(accepted, "tolist") else accepted
     if isinstance(accepted, Tensor):
         plain = is_plain(accepted)
         fits = plain and accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
@@ -191,7 +193,7 @@ def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tenso
         if not accepted.is_cpu:
             _check_device(accepted, device)
             return accepted
-        accepted = accepted.tolist()
+    accepted = in_python(accepted)
     if not isinstance(accepted, Sequence) or len(accepted) != layout.num_requests:
         _refuse_path(layout, repr(accepted))
     paths = []

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import TreeError
-from .host_values import to_device
+from .host_values import in_python, to_device
 
 #: The parent of each draft row: one sequence for all requests alike, or one per request.
 Parents = Sequence[int] | Sequence[Sequence[int]]
@@ -150,24 +150,23 @@ def check_fit(parents: Sequence[tuple[int, ...]], draft_len: Sequence[int]) -> N
 def as_parents(tree: object) -> KnownParents:
     """Check and return the ``tree`` argument of ``window``: each parent comes before its child.
 
+    Arrays, tensors on the host, and their scalars count as lists and ints.
+
     Raises:
         TreeError: ``tree`` is not such a sequence, or a parent does not come before its child.
     """
     if isinstance(tree, Tensor) and tree.device.type != "cpu":
         _refuse_tree("tree is on a device", f"{tree.dtype} on {tree.device}")
-    if hasattr(tree, "tolist"):
-        tree = tree.tolist()
+    tree = in_python(tree)
     if not isinstance(tree, Sequence) or isinstance(tree, (str, bytes)):
         _refuse_tree("tree is not a sequence", type(tree).__name__)
-    if any(isinstance(item, Sequence) or hasattr(item, "tolist") for item in tree):
+    if any(isinstance(item, Sequence) for item in tree):
         return tuple(_parents(item, request) for request, item in enumerate(tree))
     return _parents(tree, None)
 
 
 def _parents(tree: object, request: int | None) -> tuple[int, ...]:
     where = "" if request is None else f" of request {request}"
-    if hasattr(tree, "tolist"):
-        tree = tree.tolist()
     if not isinstance(tree, Sequence) or isinstance(tree, (str, bytes)):
         _refuse_tree(f"the tree{where} is not a sequence", repr(tree))
     for node, parent in enumerate(tree):

@@ -75,6 +75,21 @@ def ints(values: object) -> Tensor:
     return tensor
 
 
+def in_python(value: object) -> object:
+    """Return host arrays and tensors as Python lists, scalars of numpy and torch as Python numbers.
+
+    So are the elements of a list or tuple, which comes back as a list. Other values are returned as
+    they are, among them tensors on a device, which are not read.
+    """
+    if isinstance(value, Tensor):
+        return value.tolist() if value.is_cpu and is_plain(value) else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [each if type(each) is int else in_python(each) for each in value]
+    return value
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's numbers lie in memory; not if sparse, nested or quantised."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)

@@ -307,7 +307,7 @@ class Window:
                 device tensor is not read by the host; its counts clamp to the draft lengths.
                 Or ``SampledIds``: the ids that the sampler returned, counted by the executor.
                 For a tree: draft rows along the accepted path from the root on, as int
-                ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
+                ``[num_requests, depth]`` padded with -1, or one sequence or array per request; on a
                 device, a path is cut at its first row whose parent is not the row before it.
 
         If a slot on the device lies outside its cache, the commit writes no row. The host does

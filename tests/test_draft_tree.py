@@ -20,8 +20,10 @@ from kvtxn import (
     TxnConfig,
     WindowStateError,
 )
+from kvtxn.commit_input import as_accepted
 from kvtxn.draft_tree import as_parents
 from kvtxn.executor import Capabilities, SampledIds
+from kvtxn.layout import RowLayout
 from kvtxn.testing import registered
 
 CPU = torch.device("cpu")
@@ -43,6 +45,8 @@ def test_trees_come_as_lists_arrays_or_host_tensors():
     assert as_parents(np.array([-1, 0])) == (-1, 0)
     assert as_parents(torch.tensor([[-1, 0], [-1, -1]])) == ((-1, 0), (-1, -1))
     assert as_parents([np.array([-1]), []]) == ((-1,), ())
+    assert as_parents([np.int64(-1), torch.tensor(0)]) == (-1, 0)
+    assert as_parents([[np.int64(-1), 0], torch.tensor([-1])]) == ((-1, 0), (-1,))
     with pytest.raises(TreeError, match="on a device"):
         as_parents(torch.tensor([-1], device="meta"))
 
@@ -70,6 +74,33 @@ def test_what_a_tree_window_cannot_be(layers):
         with pytest.raises(WindowStateError, match="draft tree"):
             w.fall_back("runner", RuntimeError())
         w.abort()
+
+
+def on_host(accepted, parents):
+    """Return what a commit of two requests with two drafts each makes of its argument."""
+    return as_accepted(accepted, RowLayout.build([2, 2], 1, CPU, parents=parents), CPU).tolist()
+
+
+@pytest.mark.parametrize("parents", [None, [-1, 0]], ids=["without a tree", "chain"])
+def test_counts_and_masks_of_scalars(parents):
+    """Scalars of numpy and torch count as Python numbers; a chain does not take them for a path."""
+    for counts in ([np.int64(1), np.int64(2)], [torch.tensor(1), 2]):
+        assert on_host(counts, parents) == [1, 2]
+    for drafts in ([np.bool_(True)] * 6, [torch.tensor(True)] * 6):
+        assert on_host(drafts, parents) == [True] * 6
+    for wrong in ([np.int64(1), np.int64(3)], [np.float64(1), np.float64(1)]):
+        with pytest.raises(AcceptanceError, match="accepted"):
+            on_host(wrong, parents)
+
+
+@pytest.mark.parametrize("parents", [[-1, -1], [-1, 0]], ids=["branches", "chain"])
+def test_paths_of_arrays_and_scalars(parents):
+    """Each request's path is a sequence, an array or a tensor on the host."""
+    for make in (np.array, torch.tensor, lambda path: list(map(np.int64, path))):
+        assert on_host([make([0, -1]), make([0])], parents) == [[0], [0]]
+    for wrong in ([np.array([0.0])] * 2, [torch.tensor([0], device="meta")] * 2, [[0], 0]):
+        with pytest.raises(AcceptanceError, match="is not a path"):
+            on_host(wrong, parents)
 
 
 def test_sampled_ids_do_not_say_which_branch(layers):

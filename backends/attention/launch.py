@@ -131,7 +131,7 @@ class AttentionLauncher:
         return output
 
     def _tile(self, call: AttnCall) -> AttnTile:
-        """Divide the work so that programs fill the device."""
+        """Return the tile by which the call's programs fill the device."""
         args, shape = call.args, call.shape
         capacity = args.block_table.shape[1] * shape.block_size
         if args.sliding_window is not None:
@@ -191,7 +191,7 @@ class AttentionLauncher:
         return found[1]
 
     def _combine(self, parts: Tensor, lse: Tensor, output: Tensor) -> None:
-        """Merge the slices' results into ``output``."""
+        """Merge the slices' results into ``output``, by their log-sum-exp."""
         (rows, heads, size), splits = output.shape, parts.shape[0]
         combine[(rows, heads)](
             partial_out=parts,

@@ -115,7 +115,7 @@ class TritonBytePasses(BytePasses):
         )
 
     def _do(self) -> None:
-        """Do what the listed entries say, and clear the list."""
+        """Compare, seal or fill the slots that were listed, in every layer, and clear the list."""
         if not self._plan.num_layers or self._doing.again(self._any_step):
             return
         books = self.books.books

@@ -71,7 +71,7 @@ class BytePlan:
 
     @classmethod
     def of(cls, books: ByteBooks) -> BytePlan:
-        """Describe a scrub."""
+        """Make the tables of a scrub's groups, layers and planes on its device."""
         places = books.books.layout.places
         device = books.seals.device
         layers: list[list[int]] = []
@@ -104,7 +104,7 @@ class BytePlan:
 
 
 def _plane(part: int, plane: Plane) -> list[int]:
-    """Return a plane's line."""
+    """Return the fields of a plane, which is number ``part`` of its layer's sums."""
     size, strides = plane.cells.element_size(), plane.cells.stride()
     units, run_units = math.prod(plane.row_shape), plane.row_shape[-1]
     line = [0] * PLANE_FIELDS
@@ -121,7 +121,7 @@ def _plane(part: int, plane: Plane) -> list[int]:
 
 
 def _window(layer: Watched, held: list[Tensor]) -> list[int]:
-    """Return the columns of a layer's window, and keep its offsets."""
+    """Return the fields of a layer's window, zeros without one; append its offsets to ``held``."""
     window = layer.window
     if window is None or not layer.ref.states[window.state].is_floating_point():
         return [0] * (LAYER_FIELDS - WINDOW)

@@ -127,7 +127,7 @@ def sum_of(
 
 @triton.jit
 def fill(plane: tl.tensor, slot: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr) -> None:
-    """Set all bits of a slot's row in a plane of elements of ``SIZE`` bytes."""
+    """Set all bits of a slot's row, a NaN, in a plane of elements of ``SIZE`` bytes."""
     units = tl.load(plane + UNITS)
     for at in range(0, units, TILE):
         element = at + tl.arange(0, TILE).to(tl.int64)
@@ -141,7 +141,10 @@ def fill(plane: tl.tensor, slot: tl.tensor, SIZE: tl.constexpr, TILE: tl.constex
 def clear(
     layer: tl.tensor, slot: tl.tensor, stay: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """Set all bits of the inputs of a window that the next step does not read."""
+    """Set all bits of a window's inputs that the next step does not read.
+
+    Those are the inputs before number ``stay``, and from ``stay`` plus the window's length on.
+    """
     others = tl.load(layer + WINDOW_OTHERS)
     base = tl.load(layer + WINDOW) + slot * tl.load(layer + WINDOW_STRIDE)
     offsets = tl.load(layer + WINDOW_OFFSETS).to(tl.pointer_type(tl.int64))
@@ -178,7 +181,7 @@ def do_work(
     ENTRIES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Do what the entries say, in one layer. Grid: (PROGRAMS, layers).
+    """Compare, seal or fill the listed slots in one layer. Grid: (PROGRAMS, layers).
 
     Arguments are those of ``write_rows``, and:
         layers: int64 ``[num_layers, LAYER_FIELDS]``.

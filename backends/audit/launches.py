@@ -178,7 +178,7 @@ def _set(
     arguments: Sequence[Any],
     vary: Sequence[int],
 ) -> None:
-    """Set a launch's grid and arguments; ``vary`` as for ``Launches.launch``."""
+    """Set a launch's grid, and the arguments with the numbers in ``vary``; all if that is empty."""
     words, programs = launch.words, launch.programs
     for index in vary or range(len(words) - SCRATCH):
         words[index] = address_of(arguments[index])

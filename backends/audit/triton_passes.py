@@ -245,7 +245,14 @@ class TritonPasses(Passes):
         dtype: torch.dtype,
         read: Step | Stretch | None = None,
     ) -> Tensor:
-        """Return the addresses of a step's tensors, one per group; and how it reads tables."""
+        """Return the table of a step's tensors by group, see ``Addresses.of``.
+
+        Args:
+            what: the sort of the tensors, such as "slots"; each has a table of its own.
+            tensors: by group; those of another dtype or layout are converted.
+            dtype: the dtype that the kernels read.
+            read: as for ``Addresses.of``.
+        """
         right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
         self._held[what] = right  # converted ones live until the next launch of this sort
         return self._addresses[what].of(right, read)

@@ -25,13 +25,16 @@ _COLUMNS = tl.constexpr(len(COLUMNS))
 
 @triton.jit
 def _column(line: tl.tensor, at: tl.constexpr, TYPE: tl.constexpr) -> tl.tensor:
-    """Load an address from the table."""
+    """Return the address in column ``at`` of a table's line, as a pointer to ``TYPE``."""
     return tl.load(line + at).to(tl.pointer_type(TYPE))
 
 
 @triton.jit
 def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
-    """Return pointers, and tell the compiler that each ``RUN`` of a line are 16 bytes."""
+    """Return pointers ``base + offsets``, of which each ``RUN`` are 16 bytes in one piece.
+
+    The compiler is promised so, and that each piece begins at a multiple of 16.
+    """
     pointers = base + offsets  # the compiler forgets a hint about an argument
     if RUN > 1:
         if len(pointers.shape) == 2:

@@ -44,7 +44,10 @@ def verify_gated_delta(
     scale: float,
     normalise: bool = True,
 ) -> None:
-    """Compute ``step.verify_gated_delta`` in torch, row by row; same arguments and effects."""
+    """Compute the outputs of all rows, and what a commit will need of them, request by request.
+
+    It has the arguments and effects of ``step.verify_gated_delta``, but for ``longest``.
+    """
     ends = starts.tolist()
     recurrence = GatedDelta(key.shape[1])
     for number, source in enumerate(sources.tolist()):
@@ -78,7 +81,11 @@ def advance_gated_delta(
     boundary: Tensor | None = None,
     snapshots: Tensor | None = None,
 ) -> None:
-    """Compute ``step.advance_gated_delta`` in torch, row by row; same arguments and effects."""
+    """Take the kept rows of each request into its state, one after another, on the host.
+
+    It has the arguments and effects of ``step.advance_gated_delta``, but no ``longest``: it checks
+    nothing, and takes any number of rows.
+    """
     ends, counts = starts.tolist(), count.tolist()
     until = counts if boundary is None else boundary.tolist()
     for state, rows, group in zip(layers.states, layers.rows, layers.groups, strict=True):

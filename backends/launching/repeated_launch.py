@@ -84,7 +84,7 @@ class RepeatedLaunch:
             self._prepare(_number(device))
 
     def _prepare(self, device: int) -> None:
-        """Note what the driver's call needs."""
+        """Make the arguments of the driver's call, which a launch passes as they are."""
         number, metadata = len(self.words), self.compiled.metadata
         begin = ctypes.addressof(self.words)
         self._at = (ctypes.c_void_p * number)(*range(begin, begin + 8 * number, 8))
@@ -112,7 +112,7 @@ class RepeatedLaunch:
 
 
 def _drives(device: torch.device) -> bool:
-    """Tell whether the driver launches on a device."""
+    """Tell whether a launch by the driver has worked on a device; False during a capture."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False  # to try the driver first would spoil a capture
     return works(_number(device))
@@ -123,7 +123,7 @@ def _number(device: torch.device) -> int:
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Tell whether a launch as it is made here is all that a kernel needs."""
+    """Tell whether a compiled kernel needs no more than a plain launch of the driver."""
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.target.backend != "cuda":
         return False

@@ -29,7 +29,10 @@ def verify_mamba2(
     out: Tensor,
     kept: DeltaRows,
 ) -> None:
-    """Compute ``step.verify_mamba2`` in torch, row by row; same arguments and effects."""
+    """Compute the outputs of all rows, and what a commit will need of them, request by request.
+
+    It has the arguments and effects of ``step.verify_mamba2``, but for ``longest``.
+    """
     ends = starts.tolist()
     recurrence = Mamba2(A.float(), B.shape[1], D.float())
     for number, source in enumerate(sources.tolist()):

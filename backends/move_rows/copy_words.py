@@ -24,7 +24,11 @@ from .plane_table import (
 
 @triton.jit
 def wide_pointer(address: tl.tensor) -> tl.tensor:
-    """Turn addresses ``[ROWS, 2 x COLS]`` of words into pointers to 16-byte pairs."""
+    """Turn addresses of 8-byte words into pointers to int64, both ``[ROWS, 2 x COLS]``.
+
+    The compiler is promised that each two words of a row are neighbours, the first at a multiple
+    of 16: it then moves both at once.
+    """
     words = address.to(tl.pointer_type(tl.int64))
     return tl.max_contiguous(tl.multiple_of(words, (1, 16)), (1, 2))
 

@@ -54,7 +54,10 @@ def boundaries_of(
     PLACED: tl.constexpr,
     REQUESTS: tl.constexpr,
 ) -> None:
-    """Do what ``name_snapshots`` does. Grid: (runs of requests, groups)."""
+    """Write ``boundary`` and ``snapshots``, as ``name_snapshots`` describes.
+
+    Grid: (runs of requests, groups). The programs of group 0 write ``boundary``.
+    """
     number = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     group = tl.program_id(1).to(tl.int64)
     live = number < count

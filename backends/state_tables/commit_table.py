@@ -51,7 +51,10 @@ def names_of(
     SNAPSHOTS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ) -> None:
-    """Do what ``CommitNames.run`` does. Grid: (runs of requests, groups)."""
+    """Write ``commits``, ``kept``, ``first`` and ``counts``, as ``CommitNames.run`` describes.
+
+    Grid: (runs of requests, groups). The programs of group 0 write all but ``commits``.
+    """
     number = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     group = tl.program_id(1).to(tl.int64)
     live = number < given

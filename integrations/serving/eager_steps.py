@@ -85,7 +85,11 @@ class EagerSteps:
     # -- the runner's side --------------------------------------------------------
 
     def plan(self, rows: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Take the step's drafts per request, and where each request's rows end."""
+        """Plan the step.
+
+        Args:
+            rows: returns the drafts of each request, and one past the last row of each.
+        """
         self._plan = None
         with self._guard("begin"):
             self._plan = Plan.build(*rows(), self.manager.device)
@@ -198,7 +202,11 @@ class EagerSteps:
     # -- failures -----------------------------------------------------------------
 
     def fail(self, operation: str, error: Exception) -> None:
-        """Count and log a failure; the step goes on without a window, as stock."""
+        """Count and log a failure; the step goes on without a window, as stock.
+
+        Raises:
+            Exception: ``error``, under ``on_error="raise"``, or if the caches' bytes are unknown.
+        """
         window = self.window
         if window is None:
             if self.manager.config.on_error == "raise":
@@ -262,7 +270,11 @@ class StateSteps(EagerSteps):
         self._taken_in = False
 
     def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
-        """Open the window of a planned step, see ``EagerSteps``."""
+        """Open the window of a planned step, and keep its slots for ``draft_slots``.
+
+        Args:
+            find: as for ``EagerSteps.begin``.
+        """
 
         def remembered() -> Mapping[str, Tensor] | str:
             found = find()
@@ -331,7 +343,11 @@ class StateSteps(EagerSteps):
         self._forget()
 
     def _check_all(self, rows: Mapping[str, StateRows]) -> None:
-        """Refuse a step with drafts that a layer did not verify: its state has them already."""
+        """Refuse a step with drafts that a layer did not verify: its state has them already.
+
+        Raises:
+            KVTxnError: there is such a layer.
+        """
         layers = self.manager.layers.items()
         without = [name for name, ref in layers if ref.replay and name not in rows]
         if without:
@@ -344,7 +360,7 @@ class StateSteps(EagerSteps):
             )
 
     def abandon(self) -> None:
-        """Forget the step, see ``EagerSteps``; a window that is still open takes no draft in.
+        """Forget the step; a window that is still open is aborted, so no state takes a draft in.
 
         Where the forward failed, the layers that it reached have taken the settled rows in by
         themselves. An engine must not go on with these requests: vLLM does not repeat a step, whose

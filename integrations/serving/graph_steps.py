@@ -179,7 +179,14 @@ class GraphSteps:
             self._unmark()
 
     def _without(self, plan: StepPlan | str | None, key: Hashable, *batch: Any) -> StepPlan | None:
-        """Plan a new kind of batch; if this step gets no window, count the reason."""
+        """Return a plan for the step, or None, and count the reason, if it gets no window.
+
+        Args:
+            plan: the plan or the reason that is known for such a batch; "" if none is: then the
+                batch is planned, and the result remembered.
+            key: what such batches have in common.
+            *batch: as for ``_classify``.
+        """
         if plan == "":
             try:
                 plan = self._classify(*batch)
@@ -199,7 +206,11 @@ class GraphSteps:
         return plan
 
     def _unmark(self) -> None:
-        """Clear the marks of draft rows, so that the forward writes every row to its own slot."""
+        """Clear the marks of draft rows, so that the forward writes every row to its own slot.
+
+        Raises:
+            Exception: they cannot be cleared: the rows would be lost.
+        """
         try:
             self.windows.mark(None)
         except Exception as error:
@@ -237,7 +248,7 @@ class GraphSteps:
         return save
 
     def before_replay(self, *, saves: bool) -> None:
-        """Say that a captured forward is replayed now.
+        """Tell the step's window that a captured forward is replayed now.
 
         Args:
             saves: the forward begins with ``save_in_forward``'s launch.
@@ -302,7 +313,13 @@ class GraphSteps:
     def _commit(
         self, sampled: Tensor, batch: Tensor | None, failed: BaseException | None = None
     ) -> None:
-        """Commit the step's window; ``failed``: what its captured launch raised."""
+        """Commit the step's window; without one only states that wait.
+
+        Args:
+            sampled: as for ``commit``.
+            batch: as for ``commit``.
+            failed: what the captured launch of the whole commit raised; None if it was not made.
+        """
         window, states = self.window, self.states
         if window is None:
             if states is None or not states.waits:
@@ -333,7 +350,7 @@ class GraphSteps:
     def _commit_window(
         self, window: CapturedWindow, sampled: Tensor, batch: Tensor | None
     ) -> WindowState:
-        """Commit a window whose layers may have been noted in part."""
+        """Commit a window; if drafts of some layers do not wait in it, after a fallback."""
         try:
             return window.commit_sampled(sampled, batch)
         except IncompleteWindowError as error:  # something else wrote the rows of other layers
@@ -364,11 +381,18 @@ class GraphSteps:
         self.window.fall_back("attend", error, replayed=False)
 
     def miss(self, error: Exception) -> None:
-        """Count and log the failure of preparations for a step, which then has no window."""
+        """Count and log the failure of preparations for a step, which then has no window.
+
+        Raises:
+            Exception: ``error``, under ``on_error="raise"``.
+        """
         self._failed("begin", error)
 
     def _failed(self, operation: str, error: Exception) -> None:
-        """Count and log the failure of a step that has no window yet."""
+        """Count and log the failure of a step that has no window yet, or raise it if asked to.
+
+        Windows then rest for some steps.
+        """
         if self.manager.config.on_error == "raise":
             raise error
         self.manager.note_fallback(operation, error)

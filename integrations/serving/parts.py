@@ -150,7 +150,7 @@ class Part:
     def outcome_known(self, counts: Tensor) -> None:
         """Hear how many tokens each request has sampled, before a drafter sees the cache.
 
-        Of an engine that tells it later than ``sampled``, or without it.
+        It comes from an engine that tells the counts later than ``sampled``, or without it.
 
         Args:
             counts: as for ``sampled``.
@@ -161,11 +161,11 @@ class Part:
 
         Args:
             ids: as for ``sampled``.
-            counts: likewise.
+            counts: as for ``sampled``.
         """
 
     def outcomes_arrived(self) -> None:
-        """Hear that the stage has learned it; of requests that are gone it learns nothing."""
+        """Hear that the stage knows how the earlier step ended, but for requests that are gone."""
 
     def step_ended(self, output: object) -> None:
         """Hear the step's output on its way to the engine; drafters have written their rows.
@@ -245,11 +245,11 @@ class Parts(Part):
         return sum(part.memory_wanted() for part in self._parts)
 
     def wants_one_state(self) -> bool:
-        """Ask the parts; True if one of them says so."""
+        """Tell whether a part wants the caches to have one state per request."""
         return any(part.wants_one_state() for part in self._parts)
 
     def caches_dropped(self) -> None:
-        """Forward the event to every part, the last one first."""
+        """Let every part let go of the present caches, the last part first."""
         for part in reversed(self._parts):
             part.caches_dropped()
 
@@ -260,7 +260,7 @@ class Parts(Part):
         return config
 
     def failed(self, error: BaseException) -> None:
-        """Tell every part; what a part raises becomes a note of the error."""
+        """Let every part abort the step; what a part raises becomes a note of ``error``."""
         for part in self._parts:
             try:
                 part.failed(error)
@@ -268,7 +268,7 @@ class Parts(Part):
                 error.add_note(f"kvtxn: aborting the step failed as well: {failure!r}")
 
     def released(self) -> None:
-        """Tell every part, the last one first, then raise what the first of them raised."""
+        """Release every part, the last one first, then raise the first error that one raised."""
         _every(part.released for part in reversed(self._parts))
 
     # -- calls -------------------------------------------------------------------------------
@@ -277,13 +277,16 @@ class Parts(Part):
         self, run: Callable[_Arguments, _Output], ends: bool, *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Output:  # fmt: skip
-        """Run one of the calls of which an engine's step consists, and tell how it ended.
+        """Run one of the calls of which an engine's step consists, and tell the parts how it ended.
 
         Args:
-            run: the engine's own method.
+            run: the engine's own method, whose errors are raised again.
             ends: the step ends with this call.
-            *args: of the method.
-            **kwargs: likewise.
+            *args: arguments of the method.
+            **kwargs: arguments of the method.
+
+        Returns:
+            What the method returned.
         """
         try:
             output = run(*args, **kwargs)

@@ -36,9 +36,9 @@ class PlannedStep(Protocol):
         """Return which rows each request has."""
 
     def alike(self, rows: int) -> int:
-        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0.
+        """Return the number of requests if each has one settled row and ``rows - 1`` drafts.
 
-        An engine that cannot tell it quickly returns 0.
+        Else 0, as for a batch without drafts; an engine that cannot tell it quickly returns 0, too.
         """
 
     def name(self) -> object:
@@ -49,10 +49,10 @@ class PlannedStep(Protocol):
 
 
 def known(outcome: Tensor | None) -> Tensor:
-    """Return an outcome that a part needs.
+    """Return an outcome that a part needs to commit what waits for it.
 
     Raises:
-        KVTxnError: the engine did not say it. What waits for it would be lost in silence.
+        KVTxnError: it is None: the engine did not say what was sampled.
     """
     if outcome is None:
         raise KVTxnError(

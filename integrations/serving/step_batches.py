@@ -47,14 +47,15 @@ def rows_of_window(
 
     Args:
         drafts: see ``GraphSteps.begin``, not None.
-        lengths: likewise.
-        prefilling: likewise.
+        lengths: see there.
+        prefilling: see there.
         query_len: most rows that a request with drafts has.
         max_rows: most rows of a window.
         among_others: see ``GraphSteps``.
 
     Returns:
-        They; or the reason why the batch has no window; None without drafts.
+        The draft rows and the settled rows; or the reason why the batch has no window; None
+        without drafts.
 
     Raises:
         SlotMappingError: a request has more drafts than rows, or less than none.

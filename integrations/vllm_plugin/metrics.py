@@ -17,7 +17,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from threading import Thread
 from typing import Any, ClassVar, Final
@@ -30,7 +30,7 @@ from ..serving.metrics_page import MetricsPage
 from .internals import frontend as front
 from .internals import workers
 from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
-from .internals.hooks import is_swapped, restore_class, swap_class
+from .internals.hooks import give_back, is_swapped, swap_class
 from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
 from .policy.settings import asks_for_windows, is_audited
@@ -82,16 +82,23 @@ def on_engine(engine: VllmEngine) -> None:
 
 
 def unhook_clients() -> None:
-    """Stop publishing and keeping the counters of every engine of this process."""
-    for client in list(_hooked):
-        task = vars(client).get("kvtxn_task")
-        if task is not None and not task.done():
-            task.get_loop().call_soon_threadsafe(task.cancel)
-        if is_swapped(client):
-            restore_class(client)
-        for name in [name for name in vars(client) if name.startswith("kvtxn")]:
-            delattr(client, name)
-    _hooked.clear()
+    """Stop publishing and keeping the counters of every engine of this process.
+
+    Raises:
+        KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
+            are given back.
+    """
+    with ExitStack() as ends:
+        ends.callback(_hooked.clear)
+        for client in list(_hooked):
+            ends.callback(give_back if is_swapped(client) else _unpublish, client)
+
+
+def _unpublish(client: Client) -> None:
+    """Stop the task that publishes a client's counters."""
+    task = vars(client).pop("kvtxn_task", None)
+    if task is not None and not task.done():
+        task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 # -- the page -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
@@ -54,13 +54,19 @@ _undo_engines: list[Callable[[], None]] = []
 
 
 def unhook() -> None:
-    """Undo every hook around the engines of this process."""
-    unhook_runners()
-    metrics.unhook_clients()
-    unfollow_media()
-    unhook_schedulers()
-    while _undo_engines:
-        _undo_engines.pop()()
+    """Undo every hook around the engines of this process, whichever of them cannot be undone.
+
+    Raises:
+        KVTxnError: as ``restore_class``: somebody else has changed a hooked object's class.
+    """
+    with ExitStack() as ends:  # the last one first, whatever raises
+        for undo in _undo_engines:
+            ends.callback(undo)
+        _undo_engines.clear()
+        ends.callback(unhook_schedulers)
+        ends.callback(unfollow_media)
+        ends.callback(metrics.unhook_clients)
+        ends.callback(unhook_runners)
 
 
 def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
@@ -70,7 +76,7 @@ def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Let a scheduler do its part of an audit: count reuse that is lost, and contain violations."""
+    """Let an audited engine's scheduler count lost reuse, and contain violations if asked to."""
     if is_audited(asked) and audited.unwatched(config) is None:  # or else the workers say why not
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
         evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
@@ -79,7 +85,12 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Check the user's settings before any worker starts."""
+    """Check the user's settings before any worker starts.
+
+    Raises:
+        ConfigError: a setting is not valid.
+        RequiredError: the engine cannot have what the user requires.
+    """
     facts = engine_config.config_facts(config)
     wanted = settings(asked, 1, facts.device)
     check_fit(wanted, facts, config)
@@ -151,7 +162,11 @@ def _or_stock(runner: HookedRunner, rank: int, *, raises: bool, required: bool) 
 
 
 def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
-    """Return the settings; without their audit, and with a log line, if the ledger cannot watch."""
+    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
+
+    Raises:
+        RequiredError: it cannot watch or contain, and the user requires it.
+    """
     why = None if wanted.audit == "off" else audited.unwatched(config)
     if why is None:
         why = audited.uncontained(config) if wanted.evicts else None

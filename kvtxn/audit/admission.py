@@ -103,7 +103,11 @@ def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
 
 
 def _own_tokens(tokens: Any) -> Tensor:
-    """Return a request's tokens as ``own_words`` does; see ``Ledger.admit``."""
+    """Return token ids on the host, int64 or uint32 ``[n]``.
+
+    Raises:
+        ConfigError: they are no token ids; the message names ``Ledger.admit``.
+    """
     if isinstance(tokens, Tensor) and not tokens.is_meta:
         tokens = tokens.cpu()
     if type(tokens) is array and (tokens.typecode, tokens.itemsize) == _UINT32 and tokens:
@@ -115,6 +119,9 @@ def _own_embedded(embedded: Any, end: int) -> tuple[Tensor, Tensor]:
     """Return the positions below ``end`` and the contents of ``embedded``, int64 ``[n]`` each.
 
     A prompt may be embedded as a whole, so the usual case calls nothing for each position.
+
+    Raises:
+        ConfigError: it is no mapping, has a position outside, or a hash that is no int of 64 bits.
     """
     if embedded is not None and not isinstance(embedded, Mapping):
         raise ConfigError(
@@ -149,7 +156,11 @@ def _quickly(embedded: Mapping[int, int], end: int) -> tuple[array[int], array[i
 
 
 def _own_extras(extras: Any) -> list[int]:
-    """Return the ``extras`` of a request; see ``Ledger.admit``."""
+    """Return the extras of a request as ints; an empty list for none.
+
+    Raises:
+        ConfigError: they are no sequence of ints of 64 bits.
+    """
     if type(extras) in (list, tuple) and not extras:
         return []  # the usual case, told quickly
     given = listed("admit", "extras", extras, "a sequence of ints; their order counts")

@@ -15,16 +15,17 @@ from .groups import Group, Layout
 
 
 def listed(operation: str, name: str, values: Any, expected: str) -> tuple[Any, ...]:
-    """Return the elements of an argument that has to be a sequence.
+    """Return the elements of an argument, as Python numbers those of a tensor or array.
 
     Args:
         operation: the call, for the message.
         name: the argument's name, for the message.
-        values: the argument; text, sets and mappings are no sequences here.
+        values: the argument: a tensor, an array, or anything else to iterate over, but no text,
+            bytes, set or mapping.
         expected: what the argument has to be, for the message.
 
     Raises:
-        ConfigError: it is no sequence.
+        ConfigError: it is something else, or a tensor without dimensions.
     """
     if isinstance(values, (Tensor, Iterable)) and not isinstance(
         values, (str, bytes, Set, Mapping)
@@ -103,7 +104,11 @@ def new_books(key: Any, groups: Any, sizes: Sizes, device: Any) -> Books:
 
 
 def _device(device: Any) -> torch.device:
-    """Return a device that tensors can be made on."""
+    """Return the device that an argument names.
+
+    Raises:
+        ConfigError: torch cannot make a tensor there.
+    """
     try:
         there = torch.device(device)
         torch.empty(0, device=there)

@@ -208,7 +208,7 @@ def _unfit(layout: Layout, group: str, slots: int) -> str:
 
 
 def _check_layers(layers: Sequence[Any], device: torch.device) -> None:
-    """Refuse layers that are none, named twice, or elsewhere."""
+    """Raise a LayerError if there is no layer, or one is none, named twice or elsewhere."""
     names: set[str] = set()
     for ref in layers:
         if not isinstance(ref, LayerRef):

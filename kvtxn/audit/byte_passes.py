@@ -121,7 +121,19 @@ class BytePasses(ABC):
     def report(
         self, kind: int, place: Place, lines: Tensor, position: Tensor, where: Tensor, wrong: Tensor
     ) -> None:
-        """Report slots once each, by the first layer of ``wrong``, bool ``[num_layers, n]``."""
+        """Report sealed slots that are wrong in a layer, and take their seals.
+
+        A slot is reported once, with the first of its layers that is wrong; without a seal not
+        again.
+
+        Args:
+            kind: the violation's kind, by number.
+            place: the group of the slots.
+            lines: int64 ``[n]``, the line of each reader.
+            position: int64 ``[n]``, the position that each reader has there.
+            where: int64 ``[n]``, the index of each slot's word.
+            wrong: bool ``[num_layers, n]``.
+        """
         for row in wrong.any(0).nonzero().flatten().tolist():
             at = int(where[row])
             if int(self.books.seals[at]) == 0:
@@ -156,7 +168,7 @@ class TorchBytePasses(BytePasses):
     """The passes, one torch operation after another; they wait for the device."""
 
     def compare(self, step: Step) -> None:
-        """Do what ``BytePasses.compare`` says."""
+        """Compare a sample of the sealed slots that a step will read, in every layer."""
         books = self.books.books
         fill_first(books, step)
         batch = Batch.of(books, step)
@@ -238,7 +250,7 @@ class TorchBytePasses(BytePasses):
         settled: Tensor,
         kept: Tensor,
     ) -> None:
-        """Fill the inputs that no next step reads with NaN, in windows that have one."""
+        """Fill a convolution's inputs that the next step does not read with NaN, if a float."""
         block = slots[(batch.starts + settled - 1).clamp(min=0)]
         used = batch.live & (settled > 0) & (block >= 0) & (block < place.num_slots)
         for layer in layers:
@@ -256,7 +268,7 @@ class TorchBytePasses(BytePasses):
             inputs[block[used][request], place_in_window] = -1
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
-        """Do what ``BytePasses.trace`` says."""
+        """Report each request with a NaN in an output, once; see ``BytePasses.trace``."""
         books = self.books.books
         batch = Batch.of(books, step)
         bad = outputs.flatten(1).isnan().any(1) & (rows >= 0)

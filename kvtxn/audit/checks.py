@@ -256,7 +256,7 @@ def _check_maps(operation: str, books: Books, read: Step | Stretch) -> None:
 
 
 def _by_group(operation: str, name: str, tensors: Any) -> None:
-    """Refuse what is no mapping from groups to tensors."""
+    """Raise a ConfigError if a step's field is no mapping."""
     if not isinstance(tensors, Mapping):
         raise ConfigError(
             operation, f"{name} is not valid", expected="by name of the group, a tensor",
@@ -267,7 +267,11 @@ def _by_group(operation: str, name: str, tensors: Any) -> None:
 def _fits(
     operation: str, books: Books, name: str, tensor: Any, length: int, *, dimensions: int = 1
 ) -> Tensor:
-    """Return a tensor of a step if it is of ints, on the device, and long enough."""
+    """Return a tensor of a step that is of ints, on the books' device, and long enough.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     if (
         isinstance(tensor, Tensor)
         and tensor.dtype in INTS
@@ -362,7 +366,10 @@ def check_outcome(
 
 
 def are_there(accepted: Any, sampled: Any, number: int, device: torch.device) -> bool:
-    """Tell whether an outcome is on the device as it should be; the usual case, told quickly."""
+    """Tell whether an outcome has the form in which ``check_outcome`` returns it, as usual.
+
+    If not, it may have to be copied to the device, or to be refused.
+    """
     if type(accepted) is not Tensor or accepted.dtype not in INTS or accepted.ndim != 1:
         return False
     # Quicker than ``len`` and than comparing devices.
@@ -387,7 +394,7 @@ def _number_of(device: torch.device) -> int:
 
 
 def _check_counts(operation: str, books: Books, step: Step, counts: Tensor, besides: int) -> None:
-    """Refuse counts of accepted drafts that the requests of a step cannot have; for CPUs."""
+    """Raise an AcceptanceError for more accepted drafts than a request has; for CPUs."""
     batch = Batch.of(books, step, released=True)
     counts = counts.long() - besides
     wrong = batch.live & ((counts < -1) | (counts > batch.drafts))
@@ -410,7 +417,7 @@ def _there(tensor: Tensor, number: int, device: torch.device) -> Tensor:
 
 
 def check_names(operation: str, names: Sequence[Any], *, distinct: bool = False) -> None:
-    """Refuse names that are not text and, with ``distinct``, a name that comes twice."""
+    """Raise a ConfigError for a name that is not text or, with ``distinct``, comes twice."""
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(

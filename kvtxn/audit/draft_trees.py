@@ -39,7 +39,15 @@ def followed(step: Step, batch: Batch, owner: Tensor, within: Tensor) -> Tensor:
 
 
 def along(values: Tensor, followed: Tensor) -> Tensor:
-    """Add up values, int64 ``[n]``, along the way to each row, itself included."""
+    """Return for each row the sum of values on its way from its root, both included.
+
+    Args:
+        values: int64 ``[n]``.
+        followed: int64 ``[n]``, the row that each row follows; -1 for a root.
+
+    Returns:
+        int64 ``[n]``.
+    """
     total, ahead = values, followed
     while bool((ahead >= 0).any()):
         total = total + torch.where(ahead >= 0, total[ahead], 0)

@@ -127,7 +127,7 @@ class Epochs:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with the first epoch, and count anew."""
+        """Go back to the first epoch, and set all counts of stale rows to zero."""
         books = self._books
         books.ages.zero_()
         books.ended.fill_(-1)
@@ -135,7 +135,14 @@ class Epochs:
         self._state.epoch = self._ended = 0
 
     def begin(self, weights: str) -> None:
-        """Make every row older, as ``Ledger.new_epoch`` says."""
+        """Make every row that is there older by one epoch, because weights have changed.
+
+        Args:
+            weights: those that have changed, a key of ``EPOCH``.
+
+        Raises:
+            ConfigError: it is none.
+        """
         step = EPOCH.get(weights) if isinstance(weights, str) else None
         if step is None:
             raise ConfigError(
@@ -149,7 +156,7 @@ class Epochs:
                 words.copy_(older(words, step))
 
     def keep(self, lines: Sequence[int]) -> None:
-        """Keep the counts of requests that end; the lines are the next requests'."""
+        """Set the counts of requests that end aside, because other requests get their lines."""
         if not (lines and self._state.epoch):
             return
         books, where = self._books, self._state.upload(lines)

@@ -112,7 +112,7 @@ class Following:
     # -- the end of a window -----------------------------------------------------------------
 
     def _committed(self, window: EndedWindow) -> None:
-        """End the step under way: the window kept what it kept.
+        """End the step under way with the drafts that its window has kept, and their states.
 
         Raises:
             WindowStateError: no step is under way.
@@ -131,7 +131,9 @@ class Following:
         self._leave_states(step, window, lines, counts)
 
     def _aborted(self, window: EndedWindow) -> None:
-        """End the step under way: nothing is accepted, and nothing settled that may be missing.
+        """End the step under way with no draft accepted; its window has aborted.
+
+        Its settled rows are unwritten, too, unless the window has written them in every layer.
 
         Raises:
             WindowStateError: no step is under way.
@@ -176,23 +178,32 @@ class Following:
         return step
 
     def _without(self, later: list[int], step: Step) -> Tensor:
-        """Return the step's lines, int64; -1 for a line that a later request has taken over."""
+        """Return the line of each request of the step, int64 ``[num_requests]``, or -1.
+
+        It is -1 for a line in ``later``: another request has begun there since the step was
+        written, and its facts must not change.
+        """
         lines = step.lines.long()
         if not later:
             return lines
         return torch.where(torch.isin(lines, self._state.upload(later)), -1, lines)
 
     def _set(self, fact: int, lines: Tensor, values: Tensor) -> None:
-        """Set a fact of requests; a line of -1 is nobody's."""
+        """Set a fact of the requests with these lines; a line of -1 is skipped."""
         facts, line = self._state.books.facts[fact], lines.clamp(min=0)
         facts.index_add_(0, line, torch.where(lines >= 0, values - facts[line], 0))
 
     def _put_evicted_back(
         self, step: Step, counts: Tensor, unsettled: Tensor | None = None
     ) -> None:
-        """Note that rings hold again what rejected drafts had overwritten, or never did.
+        """Give the slots of rejected drafts in rings the words from before they were overwritten.
 
         In a step with more rows of a request than its ring has, that may be a row of the step.
+
+        Args:
+            step: the step.
+            counts: int64 ``[num_requests]``, the drafts that were kept.
+            unsettled: bool, on the device: the step's settled rows are unwritten; None: none is.
         """
         for ring, words in self._evicted.items():
             rows = _Rows(step, ring)
@@ -232,7 +243,14 @@ class Following:
             words = UNWRITTEN  # nothing is sealed now
 
     def _leave_states(self, step: Step, window: EndedWindow, lines: Tensor, counts: Tensor) -> None:
-        """Record the state that the commit left of each request."""
+        """Record in which block the commit left the state of each request, after how many tokens.
+
+        Args:
+            step: the step.
+            window: the window that has committed.
+            lines: int64 ``[num_requests]``, -1 for a request to leave out.
+            counts: int64 ``[num_requests]``, the drafts that were kept.
+        """
         if not self._states:
             return
         number = len(lines)
@@ -319,7 +337,17 @@ def _is_whole(step: Step, window: EndedWindow) -> bool:
 
 
 def _of_requests(step: Step, window: EndedWindow, numbers: Tensor, fill: int = 0) -> Tensor:
-    """Return numbers of a window's requests as int64 ``[num_requests]`` of the step."""
+    """Return a number for each request of the step, ``fill`` for one that the window leaves out.
+
+    Args:
+        step: the step.
+        window: its window.
+        numbers: int64, one number for each request of the window.
+        fill: the number of the others.
+
+    Returns:
+        int64 ``[num_requests]``.
+    """
     found = numbers.new_full((len(step.lines),), fill)
     if _is_whole(step, window):
         found[: len(numbers)] = numbers
@@ -387,7 +415,7 @@ def _check_rows(step: Step, window: EndedWindow, *, on_host: bool) -> None:
 
 
 def _refuse(window: EndedWindow, expected: str, got: str) -> NoReturn:
-    """Raise the ConfigError for a window that is not of the step."""
+    """Raise a ConfigError: the window's rows are not the step's."""
     raise ConfigError(
         "follow", f"the rows of window {window.number} are not those of the ledger's step",
         expected=expected, got=got,

@@ -235,7 +235,11 @@ def _pool_of(group: Group) -> str:
 
 
 def _pools(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Sort the groups that have rows of their own by pool."""
+    """Return the groups that have rows of their own, by the name of their pool.
+
+    Raises:
+        ConfigError: groups of one pool have different numbers of blocks.
+    """
     pools: dict[str, list[Group]] = {}
     for group in groups:
         if group.reads is None:
@@ -252,7 +256,11 @@ def _pools(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _source(group: Group, groups: Sequence[Group]) -> Group:
-    """Return the group whose rows ``group`` reads."""
+    """Return the group whose rows ``group`` reads: itself, if it names no other.
+
+    Raises:
+        ConfigError: the named group is none of rows of its own, with the same blocks.
+    """
     if group.reads is None:
         return group
     for other in groups:

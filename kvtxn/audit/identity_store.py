@@ -155,7 +155,11 @@ class SqliteStore:
             raise self._failed("opened", error) from error
 
     def _prepare(self) -> None:
-        """Make the table of a new file; leave a file of another program or version as it is."""
+        """Make the table of a new file.
+
+        Raises:
+            StoreError: the file is of another program or version; it stays as it is.
+        """
         (version,) = self._file.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
             raise StoreError(
@@ -178,7 +182,11 @@ class SqliteStore:
                 self._file.execute(f"PRAGMA user_version={_VERSION}")
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """Remember blocks, as ``IdentityStore`` says."""
+        """Remember blocks, and now and then forget those that were unused for longest.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
         rows = [(scope, *attrs.astuple(each)) for each in blocks]
         try:
             with self._file:
@@ -192,7 +200,11 @@ class SqliteStore:
             raise self._failed("written", error) from error
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what is known of blocks, as ``IdentityStore`` says."""
+        """Return what is known of blocks, and count those that are found as used now.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
         found: dict[bytes, list[StoredBlock]] = {}
         try:
             rows = self._rows(scope, contents)

@@ -691,7 +691,7 @@ class Ledger:
         return self._state.requests.name(serial)
 
     def believe(self, rows: int) -> None:
-        """Count rows whose origin nobody can vouch for, after they were imported as right ones."""
+        """Count rows as unverified: they were imported as right ones, and nothing confirms it."""
         self.books.counters[book.UNVERIFIED] += rows
 
     @property

@@ -61,7 +61,11 @@ class Moves:
         self._known_groups: dict[tuple[object, ...], _Groups] = {}
 
     def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Do what ``Ledger.carry`` says."""
+        """Give copied slots the words and writers of the slots that they are copies of.
+
+        Raises:
+            ConfigError: a group is unknown, or not two tensors of one length are given for it.
+        """
         pairs = mapped("carry", "copies", copies, "by name of the group, two tensors")
         if not pairs:
             return
@@ -83,7 +87,7 @@ class Moves:
                 self._carry(groups, one[here], other[here])
 
     def _carry(self, groups: _Groups, source: Tensor, target: Tensor) -> None:
-        """Note copies between slots, int64 ``[num_groups, n]`` each, of one kind of groups."""
+        """Note copies between slots, int64 ``[num_groups, n]`` each: a group's slots per line."""
         copied = (source >= 0) & (source < groups.slots) & (source != target)
         where = groups.word_at(torch.where(copied, source, 0))
         writers = None if groups.are_states else self._writers(groups, where)
@@ -109,7 +113,7 @@ class Moves:
         return torch.where((written.gather(1, at) == where)[..., None], said, NOBODY)
 
     def age(self, slots: Mapping[str, Tensor], epochs: int) -> None:
-        """Do what ``Ledger.age`` says."""
+        """Make the words of rows older by some epochs; see ``Ledger.age``."""
         given = mapped("age", "slots", slots, "by name of the group, a tensor")
         checks.whole("age", "epochs", epochs, 0, TARGET_AGE)
         if not given:
@@ -124,7 +128,10 @@ class Moves:
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
     ) -> None:
-        """Do what ``Ledger.leave`` says."""
+        """Give blocks the words of the states that requests have left there; see ``Ledger.leave``.
+
+        A request that is not admitted, or has fewer settled rows than its length, is left out.
+        """
         given = mapped("leave", "blocks", blocks, "by name of the group, a tensor")
         if not given:
             return
@@ -156,7 +163,13 @@ class Moves:
         return torch.stack([step, serial, kept - 1, *terms], 1)
 
     def _groups_of(self, operation: str, names: Sequence[str], states: bool) -> _Groups:
-        """Return what the words of groups of one kind lie by; it is sent to the device once."""
+        """Return the addresses of the words of groups, all of rows or all of states.
+
+        They are sent to the device once, for as many calls as name the same groups.
+
+        Raises:
+            ConfigError: a group is unknown, or of the other kind.
+        """
         key = states, *names
         if key not in self._known_groups:
             places = [

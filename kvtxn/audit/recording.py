@@ -112,7 +112,7 @@ class RecordingLedger(Ledger):
         admissions: Iterable[Admission] = (),
         given: Mapping[str, Sequence[int] | Tensor] | None = None,
     ) -> list[int]:
-        """Do what ``Ledger.change`` says, and record it."""
+        """Change requests and blocks; record who ends, who begins, and the blocks handed out."""
         gone = listed("release", "gone", gone, "a list of names")
         admissions = admissions_of("change", admissions)
         leaving = [self.line(name) for name in gone if name in self]
@@ -133,7 +133,7 @@ class RecordingLedger(Ledger):
         return lines
 
     def reset(self) -> None:
-        """Do what ``Ledger.reset`` says, and record it."""
+        """Forget every row and request; record that all blocks are handed out, all lives end."""
         for group in self.groups:
             self._add_blocks("handed_out", group.name, range(group.num_blocks))
         for life in self._lives:
@@ -142,19 +142,19 @@ class RecordingLedger(Ledger):
         super().reset()
 
     def restart(self) -> None:
-        """Do what ``Ledger.restart`` says; what was recorded is forgotten, too."""
+        """Forget everything, the recording included."""
         super().restart()
         self._begin()
 
     def copy(
         self, group: str, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor
     ) -> None:
-        """Do what ``Ledger.copy`` says, and record it."""
+        """Copy blocks; record the slots copied to, before the next step."""
         super().copy(group, source, target)
         self._add_blocks("copied", group, _numbers(target))
 
     def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Do what ``Ledger.carry`` says, and record it; it counts to the end of the last step."""
+        """Copy slots; record the slots copied to, at the end of the last step."""
         super().carry(copies)
         for group, (source, target) in copies.items():
             pairs = zip(_numbers(source), _numbers(target), strict=True)
@@ -162,7 +162,7 @@ class RecordingLedger(Ledger):
             self._add("copied", self.books.layout.places[group].index, -1, -1, slots, after=1)
 
     def write(self, step: Step) -> None:
-        """Do what ``Ledger.write`` says, and record it."""
+        """Begin a step; record its durable rows and drafts, and rows that new requests found."""
         super().write(step)
         self._step += 1
         requests, rows, drafts = 0, 0, 0
@@ -190,7 +190,7 @@ class RecordingLedger(Ledger):
         *,
         besides: int = 0,
     ) -> None:
-        """Do what ``Ledger.resolve`` says, and record it; what was kept is looked at now."""
+        """End a step; record the slots of its kept and of its rejected drafts."""
         step = self._state.step
         super().resolve(accepted, sampled, besides=besides)
         assert step is not None  # or the ledger has raised
@@ -215,7 +215,13 @@ class RecordingLedger(Ledger):
             self._steps[-1][3] += kept
 
     def _not_rejected(self, step: Step, row: int, count: int) -> list[bool]:
-        """Return which of a request's drafts ``resolve`` has not marked."""
+        """Return for each draft of a request in a step whether ``resolve`` left it unmarked.
+
+        Args:
+            step: the step.
+            row: the request's first draft row in it.
+            count: its drafts.
+        """
         stays = torch.ones(count, dtype=torch.bool, device=self.device)
         for name, slots in step.slots.items():
             place, slot = self.books.layout.places[name], slots[row : row + count].long()
@@ -225,14 +231,14 @@ class RecordingLedger(Ledger):
         return stays.tolist()
 
     def take_back(self, step: Step) -> None:
-        """Do what ``Ledger.take_back`` says, and record it: as of blocks that are handed out."""
+        """Take a step back; record its rows as unwritten, like those of blocks handed out."""
         super().take_back(step)
         for request, _, row, count, _ in self._open_batch:
             if request >= 0:
                 self._add_rows("handed_out", step, -1, -1, row, count, after=1)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Do what ``Ledger.inspect`` says, and record it."""
+        """Check rows that are published or exported, and record them as such."""
         super().inspect(stretch)
         firsts, ends = _numbers(stretch.first), _numbers(stretch.end)
         for index, line in enumerate(_numbers(stretch.lines)):
@@ -241,7 +247,7 @@ class RecordingLedger(Ledger):
                 self._add_stretch(what, stretch, index, request, firsts[index], ends[index])
 
     def violations(self) -> list[Violation]:
-        """Do what ``Ledger.violations`` says, and record the violations."""
+        """Return the violations found since the last call, and record them."""
         new = super().violations()
         for violation in new:
             number = self._number.get(violation.request or "", -1)

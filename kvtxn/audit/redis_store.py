@@ -69,7 +69,11 @@ class RedisStore:
         return cls(client, where)
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """Remember blocks, as ``IdentityStore`` says."""
+        """Remember blocks until they are unused for ``KEPT`` seconds, or there are too many.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses.
+        """
         known = list(blocks)
         with self._errors("written"):
             for at in range(0, len(known), _AT_ONCE):
@@ -93,7 +97,7 @@ class RedisStore:
         self._forget(min(excess, 2 * len(blocks)))
 
     def _forget(self, number: int) -> None:
-        """Forget the bytes that were unused for longest, with all that they were."""
+        """Forget the contents that were unused for longest, with all identities of each."""
         if number <= 0:
             return
         with self._client.pipeline() as batch:
@@ -104,7 +108,14 @@ class RedisStore:
                 batch.execute()
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what is known of blocks, as ``IdentityStore`` says; it is a use of them."""
+        """Return what is known of blocks, as ``IdentityStore`` says.
+
+        Those that are found count as used now: they expire ``KEPT`` seconds later, and are
+        forgotten after blocks that were used before.
+
+        Raises:
+            StoreError: the server cannot be reached, or another program has written there.
+        """
         found: dict[bytes, list[StoredBlock]] = {}
         with self._errors("read"):
             for at in range(0, len(contents), _AT_ONCE):
@@ -134,7 +145,7 @@ class RedisStore:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Say where something failed."""
+        """Raise errors of the server, and of what it stores, as StoreError."""
         try:
             yield
         except (RedisError, OSError, ValueError, TypeError, struct.error) as error:

@@ -42,7 +42,10 @@ class RequestChanges:
         admissions: Iterable[Admission] = NONE,
         given: Mapping[str, Ints] | None = None,
     ) -> list[int]:
-        """Do what ``Ledger.change`` says."""
+        """Release requests, admit others, mark blocks as unwritten; see ``Ledger.change``.
+
+        Everything is checked before anything is changed.
+        """
         if gone is NONE and admissions is NONE:  # the usual change: requests get blocks
             if given is not None and (blocks := self._blocks(given)):
                 self._state.passes.change(Change((), blocks, None, self._state.seals))
@@ -60,7 +63,11 @@ class RequestChanges:
         return lines
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
-        """Return the blocks that are handed out, by a group of their pool."""
+        """Check the blocks that are handed out, and return them with a group of their pool each.
+
+        Raises:
+            ConfigError: a group is unknown, or a block is not one of its blocks.
+        """
         found: list[tuple[Place, list[int]]] = []
         every = mapped("change", "given", given, "by name of a group, blocks")
         for name, numbers in every.items():
@@ -79,7 +86,15 @@ class RequestChanges:
     def _roll(
         self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[int], list[int], NewRequests | None]:
-        """Return the lines of new requests, the lines that are free now, and what begins."""
+        """Take requests out of the table and others in, if all of them find room.
+
+        Returns:
+            The line of each request of ``names``; the lines that nobody has any more; and the
+            requests of ``names`` as the passes take them, None if there are none.
+
+        Raises:
+            CapacityError: no line is left for one of them; nothing was changed.
+        """
         table = self._state.requests
         leaving = [name for name in gone if name in table]
         table.require_room(names, leaving)

@@ -98,7 +98,10 @@ def first_of(books: Books, step: Step) -> Tensor:
 
 
 def fill_first(books: Books, step: Step) -> None:
-    """Find where the requests of a step without ``Step.first`` begin; -1 for no such row."""
+    """Fill ``Books.first`` with the position of each request's first row, -1 for a row outside.
+
+    Does nothing for a step that has ``Step.first``.
+    """
     if step.first is None and step.positions is not None:
         starts = step.starts[: len(step.lines)].long()
         inside = (starts >= 0) & (starts < step.num_rows)

@@ -255,10 +255,11 @@ class Scrub:
         end: int,
         sums: Tensor | None = None,
     ) -> None:
-        """Compare rows that were loaded for a request with what was stored, and seal them.
+        """Seal rows that were loaded for a request, and compare them with what was stored.
 
         Call it after ``Ledger.import_rows`` or ``Ledger.import_state``, with the loaded bytes in
-        place. A row of other bytes is reported as ``imported``, with ``found`` "bytes".
+        place. A row of other bytes is reported as ``imported``, with ``found`` "bytes". It loses
+        its seal, so that no later read reports it again.
 
         Args:
             request: the request that gets the rows.
@@ -267,11 +268,11 @@ class Scrub:
             first: as in ``export``.
             end: as in ``export``.
             sums: int64 ``[num_layers, end - first]``, the result of ``export`` for the rows that
-                were brought; None: they are sealed as they are.
+                were brought; None: they are sealed and not compared.
 
         Raises:
-            ConfigError: as in ``export``; or the request is not admitted, or the checksums are not
-                those of the rows.
+            ConfigError: as in ``export``; or the request is not admitted; or ``sums`` have another
+                dtype or shape: the rows are sealed by then.
         """
         place, where = self._rows("import_rows", group, table, first, end)
         line = self._ledger.line(request, operation="import_rows")
@@ -296,7 +297,11 @@ class Scrub:
     def _rows(
         self, operation: str, group: str, table: Tensor | Sequence[int], first: int, end: int
     ) -> tuple[Place, Tensor]:
-        """Return the place of a group with layers here, and the words of its rows."""
+        """Return the place of the group that writes rows, and their indices in ``Books.words``.
+
+        Raises:
+            ConfigError: no such group, or none with layers here; or the table has no such rows.
+        """
         books = self._ledger.books
         place = books.layout.places[checks.place_of(operation, books, group).written]
         if place not in self.books.layers:

@@ -92,7 +92,7 @@ class StoreThread:
         return self._fails
 
     def put(self, scope: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """Have blocks written."""
+        """Have the thread write blocks; they are dropped if too many wait, or the store fails."""
         self._enqueue(_Write(scope, blocks))
 
     def ask(self, scope: bytes, contents: Sequence[bytes]) -> Question:
@@ -103,7 +103,7 @@ class StoreThread:
         return question
 
     def _enqueue(self, entry: Question | _Write) -> bool:
-        """Append to the queue, if there is room."""
+        """Append to the queue; else count the entry's blocks as dropped, and return False."""
         with self._changed:
             if self._closes or self._waiting + len(entry.contents) > self._room:
                 self._dropped += len(entry.contents)
@@ -136,14 +136,14 @@ class StoreThread:
             self._store.close()
 
     def _next_batch(self) -> list[Question | _Write] | None:
-        """Wait for the next entries; None at the end."""
+        """Wait for entries, and return the first of them; None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._closes)
             number = min(len(self._queue), _AT_ONCE)
             return [self._queue.popleft() for _ in range(number)] or None
 
     def _do(self, entry: Question | _Write) -> None:
-        """Do one thing; an error of any kind ends in the log."""
+        """Write or answer one entry; log an error of any kind, and count its blocks as dropped."""
         answer: list[Sequence[StoredBlock]] = [()] * len(entry.contents)
         try:
             store = self._opened()
@@ -163,7 +163,7 @@ class StoreThread:
             entry.answer = answer
 
     def _opened(self) -> IdentityStore | None:
-        """Return the store; None where it has failed a short time ago."""
+        """Return the store, opened if need be; None if it failed a short time ago."""
         now = time.monotonic()
         if self._store is None and (
             self._failed_at is None or now >= self._failed_at + self._again

@@ -53,7 +53,7 @@ class TorchPasses(Passes):
     # -- writing -----------------------------------------------------------------------------
 
     def change(self, change: Change) -> None:
-        """Do what ``Passes.change`` says."""
+        """Put released lines, handed-out blocks and new requests into the books."""
         books = self.books
         device = books.words.device
         if change.released:
@@ -67,7 +67,7 @@ class TorchPasses(Passes):
             self.begin(change.new.packed(device))
 
     def begin(self, new: PackedRequests) -> None:
-        """Begin requests, as ``Passes.change`` describes."""
+        """Put the digests and facts of new requests in place, as ``Passes.change`` describes."""
         books, tokens = self.books, new.tokens
         fields = new.fields.unbind(1)
         lines, begins, counts, seeds = (fields[at] for at in (LINE, BEGIN, COUNT, SEED))
@@ -82,7 +82,7 @@ class TorchPasses(Passes):
         books.facts[:, lines] = facts
 
     def write(self, step: Step) -> None:
-        """Do what ``Passes.write`` says."""
+        """Compare the states that a step reads; record its rows as ``Passes.write`` says."""
         books = self.books
         fill_first(books, step)
         batch = Batch.of(books, step)
@@ -180,7 +180,14 @@ class TorchPasses(Passes):
     def _note_step(
         self, step: Step, batch: Batch, chain: Tensor, places: Mapping[Place, Tensor]
     ) -> None:
-        """Update the requests' facts, the fingerprint and the step counter."""
+        """Update the facts of a step's requests, the counters, and the fingerprints.
+
+        Args:
+            step: the step.
+            batch: its requests.
+            chain: int64 ``[num_rows]``, the digest up to each row.
+            places: by group, the index of each row's word; -1 for a row without one.
+        """
         books, facts, live = self.books, self.books.facts, batch.live
         line, drafts = batch.lines[live], batch.drafts[live]
         first = batch.first[live]
@@ -210,7 +217,7 @@ class TorchPasses(Passes):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """Do what ``Passes.resolve`` says."""
+        """Mark what a step's rejected drafts wrote, and take in its tokens; see ``Passes``."""
         accepted = accepted - besides if besides else accepted
         books, facts = self.books, self.books.facts
         batch = Batch.of(books, step, released=True)
@@ -257,7 +264,7 @@ class TorchPasses(Passes):
     # -- comparing ---------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
-        """Do what ``Passes.check`` says."""
+        """Compare every row that the step's queries read, and report wrong ones."""
         batch = Batch.of(self.books, step)
         end = batch.first + batch.counts
         told = self.books.facts[book.TOLD][batch.lines.clamp(min=0)]
@@ -268,7 +275,7 @@ class TorchPasses(Passes):
         self._compare(batch.lines, bounds, step, None)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Do what ``Passes.inspect`` says."""
+        """Compare rows that are published or exported, and report wrong ones."""
         lines = admitted(self.books, stretch.lines.long())
         number = len(lines)  # a tensor may be longer
         first = stretch.first[:number].long().clamp(min=0)

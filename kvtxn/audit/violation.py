@@ -186,7 +186,7 @@ class Violation:
         return text
 
     def _deed(self) -> str:
-        """Say what the request did, with which place."""
+        """Return the middle of the sentence: the deed and the slot, up to "as" or "at"."""
         if self.found == "count":
             return "was told a wrong number of accepted drafts at"
         where = f"a place outside of group {self.group!r}"

@@ -95,7 +95,7 @@ class WeightWatch:
         self._odds = torch.zeros(0, dtype=torch.int64, device=ledger.device)
 
     def changed(self, weights: str = "target") -> None:
-        """Hear that weights have changed; the next step begins an epoch.
+        """Begin an epoch with the next step, because weights have changed.
 
         Raises:
             ConfigError: there are no weights of this name.
@@ -147,7 +147,7 @@ class WeightWatch:
         self._steps += 1
 
     def _take(self) -> None:
-        """Take a sample of all weights."""
+        """Hash all weights, and begin to copy the hashes to the host, to be judged later."""
         if self._sample is not None:  # of fewer steps than one takes to arrive
             self._judge(self._sample)
         hashes = torch.stack([self._hash(each.now()) for each in self._weights.values()])
@@ -160,7 +160,7 @@ class WeightWatch:
         self._told_since.clear()
 
     def _judge(self, sample: _Sample) -> None:
-        """Compare a sample with the one before."""
+        """Compare a sample with the one before; a change that nobody told begins an epoch, too."""
         if sample.copied is not None:
             sample.copied.synchronize()
         self._sample, before, self._known = None, self._known, sample.hashes.tolist()
@@ -237,7 +237,7 @@ def untold(step: int, weights: str) -> Violation:
 
 
 def _require(weights: object) -> None:
-    """Refuse weights that are unknown."""
+    """Raise a ConfigError for a name of weights that is no key of ``EPOCH``."""
     if weights not in EPOCH:
         raise ConfigError(
             "WeightWatch", "these weights are unknown", expected=f"one of {tuple(EPOCH)}",

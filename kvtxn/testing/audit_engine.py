@@ -281,7 +281,10 @@ class SmallEngine:
         return tell
 
     def sample(self, part: Part, accepted: int) -> list[int]:
-        """Return the accepted drafts and one more token; nothing before the prompt has ended."""
+        """Return the accepted drafts and one random token.
+
+        An empty list if the request has tokens behind this part, as in a part of a prompt.
+        """
         if part.first + len(part.tokens) - part.drafts < len(part.request.tokens):
             return []
         start = len(part.tokens) - part.drafts

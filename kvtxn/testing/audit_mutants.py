@@ -339,13 +339,13 @@ class LoadsAnotherState(Mutant):
 
 
 class CountsAStateAsLoaded(Mutant):
-    """A connector reports rows and states, but brought only the rows."""
+    """A connector says that rows and states are there, but brought only the rows."""
 
     kinds = frozenset({"state"})
     needs = "states"
 
     def load_states(self, request: Request) -> None:
-        """Leave the states out."""
+        """Load the rows alone, and count the request's tokens as computed all the same."""
         groups, self.groups = self.groups, {g.name: g for g in self.row_groups}
         super().load_states(request)
         self.groups = groups

@@ -56,7 +56,10 @@ def _whole_window(
 
 
 def replayed_commit(rig: Rig) -> None:
-    """Capture a commit, change the counts, replay, and compare."""
+    """Capture a commit, which changes nothing yet; change its counts in place; replay it twice.
+
+    The caches are compared with the oracle after the capture and after each replay.
+    """
     rig.commit(rig.batch(), [1, 1], "the warm-up")
     batch = rig.batch()
     counts = rig.accepted([0, 0])

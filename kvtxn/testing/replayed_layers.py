@@ -244,7 +244,7 @@ class ReplayedLayer:
     def build(
         cls, name: str, spec: ReplayedSpec, device: torch.device, rng: random.Random
     ) -> ReplayedLayer:
-        """Make a layer whose states are noise."""
+        """Make a layer whose states are random bits, NaN included, until requests begin there."""
         memories = tuple(
             StateMemory.build(state, spec.num_states, device, rng) for state in spec.states
         )

@@ -125,10 +125,11 @@ class Rig:
 
         Args:
             shape: settled and draft rows per request.
-            counts: the drafts that will be accepted, by request: parts of other drafts of replayed
-                layers are full of NaN. None: they are numbers.
-            states: by group of replayed layers, the slots of the states; for other groups new
-                requests begin.
+            counts: the drafts that will be accepted, by request. What replayed layers stage for
+                other drafts is NaN, so that a state that takes one in shows it. None: no draft of
+                theirs is NaN.
+            states: by group of replayed layers, the slot of each request's state. In a group that
+                is left out all requests end, and new ones begin in random slots, some of them -1.
             kwargs: for ``make_batch``.
         """
         batch = make_batch(self.caches, shape, self.device, self.rng, **kwargs)

@@ -55,7 +55,7 @@ class EncodedItems:
         self.late: Sequence[_Late] = ()
 
     def change(self, watch: Watch, step: EncoderStep | None) -> None:
-        """Hear what a step encodes, and find what it takes from outputs of earlier epochs.
+        """Note the epoch of the outputs that a step encodes; find ``late`` for its forward.
 
         Args:
             watch: the watch, which has begun the step's epoch.

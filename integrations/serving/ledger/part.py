@@ -60,7 +60,7 @@ class LedgerReader(Protocol):
 
         Args:
             ids: as for ``Part.sampled``.
-            counts: likewise; None if the engine does not have them.
+            counts: as for ``Part.sampled``; None if the engine does not have them.
 
         Returns:
             As ``Watch.sampled`` takes them; None if they are of another step than the last one.
@@ -91,7 +91,7 @@ class LedgerPart(Part):
         self._encoded = EncodedItems()
 
     def _tell(self, tell: Callable[[Watch], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
+        """Call a function with the watch, if there is one; its error ends the audit alone."""
         watch = self.reader.watch
         if watch is not None:
             watch.hear(tell)
@@ -99,7 +99,7 @@ class LedgerPart(Part):
     # -- caches ------------------------------------------------------------------------------
 
     def caches_dropped(self) -> None:
-        """Close the ledger over the caches that go."""
+        """Let go of the watch over the caches that go."""
         self.reader.watch = None
 
     def caches_made(self) -> None:
@@ -157,7 +157,7 @@ class LedgerPart(Part):
             self._tell(self._encoded.note)
 
     def forward_ended(self) -> None:
-        """Note that the rows of the forward are there."""
+        """Note that the rows of the forward are there: ``failed`` takes none of them back now."""
         self._in_forward = False
 
     def failed(self, error: BaseException) -> None:
@@ -179,12 +179,12 @@ class LedgerPart(Part):
             watch.hear(partial(_tell_outputs, step, outputs))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Tell which drafts were accepted, unless the engine tells the tokens later."""
+        """Tell the watch which drafts were accepted, unless ``outcome_kept`` comes with the ids."""
         if ids is not None:
             self._tell_sampled(ids, counts)
 
     def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
-        """Tell which drafts were accepted, unless the engine has told it."""
+        """Tell the watch which drafts were accepted, unless ``sampled`` has done so."""
         self._tell_sampled(ids, counts)
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor | None) -> None:
@@ -210,13 +210,16 @@ class LedgerPart(Part):
             self.reader.mark(output, wrong)
 
     def launched(self) -> None:
-        """Hear that all of the step was launched; an engine may call ``Watch.end_step`` later."""
+        """Take the checksums that wait for the drafter, since all of the step was launched.
+
+        An engine may call ``Watch.end_step`` later.
+        """
         self._unsampled, watch = None, self.reader.watch
         if watch is not None and watch.scrub is not None:
             watch.hear(Watch.ended)
 
     def step_failed(self) -> None:
-        """End the step without an output; its error wins over what the audit finds."""
+        """End the step without an output; an AuditError is dropped, as the step's error goes on."""
         self._unsampled, watch = None, self.reader.watch
         if watch is not None:
             watch.hear(Watch.sampling_failed)
@@ -225,7 +228,7 @@ class LedgerPart(Part):
 
 
 def _tell_outputs(step: PlannedStep, outputs: Outputs, watch: Watch) -> None:
-    """Tell a watch what a step's forward computed."""
+    """Let a watch look for a NaN in the outputs of a step's forward."""
     logits, rows = outputs()
     if logits is not None:
         watch.came_out(logits, step.outputs() if rows is None else rows)

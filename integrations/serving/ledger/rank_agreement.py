@@ -156,7 +156,7 @@ class RankAgreement:
         self._compared: CounterCopy | None = None
 
     def restart(self) -> None:
-        """Begin anew with the first step."""
+        """Drop the fingerprints that are on their way: steps are counted from the first again."""
         self._copy = None
 
     def copies_prints(self, number: int) -> bool:
@@ -168,15 +168,15 @@ class RankAgreement:
         self._copy = self._ledger.copy_counters()
 
     def after_step(self, number: int, own: RankReport, on_violation: str) -> RankReport | None:
-        """Hear what the ranks have met, if they meet after the step of this number.
+        """Exchange reports with the other ranks, if the ranks meet after the step of this number.
 
         Args:
             number: the step's, counted alike on all ranks.
-            own: what this rank has met.
+            own: this rank's report.
             on_violation: the setting.
 
         Returns:
-            What any of them has met; None if they do not meet.
+            The reports of all ranks in one; None if the ranks do not meet now.
         """
         due = number > _COMPARED_EVERY and number % _COMPARED_EVERY == _COMPARED_LATER
         if due and self._compares:
@@ -194,10 +194,13 @@ class RankAgreement:
         return heard if heard.level else _ELSEWHERE[level]
 
     def now(self, own: RankReport) -> RankReport | None:
-        """Hear what the ranks have met, and what they wrote until now; waits for the device.
+        """Exchange reports and fingerprints of now with the other ranks; waits for the device.
+
+        Args:
+            own: this rank's report.
 
         Returns:
-            As ``after_step``.
+            The reports of all ranks in one; None if the ranks do not compare what they wrote.
         """
         if not self._compares:
             return None
@@ -205,7 +208,14 @@ class RankAgreement:
         return self._exchange(own, None)
 
     def _exchange(self, own: RankReport, copy: CounterCopy | None) -> RankReport:
-        """Exchange reports and fingerprints; a rank that fails here reports it and takes part."""
+        """Exchange reports and fingerprints, and return the reports of all ranks in one.
+
+        A rank that fails before the exchange takes part all the same, and reports its failure.
+
+        Args:
+            own: this rank's report.
+            copy: the counters with its fingerprints; None: those of now.
+        """
         prints: Fingerprints = {}
         try:
             if own.failure is None:

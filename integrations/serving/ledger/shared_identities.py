@@ -121,7 +121,9 @@ class SharedIdentities:
     def remember(
         self, request: str, group: str, contents: Tensor, last: Tensor, expected: Tensor, first: int
     ) -> None:
-        """Have full blocks written, as far as they have the request's rows by the weights of now.
+        """Have the identities of full blocks written to the store, for other processes.
+
+        Blocks without the request's own rows, by the weights of now, are left out.
 
         Args:
             request: the request whose rows they are.
@@ -174,11 +176,11 @@ class SharedIdentities:
         return True
 
     def drop(self, blocks: Collection[int]) -> None:
-        """Ask no more about blocks that could not be loaded."""
+        """Drop the questions about blocks that could not be loaded."""
         self._asked = [each for each in self._asked if each.block not in blocks]
 
     def look(self) -> None:
-        """Judge the blocks of which the store has answered."""
+        """Judge the blocks of which the store has answered: report rows that are another's."""
         waiting = []
         for each in self._asked:
             if each.question.answer is None:

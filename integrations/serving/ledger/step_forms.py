@@ -172,7 +172,13 @@ def prepare_states(ledger: Ledger, lines: Tensor, states: States) -> None:
 
 
 def leave_states(ledger: Ledger, lines: Tensor, states: States) -> None:
-    """Tell the ledger which states are written once drafts are decided; see ``prepare_states``."""
+    """Tell the ledger which states the engine or a commit writes once drafts are decided.
+
+    Args:
+        ledger: the ledger.
+        lines: int64 ``[num_requests]``, the lines of the step's requests.
+        states: those of the step.
+    """
     if states.leaves:
         ledger.leave(lines, states.leaves)
     if states.ends:
@@ -291,7 +297,12 @@ class PublishedBlocks:
         self._ends: Final = [*zip(self.groups, zeros, strict=True)]
 
     def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
-        """Note what is known of requests that came, given their lines: blocks that are computed."""
+        """Note how far requests that came have full blocks, which are not checked once more.
+
+        Args:
+            lines: the line of each.
+            arrivals: the requests.
+        """
         if not (arrivals and self._ends):
             return
         device = self._ledger.device

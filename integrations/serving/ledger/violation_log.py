@@ -124,7 +124,7 @@ class FoundViolations:
         return runs
 
     def take_report(self) -> RankReport:
-        """Return what the violations that were taken since the last call ask of all ranks."""
+        """Return a report of the violations that were taken since the last call, for all ranks."""
         found, self._report_of_step = self._report_of_step, RankReport()
         return found
 
@@ -179,7 +179,14 @@ def _goes_on(last: Violation, violation: Violation) -> bool:
 
 
 def _wrong(violation: Violation, first: int) -> Wrong:
-    """Return what has to be contained of a violation, whose blocks count from ``first`` on."""
+    """Return what to contain of a violation: its reader and its block.
+
+    Nothing if no request has read, or the kind is one of ``_PAST_CONTAINING``.
+
+    Args:
+        violation: the violation.
+        first: a number that is added to its block's.
+    """
     if violation.request is None or violation.kind in _PAST_CONTAINING:
         return Wrong()
     block = frozenset(() if violation.block is None else (violation.block + first,))

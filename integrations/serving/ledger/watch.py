@@ -177,7 +177,7 @@ class Watch:
         self._agree(compares=self.peers is not None, stages=True)
 
     def _agree(self, *, compares: bool, stages: bool = False) -> None:
-        """Act together with other ranks from now on, see ``RankAgreement``."""
+        """Exchange reports with other ranks from now on, see ``RankAgreement``."""
         assert self._ranks is not None  # whoever is compared, or joins stages, can reach them
         self.peers = RankAgreement(
             self.ledger, self._ranks, self._meets, compares=compares, stages=stages
@@ -198,7 +198,7 @@ class Watch:
         self._try(self._begin)
 
     def _begin(self) -> None:
-        """Forget the warm-up, and launch every pass once."""
+        """Forget what was watched during the warm-up, and launch every pass once."""
         self.forget()
         self.warm_up()
 
@@ -288,7 +288,7 @@ class Watch:
             self._come_and_go(known, (), dict.fromkeys(self.groups, blocks))
 
     def _give(self, grown: Sequence[Sequence[int]]) -> None:
-        """Tell the ledger of the usual change: requests that run get blocks."""
+        """Tell the ledger which blocks running requests get, by number of their group."""
         given = {name: grown[at] for name, at in self._numbers if grown and grown[at]}
         if given:
             self.ledger.change(given=given)
@@ -434,7 +434,7 @@ class Watch:
             self._say()
 
     def take_back(self) -> None:
-        """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
+        """Mark a failed step's rows as unwritten: the prefix cache has their blocks already."""
         step, self.under_way, self._awaits = self.under_way, None, False
         if step is not None and not self.stopped:
             self._unsealed = None
@@ -443,16 +443,16 @@ class Watch:
             self.ledger.take_back(step)
 
     def sampling_failed(self) -> None:
-        """Hear that what follows the forward has failed; the forward's rows are there.
+        """Take the step back after a failure behind the forward, if something may be missing.
 
-        But a drafter that has rows of its own may not have written them, and states may not have
-        been moved to where the next step looks for them.
+        The forward's own rows are there. But a drafter that has rows of its own may not have
+        written them, and states may not have been moved to where the next step looks for them.
         """
         if self.drafts_late or self.states:
             self.take_back()
 
     def ended(self) -> None:
-        """Take the checksums that wait for the drafter."""
+        """Take the checksums that wait for the drafter; the step is over."""
         self.under_way = None
         if self._unsealed is not None and not self.stopped:
             self._seal()
@@ -495,7 +495,7 @@ class Watch:
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:
-        """Do what ``end_step`` says, but for rows of earlier weights."""
+        """Exchange findings with the other ranks; return what to contain, but for stale rows."""
         alone = self.peers is None
         if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
@@ -514,7 +514,7 @@ class Watch:
         return own.wrong or None
 
     def _take_report(self) -> None:
-        """Note what the violations found since the last call ask of all ranks."""
+        """Add the violations that were logged since the last call to this rank's report."""
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
@@ -525,7 +525,7 @@ class Watch:
                 self._say()
 
     def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
-        """Meet the other ranks, and do what all of them do; tell whether they met."""
+        """Exchange reports with the other ranks, and act on them; tell whether the ranks met."""
         peers = self.peers
         if peers is None:
             return False
@@ -549,7 +549,7 @@ class Watch:
         return True
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Call something; an error of the audit's own ends the audit."""
+        """Call a function; if it raises, the audit ends, and the engine goes on."""
         try:
             call()
         except Exception as error:

@@ -62,7 +62,10 @@ def release() -> str | None:
 
 
 def folder() -> Path | None:
-    """Return the folder of the installed SGLang, which is not imported; None without one."""
+    """Return the folder of the installed package ``sglang`` without importing it.
+
+    None if there is none, or only a folder of that name without ``__init__.py``.
+    """
     found = importlib.util.find_spec("sglang")
     return None if found is None or found.origin is None else Path(found.origin).parent
 

@@ -10,6 +10,7 @@ for failed loads.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from weakref import WeakSet
 
 from ....log import get_logger
@@ -30,6 +31,8 @@ from ..seam.hooked_runner import stay_out
 log = get_logger()
 
 _hooked: WeakSet[Scheduler | CacheManager] = WeakSet()
+#: The managers in which looking for lost reuse has failed once.
+_blind: WeakSet[CacheManager] = WeakSet()
 
 
 class ContainingScheduler(BeforeScheduler):
@@ -52,10 +55,10 @@ class TellingScheduler(BeforeScheduler):
     """A mixin of vLLM's scheduler: it tells the workers what requests compute again."""
 
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
-        """Plan a step, and add what its requests had in the prefix cache and do not use."""
+        """Plan a step, and add to it how many cached rows its requests compute again, and why."""
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         manager = scheduling.manager_of(self)
-        if is_swapped(manager):
+        if manager not in _blind:
             try:
                 scheduling.tell(self, output)
             except Exception as error:
@@ -67,20 +70,24 @@ class LookingCacheManager(BeforeCacheManager):
     """A mixin of vLLM's cache manager: it notes what requests have in the prefix cache."""
 
     def get_computed_blocks(self, request: Request, *args: object) -> tuple[object, ...]:
-        """Look what the cache has of a request, then once more what vLLM cannot use of that."""
+        """Let vLLM look up what it can use of a request; note what else the cache has of it."""
         found: tuple[object, ...] = super().get_computed_blocks(  # type: ignore[misc]
             request, *args
         )
-        try:
-            scheduling.look(self, request, found)
-        except Exception as error:
-            _stop_looking(self, error)
+        if self not in _blind:
+            try:
+                scheduling.look(self, request, found)
+            except Exception as error:
+                _stop_looking(self, error)
         return found
 
 
 def _stop_looking(manager: CacheManager, error: Exception) -> None:
-    """Count no more reuse that is lost after an error of the audit's own; log it."""
-    restore_class(manager)
+    """Log an error of the audit's own, after which nobody looks for lost reuse in this manager.
+
+    The manager keeps its class: somebody else may have subclassed it, and would lose theirs.
+    """
+    _blind.add(manager)
     _say_not_counted(f"looking failed: {error!r}", error)
 
 
@@ -108,7 +115,17 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
 def follow_scheduler(
     scheduler: Scheduler, config: VllmConfig, *, contains: bool, required: bool
 ) -> None:
-    """Let a scheduler do its part of an audit; if it cannot, log the reason."""
+    """Let a scheduler contain violations and count lost reuse; if it cannot, log the reason.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        config: its engine's.
+        contains: the user wants violations to be contained.
+        required: the user wants no engine that cannot contain them.
+
+    Raises:
+        RequiredError: it cannot, and ``required``.
+    """
     mixins: list[type] = []
     if contains and _can_contain(scheduler, config, required=required):
         mixins.append(ContainingScheduler)
@@ -155,8 +172,14 @@ def say_logged_alone(why: str, error: Exception | None = None) -> None:
 
 
 def unhook_schedulers() -> None:
-    """Give every scheduler of this process that is part of an audit its own class back."""
-    for each in list(_hooked):
-        if is_swapped(each):
-            restore_class(each)
-    _hooked.clear()
+    """Give the audited schedulers of this process, and their managers, their own classes back.
+
+    Raises:
+        KVTxnError: somebody else has subclassed one of the classes; all others are given back.
+    """
+    with ExitStack() as ends:
+        ends.callback(_blind.clear)
+        ends.callback(_hooked.clear)
+        for each in list(_hooked):
+            if is_swapped(each):
+                ends.callback(restore_class, each)

@@ -59,7 +59,7 @@ class RunnerSteps(Generic[HookedRunnerT]):
         """Do nothing before a step; a kind of runner overrides it."""
 
     def mark(self, output: object, wrong: Wrong) -> None:
-        """Add wrong reads to the output of their step."""
+        """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
         scheduling.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:
@@ -195,7 +195,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         return join_stages(runner, watch)
 
     def _is_ready(self, is_ready: Callable[[], None]) -> None:
-        """Let the step be read, and forget its metadata."""
+        """Call ``is_ready``, which reads the step, and forget the step's metadata."""
         is_ready()
         self._metadata = None
 

@@ -116,7 +116,7 @@ def open_watch(
         on_device: the device runs behind the host.
         lacking: the reason why this runner cannot be watched; None if it can.
         lines: as for ``Watch``.
-        mixin: for the class of a KV connector.
+        mixin: is put before the class of a KV connector, whose transfers it tells.
 
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
@@ -161,7 +161,12 @@ def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
 
 
 def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Tell a runner's watch which states are copied."""
+    """Record the copies of states in the ledger of a runner's watch, if there is one.
+
+    Args:
+        runner: the runner.
+        copies: as for ``Ledger.carry``.
+    """
     watch = runner.kvtxn_audit
     if watch is not None:
         watch.hear(lambda watch: watch.ledger.carry(copies))
@@ -170,7 +175,19 @@ def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) ->
 def _watch_of_all_ranks(
     runner: HookedRunner, lacking: str | None, lines: int | None, *, on_device: bool
 ) -> Watch | None:
-    """Make a watch over a runner's groups of rows and states, if every rank can have one."""
+    """Make a watch over a runner's groups of rows and states, if every rank can have one.
+
+    Every rank has to call this. If one cannot be watched, none is, and the reason is logged.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why it cannot be watched; None if it can.
+        lines: as for ``Watch``.
+        on_device: the device runs behind the host.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
     key, wanted = shared_key(), runner.kvtxn_settings
     shared = read_key(wanted.audit_store, wanted.audit_key_file)
     if key is not None and wanted.audit_key_file is not None:
@@ -338,7 +355,11 @@ def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities |
 
 
 def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
-    """Log that the bytes of some rows or states are not compared, and why."""
+    """Log that the bytes of some rows or states are not compared, and why.
+
+    Raises:
+        RequiredError: the user requires the audit.
+    """
     if runner.kvtxn_required:
         stay_out(why, runner.kvtxn_rank, required=True, error=error)
     effect = "digests are compared, and no bytes"
@@ -378,7 +399,14 @@ def follow_weights(runner: HookedRunner, watch: Watch) -> None:
 
 
 def weights_changed(wrapper: WorkerWrapper, weights: str) -> None:
-    """Tell a worker's audit that weights have changed, awake or asleep."""
+    """Let a worker's audit begin an epoch with the next step, because weights have changed.
+
+    The worker may be asleep; without an audit nothing happens.
+
+    Args:
+        wrapper: the worker.
+        weights: as for ``WeightWatch.changed``.
+    """
     watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
     if watch is not None and watch.weights is not None:
         watch.weights.changed(weights)

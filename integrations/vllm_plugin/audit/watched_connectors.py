@@ -16,25 +16,28 @@ class WatchedConnector:
     kvtxn_transfers: TransferWatch
 
     def bind_connector_metadata(self, connector_metadata: object) -> None:
-        """Note the step's stores and loads."""
+        """Tell the audit which blocks the step will store and load."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.begin, connector_metadata))
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def wait_for_save(self) -> Any:
-        """Note the blocks that are stored."""
+        """Tell the audit that the step's blocks are stored now."""
         self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
         return super().wait_for_save()  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Note the requests whose rows have come."""
+        """Return the connector's answer; tell the audit for which requests rows have come."""
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, received))
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> ConnectorOutput:
-        """Note the requests whose rows have come; since vLLM 0.32, whose runners both call it."""
+        """Return the connector's answer; tell the audit for which requests rows have come.
+
+        Both runners call it since vLLM 0.32.
+        """
         results: ConnectorOutput = super().get_transfer_results(  # type: ignore[misc]
             finished_req_ids
         )
@@ -43,7 +46,7 @@ class WatchedConnector:
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Note the blocks that could not be loaded."""
+        """Return the blocks that could not be loaded, and tell the audit."""
         failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
         self.kvtxn_transfers.tell(partial(self.kvtxn_transfers.failed, failed))
         return failed
@@ -53,7 +56,7 @@ class WatchedConnectorV1(WatchedConnector):
     """A mixin for the V1 runner, which hands blocks over before it changes anything."""
 
     def handle_preemptions(self, kv_connector_metadata: object) -> Any:
-        """Note the blocks that are stored before others get them."""
+        """Tell the audit which blocks are stored now, before other requests get them."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.flush, kv_connector_metadata))
         return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]

@@ -9,6 +9,7 @@ attention reads drafts from their slots, where they lie for one call alone: see 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -24,7 +25,7 @@ from ....row_io import read, select, write
 from ...serving.eager_steps import EagerSteps, StateSteps
 from ..internals import batches
 from ..internals import layers as attention_layers
-from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
+from ..internals.hooks import check_methods, give_back, is_swapped, swap_class
 from ..internals.layers import TargetLayer
 from ..internals.runner_protocols import AttentionLayer, BatchMetadata
 
@@ -299,9 +300,13 @@ def hook_lent_rows(steps: StateSteps, layers: Sequence[TargetLayer]) -> None:
 
 
 def unhook_attention(layers: Sequence[TargetLayer]) -> None:
-    """Give these layers their own attention back; layers that are not hooked stay as they are."""
-    for layer in layers:
-        if is_swapped(layer.impl):
-            for name in [name for name in vars(layer.impl) if name.startswith("kvtxn")]:
-                delattr(layer.impl, name)
-            restore_class(layer.impl)
+    """Give these layers their own attention back; layers that are not hooked stay as they are.
+
+    Raises:
+        KVTxnError: somebody else has subclassed a layer's attention, which stays hooked; the
+            others are given back.
+    """
+    with ExitStack() as ends:
+        for layer in layers:
+            if is_swapped(layer.impl):
+                ends.callback(give_back, layer.impl)

@@ -142,7 +142,17 @@ def operators_differ(modules: Sequence[object]) -> str | None:
 def hook_states(
     steps: StateSteps, layers: Sequence[StateLayer], batch: Callable[[], StateBatch | None]
 ) -> Callable[[], None]:
-    """Let layers with states verify over copies, and hand their draft rows to the steps."""
+    """Let layers compute drafts over copies of their states, and hand the rows to the steps.
+
+    Args:
+        steps: get the draft rows of each layer, by ``verified``.
+        layers: the layers.
+        batch: returns the requests of the step under way, or None for a step that vLLM computes by
+            itself; gated delta nets do not ask.
+
+    Returns:
+        A function that undoes it.
+    """
     undo = cpu_states.hook_core() if any(one.kind == GATED_DELTA for one in layers) else None
 
     def hook(layer: StateLayer) -> None:

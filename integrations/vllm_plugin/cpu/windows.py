@@ -84,7 +84,7 @@ class Windows(Part):
             self._runner.kvtxn.abandon()
 
     def planned(self, step: PlannedStep) -> None:
-        """Plan the step: which rows are drafts."""
+        """Note which rows of the step are drafts, for ``forward_begins``."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.plan(lambda: drafts_and_ends(step.rows()))
 
@@ -105,7 +105,7 @@ class Windows(Part):
             self._runner.kvtxn.commit(lambda: known(ids))
 
     def raised(self, error: Exception) -> None:
-        """Let an error of a window's be heard, whichever rank meets it."""
+        """End this rank's process after an error of a window that vLLM would not hear of."""
         end_unheard(self._runner, error)
 
     def released(self) -> None:

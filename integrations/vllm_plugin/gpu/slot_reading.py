@@ -75,7 +75,9 @@ class Reading:
         return not (self.captured or self.steps.waits)
 
     def prepare(self, hook: SlotHook, metadata: object, slots: Tensor) -> Tensor:
-        """Make, at the first layer, everything that all layers share; a graph captures this, too.
+        """Make the slots and tables that all layers share, at the first layer; return the slots.
+
+        A graph captures this, too.
 
         Args:
             hook: the first layer's hook.
@@ -99,7 +101,7 @@ class Reading:
         return self.slots
 
     def complete(self) -> None:
-        """Make what else the layers of a backend share; nothing by default."""
+        """Make what the layers of one backend share beside slots and tables; none by default."""
 
     def read(self) -> object:
         """Return the metadata by which rows are found where ``do_kv_cache_update`` put them.
@@ -214,7 +216,17 @@ def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tens
 def attend(
     hook: SlotHook | None, call: Callable[[Tensor, object], T], cache: Tensor, metadata: object
 ) -> T:
-    """Attend over cache and window; without a window run vLLM's own attention."""
+    """Attend over cache and window; without a window, or after an error, run vLLM's own attention.
+
+    Args:
+        hook: the layer's; None for a layer that is not the target's.
+        call: attends, given a cache and metadata.
+        cache: vLLM's cache.
+        metadata: vLLM's metadata.
+
+    Returns:
+        What ``call`` returned.
+    """
     reading = reading_of(hook, metadata)
     if hook is not None and reading is not None:
         try:

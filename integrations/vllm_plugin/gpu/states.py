@@ -95,7 +95,7 @@ class StateCaches(Part):
         return held_states.bytes_of_buffers(self._runner, fast=self._fast)
 
     def facts(self, facts: EngineFacts) -> EngineFacts:
-        """Add what the states are."""
+        """Return the facts with those of the states: their dtype, and inner states."""
         return attrs.evolve(
             facts,
             state_dtype=state_layers.state_dtype(self._runner),
@@ -116,11 +116,19 @@ class StateCaches(Part):
             self._hook(None).forget_caches()
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches."""
+        """Refuse an engine without windows, which cannot run over these caches.
+
+        Raises:
+            KVTxnError: no window would commit the one state that each request has.
+        """
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
-        """Return what commits the states, for the windows of a manager, and fields for the log."""
+        """Let the layers read states; return what commits these, and fields for the log.
+
+        Raises:
+            KVTxnError: kvtxn does not know the model's recurrent layers.
+        """
         if not self.are_written_by_commits():
             wrong = self.unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
@@ -141,7 +149,7 @@ class StateCaches(Part):
         }
 
     def join(self, steps: GraphSteps) -> None:
-        """Take the steps that were made with the states."""
+        """Keep the steps whose windows hold the states, to commit without windows, too."""
         self.steps = steps
 
     def stray_steps(self) -> GraphSteps | None:
@@ -185,42 +193,42 @@ class StatesV1(Part):
         self.told: HeldStates | None = None
 
     def unknown(self) -> str | None:
-        """Say what kvtxn does not know about the copies of states."""
+        """Say in a sentence how vLLM's copies of states differ from the known; None if nothing."""
         if not aligned_states.is_aligned(self._runner):
             return None
         return check_methods(type(self._runner), aligned_states.V1_METHODS)
 
     def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Let the states be told of each step's metadata; returns a function that undoes it."""
+        """Hand each step's metadata to the states from now on; returns a function to undo it."""
         self.told = states
         return self._tell_none
 
     def planned(self, step: PlannedStep) -> None:
-        """Note whether there are prompts in the step."""
+        """Note whether a request of the step is at its prompt, for ``graph_sought``."""
         self._has_prompts = batches.has_prompts(step.rows())
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
-        """Let no step with a prompt count as one that verifies drafts alone.
+        """Keep a step with a prompt out of graphs for steps that only verify drafts.
 
-        vLLM's warm-up says itself what its steps are.
+        Steps of vLLM's warm-up say themselves of which kind they are.
         """
         told = self.told is not None and arguments.get("force_uniform_decode") is None
         if told and self._has_prompts:
             arguments["force_uniform_decode"] = False
 
     def attention_described(self, metadata: Mapping[str, object]) -> None:
-        """Let the states' kernels find their blocks."""
+        """Hand the step's metadata to the states, in which their kernels find their blocks."""
         if self.told is not None:
             self.told.begin(metadata, batches.StepRows.of(self._runner))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the states that the sampled ids accept, where windows do not."""
+        """Commit the states by the sampled ids if the runner has no windows, which else do so."""
         steps = self.caches.stray_steps()
         if isinstance(steps, PackedGraphSteps):
             steps.commit_ids(known(ids))
 
     def _tell_none(self) -> None:
-        """Stop telling the states of steps."""
+        """Hand no more metadata to the states."""
         self.told = None
 
 
@@ -252,18 +260,22 @@ class StatesV2(Part):
         self.caches = StateCaches(runner, self)
 
     def unknown(self) -> str | None:
-        """Say what kvtxn does not know about ``model_state``."""
+        """Say in a sentence how ``model_state`` differs from the known one; None if it does not."""
         return check_methods(
             type(held_states.model_state(self._runner)), state_commits.MODEL_STATE_METHODS
         )
 
     def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Let the runner's ``model_state`` tell the states of each step."""
+        """Let the runner's ``model_state`` hand each step's metadata to the states.
+
+        Returns:
+            A function that undoes it.
+        """
         state = held_states.model_state(self._runner)
         return mix_in(state, ReportedModelState, kvtxn_states=states)
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit the states, where windows do not."""
+        """Commit the states if the runner has no windows, which else commit them."""
         steps = self.caches.stray_steps()
         if steps is not None:
             steps.commit(counts)

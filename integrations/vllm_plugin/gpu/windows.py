@@ -58,13 +58,13 @@ class StatesBeside(Protocol):
         """Return the bytes that the states need beside their caches."""
 
     def facts(self, facts: EngineFacts) -> EngineFacts:
-        """Add the facts about the states."""
+        """Return the facts with those about the states."""
 
     def hold(self, manager: TransactionManager) -> tuple[StateSupplier, dict[str, object]]:
         """Return what commits the states, for the windows of a manager, and fields for the log."""
 
     def join(self, steps: GraphSteps) -> None:
-        """Take the steps that were made with the states."""
+        """Keep the steps that were made with the states."""
 
 
 class WindowCaches(Part):
@@ -98,7 +98,10 @@ class WindowCaches(Part):
         self._runner.kvtxn = self.spare = None
 
     def caches_planned(self, config: Foreign) -> Foreign:
-        """Add blocks in which drafts may wait, unknown to the scheduler."""
+        """Return the configuration with more blocks, in which drafts may wait.
+
+        vLLM's scheduler does not know of them; a KV connector is told.
+        """
         planned = self._with_spare_blocks(config)
         if self.spare is not None:
             connectors.adopt(config, planned)
@@ -109,7 +112,7 @@ class WindowCaches(Part):
         self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
 
     def raised(self, error: Exception) -> None:
-        """Make sure that an error in a window is reported, on whichever rank it occurs."""
+        """End this rank's process after an error of a window that vLLM would not hear of."""
         end_unheard(self._runner, error)
 
     def released(self) -> None:
@@ -122,7 +125,7 @@ class WindowCaches(Part):
             keep_for_graphs(self._runner, steps)
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add those about states, and whether every layer's attention can read spare blocks."""
+        """Return the facts with those about states, and whether drafts can wait in spare blocks."""
         if self._states is not None:
             facts = self._states.facts(facts)
         waits = all(
@@ -134,7 +137,10 @@ class WindowCaches(Part):
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
-        """Make the steps; see ``open_steps``. Drafts wait behind vLLM's own blocks."""
+        """Make the steps, and fields for the log, as ``open_steps`` wants them.
+
+        Drafts wait behind vLLM's own blocks.
+        """
         spare, own = self.spare, layers
         if spare is not None:
             own = [attrs.evolve(one, cache=one.cache[: spare.begin(one.cache)]) for one in layers]
@@ -293,7 +299,7 @@ class WindowsV2(Part):
             self.whole = whole_graphs.whole()
 
     def caches_planned(self, config: Foreign) -> Foreign:
-        """Note whether a connector will read the caches."""
+        """Note whether a connector will read the caches, for ``sampled``; change nothing."""
         self.connected = connectors.connector() is not None
         return config
 
@@ -304,13 +310,13 @@ class WindowsV2(Part):
             steps.advance(*batches.arriving(self._runner))
 
     def outcomes_arrived(self) -> None:
-        """Let that step go, whether it was committed or not."""
+        """On an earlier pipeline stage, abort that step's window if no acceptance came for it."""
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
             steps.settle()
 
     def graph_chosen(self, graph: object) -> None:
-        """Note the graph of the forward: its mode says whether it saves rows."""
+        """Note the graph of the forward for ``planned``: its mode says whether it saves rows."""
         self._graph = graph
 
     def planned(self, step: PlannedStep) -> None:
@@ -332,12 +338,12 @@ class WindowsV2(Part):
             self._runner.kvtxn.commit(known(counts))
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit before the drafter runs."""
+        """Commit the drafts that the counts accept, before the drafter runs."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(counts)
 
     def _no_graph_saves(self) -> None:
-        """Save rows when a step begins."""
+        """Let rows be saved when a step begins, since graphs save none any more."""
         self.whole = None
 
 
@@ -356,7 +362,14 @@ def hook_attention(
     spare: Mapping[str, int],
     builders: Sequence[Foreign],
 ) -> None:
-    """Let the layers' attention read the windows."""
+    """Let the layers' attention read the windows, and compile its kernels.
+
+    Args:
+        steps: the runner's steps, whose layers are the same.
+        layers: the target's layers.
+        spare: by group, the first slot in which drafts wait.
+        builders: the builders of the layers' metadata.
+    """
     from .slot_reading import SlotHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
@@ -371,7 +384,7 @@ def hook_attention(
 
 
 def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
-    """Add to the hook of a layer with FLASH_ATTN what kvtxn's calls of FlashAttention need."""
+    """Return the hook of a layer with FLASH_ATTN: ``hook``, and arguments of FlashAttention."""
     from .flash_backend import FlashHook
 
     size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)

@@ -119,7 +119,7 @@ class OneStateCopies:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor | None,
     ) -> None:
-        """Copy pasts from where vLLM finds them, and the one state that there is."""
+        """Copy pasts of convolutions from vLLM's columns, and each request's one state."""
         given = num_reqs, state_idx_gpu, src_col_gpu
         self.kvtxn_pasts.run_fused_precopy(*given, token_bias_gpu, idx_mapping)
         if self.kvtxn_states.num_states:
@@ -133,7 +133,7 @@ class OneStateCopies:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """Copy pasts at the ends of blocks; of states those that are there now."""
+        """Copy pasts to blocks that end within the step, and states that are at an end now."""
         given = state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping
         self.kvtxn_pasts.run_fused_postprocess_align(num_reqs, num_accepted_tokens_gpu, *given)
         if self.kvtxn_ends and self.kvtxn_states.num_states:
@@ -148,8 +148,9 @@ class OneStateCopies:
         num_computed_tokens_gpu: Tensor,
         num_draft_tokens_gpu: Tensor,
     ) -> None:
-        """Do the same for the V1 runner, which counts the tokens after the step in the kernel.
+        """Copy pasts and states at the ends of blocks for the V1 runner.
 
+        It counts the tokens after the step in the kernel.
         Its next step reads a past at the count that is left in ``num_accepted_tokens_out``.
         """
         pasts, accepted = self.kvtxn_pasts, num_accepted_tokens_gpu[:num_reqs]
@@ -233,7 +234,7 @@ class CopyTeller:
     Attributes:
         tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request that
             vLLM's kernels count by.
-        carry: is told.
+        carry: is called with the copies.
         size: tokens of a block.
         held: kvtxn's windows hold one state per request, which is in the first column, whatever was
             accepted; what is at the ends of blocks is left by their commits.
@@ -252,7 +253,7 @@ class CopyTeller:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor | None,
     ) -> None:
-        """Tell of states that go to the blocks of their steps."""
+        """Tell of the copies of states to the blocks that their requests' steps write."""
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         source, target = src_col_gpu[place].long(), state_idx_gpu[place].long()
         copied = live & (source >= 0) & (source != target)
@@ -267,7 +268,7 @@ class CopyTeller:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """Tell of states at the ends of blocks."""
+        """Tell of the copies of states that are at the ends of blocks."""
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         after = new_num_computed_tokens_gpu[place].long()
         running = after - num_accepted_tokens_gpu[place] + 1
@@ -282,7 +283,10 @@ class CopyTeller:
         num_computed_tokens_gpu: Tensor,
         num_draft_tokens_gpu: Tensor,
     ) -> None:
-        """Do the same in the V1 runner, which counts the tokens after the step in the kernel."""
+        """Tell of the copies of states at the ends of blocks, of the V1 runner.
+
+        It counts the tokens after the step in the kernel.
+        """
         place, live = _places(None, num_reqs, mamba_state_idx_gpu)
         counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
         scheduled, computed, drafts = (count[place].long() for count in counts)
@@ -293,7 +297,7 @@ class CopyTeller:
     def _tell_ends(
         self, place: Tensor, live: Tensor, column: Tensor, running: Tensor, after: Tensor
     ) -> None:
-        """Tell of states at the ends of blocks.
+        """Tell of the copies of states that are at the ends of blocks.
 
         Args:
             place: the lines of the requests.
@@ -381,7 +385,17 @@ def lacks_context(runner: Runner) -> bool:
 def tell_copies(
     runner: Runner, groups: Iterable[str], carry: Carry, *, held: bool = False
 ) -> Callable[[], None]:
-    """Let a runner's context tell of the copies that it makes."""
+    """Call a function before each copy of states that a runner's context makes.
+
+    Args:
+        runner: a runner whose prefix cache keeps states, and whose caches exist.
+        groups: names of the groups of states.
+        carry: the function, called with the copies.
+        held: as for ``CopyTeller``.
+
+    Returns:
+        A function that undoes it.
+    """
     assert is_aligned(runner)
     names = [*groups]
     tables = dict(zip(names, tables_of_requests(runner, names), strict=True))

@@ -73,7 +73,7 @@ def uncontained(config: VllmConfig) -> str | None:
 
 
 def foreign_scheduler(config: VllmConfig) -> str | None:
-    """Say that the engine's scheduler is none of vLLM's, which nobody can tell; None if it is."""
+    """Say that the engine's scheduler is a class of its own; None if it derives from vLLM's."""
     if config.scheduler_config.scheduler_cls is None:
         return None
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -286,7 +286,7 @@ class PutBack:
         self._rows: Final[dict[str, int]] = {}
 
     def hear(self, told: SchedulerOutput) -> None:
-        """Note the requests that a step puts back; call this for each step."""
+        """Note how many rows the requests have that a step puts back; call it for each step."""
         for name in told.finished_req_ids:
             self._rows.pop(name, None)
         for name in told.preempted_req_ids or ():
@@ -314,19 +314,19 @@ def _rows_after(told: SchedulerOutput, name: str) -> int | None:
 
 
 def _put_back(runner: Runner) -> PutBack:
-    """Return what is known of the requests that a runner's scheduler has put back."""
+    """Return a runner's ``PutBack``, made at the first call."""
     known: PutBack = vars(runner).setdefault("kvtxn_put_back", PutBack())
     return known
 
 
 def _adapters(runner: Runner) -> Adapters:
-    """Return what is known of a runner's adapters."""
+    """Return a runner's ``Adapters``, made at the first call."""
     known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
     return known
 
 
 def _media(runner: Runner) -> Media:
-    """Return what is known of the images and audio that requests of a runner have named."""
+    """Return a runner's ``Media``, made at the first call."""
     known: Media = vars(runner).setdefault("kvtxn_media", Media())
     return known
 
@@ -503,7 +503,12 @@ class Told:
 
 
 def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
-    """Bring up to date which requests a runner has, and their blocks; it keeps no such list."""
+    """Bring a list of a V2 runner's requests up to date, which keeps none itself.
+
+    Args:
+        known: by name, the requests and their blocks; changed in place.
+        scheduler_output: a step, in which requests come, grow, end or are preempted.
+    """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
         known.pop(name, None)

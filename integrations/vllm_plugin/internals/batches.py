@@ -258,9 +258,10 @@ class PlannedV2:
         return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
 
     def alike(self, rows: int) -> int:
-        """Return the number of requests if each has ``rows`` rows, one of them settled; else 0.
+        """Return the number of requests if each has one settled row and ``rows - 1`` drafts.
 
-        As no request can have more drafts than that, the batch's sums tell it.
+        Else 0, as for a batch without drafts, or in which a request prefills. No request has more
+        than ``rows - 1`` drafts, so the batch's sums tell it.
         """
         batch = self.batch
         count, drafts = batch.num_reqs, batch.num_draft_tokens

@@ -45,14 +45,18 @@ _PARAMETERS: Final = ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_a
 def take_in_gated_delta(
     module: GatedDeltaLayer, state: Tensor, convolved: Tensor, a: Tensor, b: Tensor
 ) -> Tensor:
-    """Compute the states after one more row each, by vLLM's operator.
+    """Return the states after one more row each, as vLLM's gated delta operator leaves them.
 
     Args:
         module: the layer.
         state: float32 ``[num_requests, num_heads, key_size, value_size]``; it is not changed.
-        convolved: ``[num_requests, channels]``, outputs of the convolution.
-        a: ``[num_requests, num_heads]``.
-        b: ``[num_requests, num_heads]``.
+        convolved: ``[num_requests, channels]``, outputs of the convolution; queries and keys are
+            normalised here.
+        a: ``[num_requests, num_heads]``, of which the operator makes the decay.
+        b: ``[num_requests, num_heads]``, of which it makes beta.
+
+    Returns:
+        float32, contiguous, in the shape of ``state``.
     """
     from vllm import _custom_ops
 
@@ -511,13 +515,13 @@ def unhook_mixers(layers: Sequence[StateLayer]) -> None:
 
 
 def take_in_mamba2(module: Mamba2Layer, state: Tensor, convolved: Tensor, dt: Tensor) -> Tensor:
-    """Compute the states of a Mamba-2 layer after one more row each, by vLLM's operator.
+    """Return the states after one more row each, as vLLM's operator of Mamba-2 leaves them.
 
     Args:
         module: the layer.
         state: ``[num_requests, num_heads, head_size, state_size]``; it is not changed.
         convolved: ``[num_requests, channels]``, outputs of the convolution.
-        dt: ``[num_requests, num_heads]``.
+        dt: ``[num_requests, num_heads]``, before its bias and softplus.
     """
     from vllm.model_executor.layers.mamba.ops.ssu_dispatch import selective_state_update
 

@@ -68,8 +68,9 @@ _FUSED_COLUMNS: Final = 8
 def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
 
-    What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
-    backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
+    Of vLLM's backends of Mamba-2 only Triton's, on a GPU, skips a request whose table names no
+    block.
+    With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
     from .hooks import check_methods
 
@@ -104,7 +105,10 @@ def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
 
 
 def _unused(owner: type, kind: str, *split: str) -> str | None:
-    """Say in a sentence which name that ``hook`` replaces vLLM's code of a layer does not use."""
+    """Say in a sentence that vLLM's code of a layer does not use a name that ``hook`` replaces.
+
+    None if it uses all of them.
+    """
     for method in (*LAUNCHES[kind], *split):
         function = getattr(owner, method)
         name = KERNELS[kind].get(method)
@@ -323,7 +327,11 @@ class HeldStates(StateSupplier):
             self._commit(step, sampled)
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit layer by layer after an error; layers that are done are left out."""
+        """Commit the step's other layers, one after another, after a commit that raised.
+
+        Args:
+            sampled: as for ``commit``.
+        """
         step = self._step
         assert step is not None  # the commit that failed had one
         self._name_ends(step, self.batch)
@@ -336,7 +344,7 @@ class HeldStates(StateSupplier):
             self.tables.name_snapshots(self._blocks, lengths, starts, step)
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
-        """Launch what is left of the step's commits, layer by layer."""
+        """Launch the commits of the layers that are not committed yet, one after another."""
         self.tables.name_commits(counts_of_step(step, sampled), step.starts)
         for rows in self._verified[self._done :]:
             rows.commit(step)

@@ -82,6 +82,17 @@ def restore_class(target: object) -> None:
     target.__class__ = own
 
 
+def give_back(target: object) -> None:
+    """Call ``restore_class``, then take away the attributes that kvtxn has given an object.
+
+    Raises:
+        KVTxnError: as ``restore_class``; the object keeps what its hooks need.
+    """
+    restore_class(target)
+    for name in [name for name in vars(target) if name.startswith("kvtxn")]:
+        delattr(target, name)
+
+
 def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
     """Put mixins before an object's class, and give the object what they need."""
     swap_class(target, *mixins)

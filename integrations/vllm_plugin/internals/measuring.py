@@ -229,7 +229,7 @@ class Layers:
         attention: how many have attention.
         recurrent: how many have a state.
         kv_heads: of a layer with attention.
-        head_size: likewise.
+        head_size: of a layer with attention.
         past: shape of a convolution's past, in bfloat16.
         state: shape of a state, in float32.
     """

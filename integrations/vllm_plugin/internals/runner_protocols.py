@@ -269,7 +269,7 @@ class Backend(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """``vllm.model_executor.layers.attention.attention.Attention``; ``MLAAttention`` likewise."""
+    """``vllm.model_executor.layers.attention.attention.Attention``; ``MLAAttention``, too."""
 
     impl: Any  # each backend's is another; ``FlashImpl`` and ``LatentImpl`` are two of them
     kv_cache: Tensor

@@ -206,12 +206,16 @@ class _Reader:
         return {block for table, size in self.tables for block in table[: -(-computed // size)]}
 
     def begin(self) -> int:
-        """Return the first position of the step, at the latest; later steps may be under way."""
+        """Return the first position of the step, or one before it, perhaps below 0.
+
+        That is the computed tokens less all that are in flight: those of this step, and those of
+        steps that were launched after it.
+        """
         under_way = int(getattr(self.request, "num_in_flight_tokens", 0))
         return int(self.request.num_computed_tokens) - max(self.scheduled, under_way)
 
     def since(self, begin: int) -> set[int]:
-        """Return the blocks from that of a position on."""
+        """Return the blocks with rows of position ``begin`` or later."""
         begin = max(begin, 0)
         found = {block for table, size in self.tables for block in table[begin // size :]}
         return found - {_NOBODYS}
@@ -286,7 +290,13 @@ def caches(scheduler: Scheduler) -> bool:
 
 
 def look(manager: CacheManager, request: Request, found: Sequence[object]) -> None:
-    """Look what the prefix cache has of a request, and note it."""
+    """Note on a request what the prefix cache has of it, for ``tell``.
+
+    Args:
+        manager: the scheduler's manager of the cache.
+        request: the request.
+        found: vLLM's result of looking it up; the second is the number of rows that it can use.
+    """
     used = found[1]
     assert isinstance(used, int)
     setattr(request, _FOUND, _Cache(manager, request).found(used))
@@ -346,7 +356,11 @@ class _Cache:
         return min(ends, default=used)
 
     def found(self, used: int) -> Found:
-        """Return what there is, and what vLLM takes off, in its own order."""
+        """Return the cached rows of the request, and what vLLM takes off, in vLLM's order.
+
+        Args:
+            used: the rows that vLLM can use.
+        """
         rows, request = self._rows(used), self._request
         if request.skip_reading_prefix_cache:
             return Found(rows, [(_why_skipped(request), 0)])
@@ -393,7 +407,7 @@ def _why_skipped(request: Request) -> str:
 
 
 def tell(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """Tell the workers, with a step, what its requests compute again that was in the cache."""
+    """Add to a step, for the workers, how many cached rows its requests compute again, and why."""
     cached = output.scheduled_cached_reqs
     begin = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     if cached.resumed_req_ids:

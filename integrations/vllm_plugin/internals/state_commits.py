@@ -109,7 +109,7 @@ class StateTables:
         return int(self.sources.shape[1])
 
     def name_sources(self, group: int, table: Tensor) -> None:
-        """Let a group's kernels read the first block of each request of vLLM's table."""
+        """Let a group's kernels read the state in the first block of each line of vLLM's table."""
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
 
     def name_in_graph(self, group: int, layer: object) -> None:

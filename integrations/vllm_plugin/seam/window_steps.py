@@ -107,7 +107,11 @@ def open_steps(
 
 
 def refuse_without_windows(runner: HookedRunner) -> None:
-    """Refuse caches with one state per request that no window commits."""
+    """Refuse caches with one state per request that no window commits.
+
+    Raises:
+        KVTxnError: the runner has such caches, and no windows.
+    """
     if runner.kvtxn_one_state and runner.kvtxn is None:
         raise KVTxnError(
             "initialize_kv_cache",

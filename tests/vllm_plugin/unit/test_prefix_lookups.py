@@ -16,6 +16,8 @@ from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_clas
 from kvtxn.integrations.vllm_plugin.internals.scheduling import Found, unused_prefixes
 from test_audit_watch import config
 
+from kvtxn import KVTxnError
+
 pytest.importorskip("vllm")
 
 import torch
@@ -237,7 +239,43 @@ def test_an_error_costs_the_count_and_not_the_engine(monkeypatch, lines, part):
     (line,) = lines
     assert "kvtxn.audit_reuse_not_counted" in line
     assert "planted" in line
-    assert not is_swapped(scheduler.kv_cache_manager)
+
+
+@pytest.mark.parametrize("part", ["look", "tell"])
+def test_an_error_behind_a_class_of_somebody_else(monkeypatch, lines, part):
+    """A manager whose class was changed after the hook keeps it: the engine goes on, one line."""
+
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(scheduling, part, fail)
+    manager = manager_of(whole())
+    theirs = manager.__class__ = type("Theirs", (type(manager),), {})
+    scheduler = Plain(manager, request_of([*range(20)]))
+    swap_class(scheduler, TellingScheduler)
+    for _ in range(3):
+        assert unused_prefixes(scheduler.schedule()) == {}
+    (line,) = lines
+    assert "planted" in line
+    assert type(manager) is theirs
+
+
+def test_a_class_of_somebody_else_keeps_no_other_class_hooked():
+    """It is refused; every other scheduler and manager gets its own class back."""
+    schedulers = []
+    for _ in range(3):
+        manager = KVCacheManager.__new__(KVCacheManager)
+        manager.enable_caching = True
+        schedulers.append(Plain(manager, request_of([1, 2])))
+        audited_scheduler.follow_scheduler(schedulers[-1], config(), contains=False, required=True)
+    theirs = schedulers[1].kv_cache_manager
+    theirs.__class__ = type("Theirs", (type(theirs),), {})
+    with pytest.raises(KVTxnError, match="not a class that swap_class made"):
+        audited_scheduler.unhook_schedulers()
+    hooked = [
+        each for one in schedulers for each in (one, one.kv_cache_manager) if is_swapped(each)
+    ]
+    assert hooked == [theirs]
 
 
 def test_a_release_that_looks_in_another_way_is_left_alone(lines):

@@ -25,7 +25,7 @@ with importing_kernels():
 from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
-from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped
+from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
@@ -330,6 +330,23 @@ def test_attention_on_a_cpu_is_given_back():
     assert [type(layer.impl) for layer in layers] == own
 
 
+def test_attention_behind_a_class_of_somebody_else_goes_on():
+    """It is refused, and keeps what its hook needs; the other layers are given back."""
+    cache = torch.zeros(2, 1, 4, 16)
+    layers = [
+        TargetLayer(name, "group.0", None, Attention(), cache, (1, 8), torch.float32)
+        for name in "abc"
+    ]
+    steps = SimpleNamespace(manager=SimpleNamespace(layers=dict.fromkeys("abc", "ref")))
+    attention.hook_attention(steps, layers)
+    theirs = layers[1].impl
+    theirs.__class__ = type("Theirs", (type(theirs),), {})
+    with pytest.raises(KVTxnError, match="not a class that swap_class made"):
+        attention.unhook_attention(layers)
+    assert [is_swapped(layer.impl) for layer in layers] == [False, True, False]
+    assert theirs.kvtxn.steps is steps
+
+
 class Client:
     def shutdown(self):
         return "down"
@@ -353,3 +370,34 @@ def test_clients_are_given_back(monkeypatch):
     assert vars(client) == {}
     assert client.shutdown() == "down"
     assert metrics.last_snapshots() == []
+
+
+def test_clients_behind_a_class_of_somebody_else():
+    """Such a client is refused, and keeps what its hook needs; the others are given back."""
+    clients = [Client() for _ in range(3)]
+    for client in clients:
+        swap_class(client, metrics.RememberingClient)
+        client.kvtxn_pid = 0  # another process's: it asks nothing at its end
+        metrics._hooked.add(client)
+    clients[1].__class__ = type("Theirs", (type(clients[1]),), {})
+    with pytest.raises(KVTxnError, match="not a class that swap_class made"):
+        metrics.unhook_clients()
+    assert [vars(client) for client in clients] == [{}, {"kvtxn_pid": 0}, {}]
+    metrics.unhook_clients()
+
+
+def test_one_hook_that_stays_keeps_no_other(monkeypatch):
+    """Each kind of hook is undone, then the error is raised."""
+    done = []
+
+    def fail():
+        raise KVTxnError("restore_class", "planted")
+
+    monkeypatch.setattr(starting, "unhook_runners", fail)
+    monkeypatch.setattr(metrics, "unhook_clients", partial(done.append, "clients"))
+    monkeypatch.setattr(starting, "unhook_schedulers", partial(done.append, "schedulers"))
+    monkeypatch.setattr(starting, "_undo_engines", [partial(done.append, n) for n in "ab"])
+    with pytest.raises(KVTxnError, match="planted"):
+        starting.unhook()
+    assert done == ["clients", "schedulers", "b", "a"]
+    assert starting._undo_engines == []
