@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Key
-from ....audit.checksum import block_checksums, block_pages
+from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
 from .audited import arrival_of, known_tokens
@@ -227,12 +227,15 @@ def of_runner(runner: RunnerV2) -> object:
 
 
 def block_layout(runner: Runner, group: str) -> list[object]:
-    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it."""
+    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it.
+
+    It does not depend on the number of blocks, which differs with the memory that an engine has.
+    """
     blocks = runner.kv_cache_config.num_blocks
     shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
     for cache in _caches(runner, group):
         block = cache.movedim(_block_dimension(cache, blocks), 0)[0]
-        shapes.append([str(cache.dtype), [*block.shape], [*block.stride()]])
+        shapes.append([str(cache.dtype), [*block.shape], memory_order(block)])
     return shapes
 
 
