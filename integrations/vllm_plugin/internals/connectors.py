@@ -18,7 +18,7 @@ from ....audit import Key
 from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
-from .audited import arrival_of, known_tokens
+from .audited import arrival_of, is_put_back, known_tokens
 from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
 from .runner_protocols import (
     BlockList,
@@ -188,13 +188,15 @@ def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
 def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent]]:
     """Yield each request that a runner knows, its blocks by group, and what vLLM says of it.
 
-    The V1 runner keeps this; what the V2 runner was told is in ``kvtxn_requests``.
+    The V1 runner keeps this, of requests that were put back as well, whose blocks others have; what
+    the V2 runner was told is in ``kvtxn_requests``.
     """
     told = getattr(runner, "kvtxn_requests", None)
     if told is None:
         assert hasattr(runner, "requests")  # it is a V1 runner
         for name, state in runner.requests.items():
-            yield name, state.block_ids, state
+            if not is_put_back(runner, name):
+                yield name, state.block_ids, state
     else:
         for name, each in told.items():
             yield name, each.tables, each.came

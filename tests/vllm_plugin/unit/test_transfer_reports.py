@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import Handed
+from kvtxn.integrations.vllm_plugin.internals.audited import PutBack
 from transfer_rig import ROWS, TOKENS, come, kinds, load, rig, slots, state_of
 
 from kvtxn.audit import Step
@@ -89,3 +92,20 @@ def test_tensors_of_stretches_begin_where_triton_compiles_nothing_anew(rig, monk
         tensors = each.lines, each.first, each.end, each.table_lines
         assert not any(tensor.data_ptr() % 16 for tensor in tensors)
     assert kinds(rig) == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["waits", "has come again"])
+def test_blocks_that_a_request_had_before_it_was_put_back_are_others(strange, again):
+    """The V1 runner keeps its old table until then."""
+    told_of = SimpleNamespace(
+        finished_req_ids=set(), preempted_req_ids={"a"}, num_scheduled_tokens={}
+    )
+    put_back = strange.runner.kvtxn_put_back = PutBack()
+    put_back.hear(told_of)
+    strange.ledger.copy("group.0", [8], [1])
+    strange.runner.requests["z"] = state_of([1, 9], OTHERS)
+    if again:
+        put_back.take("a")
+    strange.watch.begin(SimpleNamespace(store_gpu_blocks=[1], load_gpu_blocks=[]))
+    strange.watch.end()
+    assert told(strange) == [("exported", 0, 1)] * again
