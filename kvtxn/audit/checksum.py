@@ -42,29 +42,41 @@ def has_nan(plane: Plane) -> bool:
     return plane.format.dtype.is_floating_point
 
 
+def memory_order(block: Tensor) -> list[int]:
+    """Return the dimensions of a block that are longer than 1, as they lie in memory.
+
+    The first is the one whose elements lie furthest apart.
+    """
+    longer = [at for at in range(block.ndim) if block.shape[at] > 1]
+    return sorted(longer, key=block.stride().__getitem__, reverse=True)
+
+
 def block_pages(cache: Tensor, dim: int) -> list[Tensor]:
     """Return the bytes of a cache's blocks, as views with the block as their first dimension.
 
-    Where a block consists of few runs of memory, each view is of one run: uint8
-    ``[num_blocks, n]``, a block's line contiguous. Any other cache is one view, as it is.
+    Together, a block's bytes are in the order in which they lie in memory. Where a block consists
+    of few runs of memory, each view is of one run: uint8 ``[num_blocks, n]``, a block's line
+    contiguous. Any other cache is one view, of its own dtype.
 
     Args:
         cache: any shape and dtype.
         dim: the dimension of the blocks.
     """
     blocks = cache.movedim(dim, 0)
-    sizes = {at: blocks.shape[at] for at in range(1, blocks.ndim) if blocks.shape[at] > 1}
-    order = sorted(sizes, key=blocks.stride().__getitem__, reverse=True)
-    if not blocks.numel() or not order or blocks.stride(order[-1]) != 1:
+    if not blocks.numel():
         return [blocks]
-    single = [at for at in range(1, blocks.ndim) if at not in sizes]
-    ordered = blocks.permute(0, *order, *single).flatten(len(order)).view(torch.uint8)
+    order = [at + 1 for at in memory_order(blocks[0])]
+    single = [at for at in range(1, blocks.ndim) if at not in order]
+    whole = blocks.permute(0, *order, *single)
+    if not order or blocks.stride(order[-1]) != 1:
+        return [whole]
+    ordered = whole.flatten(len(order)).view(torch.uint8)
     first, together = ordered.ndim, 1
     while first > 1 and ordered.stride(first - 1) == together:
         first -= 1
         together *= ordered.shape[first]
     if math.prod(ordered.shape[1:first]) > _MOST_RUNS:
-        return [blocks]
+        return [whole]
     pages = [ordered.flatten(first)]
     for _ in range(first - 1):
         pages = [part for page in pages for part in page.unbind(1)]

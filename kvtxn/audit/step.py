@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -125,3 +125,19 @@ class Stretch:
     kind: str
     table_lines: Tensor | None = None
     block_maps: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+
+def padded_columns(rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """Return what ``Stretch`` wants of each request, with padding to an even number of requests.
+
+    Each column begins at whole 16 bytes then. Triton compiles a kernel once more for tensors that
+    do not, and an engine would wait for that in the middle of its work.
+
+    Args:
+        rows: of each request its line, first, end, and line of the tables.
+
+    Returns:
+        int64 ``[4, n]`` on the host, contiguous.
+    """
+    padding = [(-1, 0, 0, 0)] * (len(rows) % 2)
+    return torch.tensor([*rows, *padding], dtype=torch.int64, device="cpu").T.contiguous()

@@ -23,7 +23,7 @@ from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
 from .rows import through, word_at
-from .step import Stretch
+from .step import Stretch, padded_columns
 from .violation import NOBODY
 
 
@@ -136,7 +136,8 @@ class RowTransfers:
         # Rows of one prefix differ from the request's own by one number: an age, or other extras.
         apart = words - own
         is_one = (apart == apart[:, :1]).all(1)
-        ends = older(words[:, (0, -1)], -self._state.epoch) * is_one[:, None]
+        ends = torch.stack([words[:, 0], words[:, -1]], 1)  # an index of ints would wait for a GPU
+        ends = older(ends, -self._state.epoch) * is_one[:, None]
         before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
         terms = [own[:, 0] - before[0], before[0] - before[1], before[1] - before[2]]
         step = books.counters[book.STEP].expand_as(first)
@@ -313,9 +314,8 @@ class RowTransfers:
         known = checks.ints(operation, "origin", origin, shape)
         runs = known.view(1, -1) if known.ndim == 1 else known
         size = count if known.ndim == 1 else place.group.block_size
-        fits = (
-            runs.ndim == 2 and known.dtype is torch.int64 and runs.shape == (-(-count // size), 6)
-        )
+        number = 1 if known.ndim == 1 else -(-count // size)
+        fits = known.dtype is torch.int64 and runs.shape == (number, 6)
         if digests is None or not fits or (known.ndim == 2 and first % size):
             raise ConfigError(
                 operation, "origin is not that of the rows",
@@ -357,15 +357,22 @@ class RowTransfers:
         first: int,
         end: int,
     ) -> None:
-        """Compare the rows of one request with the digests of its tokens."""
+        """Compare the rows of one request with the digests of its tokens.
+
+        Imported rows are compared block by block: what is told of a wrong one says nothing of the
+        blocks after it, which the request's next step still compares.
+        """
         self._span(operation, first, end)
         blocks = self._state.upload(checks.ints(operation, "table", table, "[blocks]"))[None]
         number = self._state.requests.line(request, operation=operation)
-        line, low, high = self._state.upload([number, first, end]).unbind()
+        size = place.group.block_size
+        ends = [*range((first // size + 1) * size, end, size), end] if kind == "imported" else [end]
+        rows = [(number, *each, 0) for each in zip([first, *ends[:-1]], ends, strict=True)]
+        line, low, high, one = self._state.upload(padded_columns(rows))
         if not blocks.shape[1]:
-            blocks = torch.full_like(line[None, None], -1)
+            blocks = torch.full_like(line[:1, None], -1)
         tables = {place.group.name: blocks}
-        self._compare(Stretch(line[None], low[None], high[None], tables, kind))
+        self._compare(Stretch(line, low, high, tables, kind, one))
 
     def _journal(self, place: Place, where: Tensor, writers: Tensor | None) -> None:
         """Write journal entries for rows that no step wrote.

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.overrides import TorchFunctionMode
 
 from kvtxn import ConfigError
 from kvtxn.audit import Key, Ledger, RowGroup
@@ -205,3 +206,30 @@ def test_tensors_that_do_not_fit(wrong):
     with pytest.raises(ConfigError, match="one row per block"):
         table.remember(torch.zeros((1, 2), dtype=torch.int64), wrong)
     assert len(table) == 0
+
+
+def test_no_rows_come_with_an_origin():
+    ledger, words, origins = two_writers()
+    ledger.import_rows("b", "full", [5, 6], 4, 4, words[0][:0], origins[0])
+    ledger.import_rows("b", "full", [5, 6], 4, 4, words[0][:0], torch.stack(origins)[:0])
+    assert ledger.violations() == []
+
+
+class Indices(TorchFunctionMode):
+    """Refuses lists of ints as indices: torch copies them to a GPU, and waits for it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(each, list | tuple) for each in index), index
+        return func(*args, **(kwargs or {}))
+
+
+def test_identities_are_found_without_waiting_for_a_gpu():
+    ledger, _, _ = two_writers()
+    blocks = torch.tensor([1, 2])
+    with Indices():
+        ledger.identities("full", ["a", "c"], [0, 4], blocks)
+        ledger.own_words("full", ["a", "c"], [3, 7])
+        with pytest.raises(AssertionError, match=r"\(0, -1\)"):
+            blocks[None][:, (0, -1)]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ....audit import Ledger, RowGroup, Stretch
 from ....audit.identity_table import Identity
+from ....audit.step import padded_columns
 from ....host_values import to_device
 from ..step import Arrival, Rows
 from .block_identities import BlockIdentities, Content, Place, Span
@@ -228,19 +229,23 @@ class TransferWatch:
                 self._ledger.inspect(self._stretch(group, own[at : at + _AT_ONCE]))
 
     def _stretch(self, group: str, spans: Sequence[Span]) -> Stretch:
-        """Return the rows of blocks of a group that leave."""
+        """Return the rows of blocks of a group that leave, each block by itself.
+
+        What is told of a wrong block says nothing of those after it; steps still compare them.
+        """
         size, device = self._groups[group].block_size, self._ledger.books.words.device
         ends = [span.begin + len(span.blocks) for span in spans]
         rows = [
-            (self._ledger.line(span.request), span.begin * size, end * size)
-            for span, end in zip(spans, ends, strict=True)
+            (self._ledger.line(span.request), at * size, (at + 1) * size, number)
+            for number, span in enumerate(spans)
+            for at in range(span.begin, ends[number])
         ]
         tables = torch.zeros((len(spans), max(ends)), dtype=torch.int64, device="cpu")
-        for table, span, end in zip(tables, spans, ends, strict=True):
-            table[span.begin : end] = torch.tensor(span.blocks)
-        line, first, end = to_device(torch.tensor(rows).T.contiguous(), device, torch.int64)
+        for table, span, last in zip(tables, spans, ends, strict=True):
+            table[span.begin : last] = torch.tensor(span.blocks)
+        line, first, end, of = to_device(padded_columns(rows), device, torch.int64)
         read = {group: to_device(tables, device, torch.int64)}
-        return Stretch(line, first, end, read, "exported")
+        return Stretch(line, first, end, read, "exported", of)
 
     def _compare_with(self, each: Handed, other: Arrival) -> None:
         """Compare the rows of blocks with other tokens, under which they are stored."""

@@ -298,6 +298,10 @@ class PutBack:
         """Return the rows that a request which comes had; None if it was not put back."""
         return self._rows.pop(name, None)
 
+    def __contains__(self, name: str) -> bool:
+        """Tell whether a request was put back and has not come again."""
+        return name in self._rows
+
 
 def _rows_after(told: SchedulerOutput, name: str) -> int | None:
     """Return the rows that a request has after a step, drafts included; None if it took no part."""
@@ -317,6 +321,11 @@ def _put_back(runner: Runner) -> PutBack:
     """Return a runner's ``PutBack``, made at the first call."""
     known: PutBack = vars(runner).setdefault("kvtxn_put_back", PutBack())
     return known
+
+
+def is_put_back(runner: Runner, name: str) -> bool:
+    """Tell whether a request was put back and has not come again; its blocks are others' now."""
+    return name in _put_back(runner)
 
 
 def _adapters(runner: Runner) -> Adapters:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ....audit import Key
-from ....audit.checksum import block_checksums, block_pages
+from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
-from .audited import arrival_of, known_tokens
+from .audited import arrival_of, is_put_back, known_tokens
 from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
 from .runner_protocols import (
     BlockList,
@@ -188,13 +188,15 @@ def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
 def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent]]:
     """Yield each request that a runner knows, its blocks by group, and what vLLM says of it.
 
-    The V1 runner keeps this; what the V2 runner was told is in ``kvtxn_requests``.
+    The V1 runner keeps this, of requests that were put back as well, whose blocks others have; what
+    the V2 runner was told is in ``kvtxn_requests``.
     """
     told = getattr(runner, "kvtxn_requests", None)
     if told is None:
         assert hasattr(runner, "requests")  # it is a V1 runner
         for name, state in runner.requests.items():
-            yield name, state.block_ids, state
+            if not is_put_back(runner, name):
+                yield name, state.block_ids, state
     else:
         for name, each in told.items():
             yield name, each.tables, each.came
@@ -227,12 +229,15 @@ def of_runner(runner: RunnerV2) -> object:
 
 
 def block_layout(runner: Runner, group: str) -> list[object]:
-    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it."""
+    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it.
+
+    It does not depend on the number of blocks, which differs with the memory that an engine has.
+    """
     blocks = runner.kv_cache_config.num_blocks
     shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
     for cache in _caches(runner, group):
         block = cache.movedim(_block_dimension(cache, blocks), 0)[0]
-        shapes.append([str(cache.dtype), [*block.shape], [*block.stride()]])
+        shapes.append([str(cache.dtype), [*block.shape], memory_order(block)])
     return shapes
 
 
