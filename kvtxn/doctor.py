@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-args",
         metavar="JSON",
         type=_json,
-        help="engine arguments to judge, such as "
-        """'{"model": "DIR", "speculative_config": {"method": "ngram", ...}}'""",
+        help="arguments of an engine that does not run yet, as for vLLM's LLM(...): which policy "
+        """it gets, and why. Such as '{"model": "DIR", "speculative_config": {"method": "ngram", """
+        """"num_speculative_tokens": 4}, "additional_config": {"kvtxn": {"policy": "auto"}}}'""",
     )
 
 
@@ -223,8 +224,8 @@ def as_text(report: dict[str, Any], *, matrix: bool = False) -> str:
         lines.append(f"backend   {row['name']} on {row['device']}: {says}{reads}{holds}")
     for device, choice in report["auto"].items():
         lines.append(
-            f"auto      on {device}: backend {choice['backend']}, policy {choice['policy']} "
-            f"({choice['why']})"
+            f"auto      on {device}, in an engine of your own: backend {choice['backend']}, policy "
+            f"{choice['policy']} ({choice['why']})"
         )
     known = {"kvtxn", "python", "platform", "packages", "devices", "backends", "auto"}
     for name in [name for name in report if name not in known]:

@@ -81,6 +81,8 @@ class TransactionManager:
         self.kinds: Mapping[str, SlotKind] = MappingProxyType({ref.group: ref.kind for ref in refs})
         kinds = frozenset[str]().union(*(ref.needs for ref in refs))
         backend = registry.resolve(self.config.backend, self.device, kinds)
+        self.policy: str
+        self.policy_reason: str
         self.policy, self.policy_reason = choose_policy(
             self.config.policy,
             backend.capabilities,

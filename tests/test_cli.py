@@ -36,7 +36,7 @@ def test_doctor_prints_versions_backends_and_the_choice(capsys):
     said = " ".join(text.split())
     assert "backend torch on cpu: deferred, direct, undo; attention reads the window" in said
     assert "paged, recurrent, replayed, ring layers" in said
-    assert "auto      on cpu: backend" in text
+    assert "auto on cpu, in an engine of your own: backend torch, policy deferred" in said
 
 
 def test_doctor_prints_json(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -96,6 +97,32 @@ def test_the_search_finds_pages(site):
     """It is an index beside the pages."""
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert any("max_rows" in entry["text"] for entry in found)
+
+
+def attributes(site, page, owner):
+    """The attributes that a page of the API lists of a class, and the types that it shows."""
+    text = (site / "docs" / "api" / page).read_text()
+    entry = rf'<span title="{re.escape(owner)}\.(\w+)">\1</span></code></b>([^\u2013]*)'
+    found = re.findall(entry, text)
+    return {name: re.sub(r"<[^>]*>|\s", "", shown).strip("()") for name, shown in found}
+
+
+def test_attributes_have_their_own_types(site):
+    """griffe gives one whose assignment it cannot read the type of the attribute before it."""
+    found = attributes(site, "windows.html", "kvtxn.TransactionManager")
+    assert {name: found[name] for name in ("kinds", "policy", "executor")} == {
+        "kinds": "Mapping[str,SlotKind]",
+        "policy": "str",
+        "executor": "",
+    }
+
+
+def test_what_an_executor_writes_with_has_entries(site, pages):
+    """The guide names them."""
+    places = pages[site / "docs" / "api" / "executors.html"].places
+    assert {"kvtxn.cache_planes.Plane.index", "kvtxn.formats.words"} <= places
+    found = attributes(site, "executors.html", "kvtxn.cache_planes.Plane")
+    assert found["cells"] == "Tensor"
 
 
 @pytest.mark.parametrize(

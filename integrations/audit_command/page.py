@@ -26,6 +26,10 @@ _DRAFT_LABELS: Final[Mapping[str, str]] = {
 }
 
 
+#: By a verdict's word: the class of the page's head.
+_MOODS: Final = {"healthy": "good", "violations": "bad"}
+
+
 def write(path: Path, *, title: str, verdict: Verdict, found: Found, command: str) -> None:
     """Write the page of an audit.
 
@@ -132,7 +136,7 @@ def _notes(found: Found, rank: int) -> list[str]:
 
 
 def page(values: Mapping[str, Any]) -> str:
-    """Return the HTML of a page with these data."""
+    """Return the HTML of a page with these data; without its script it has the verdict alone."""
     text = (_FOLDER / "page.html").read_text(encoding="utf-8")
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
     # "<" as an escape: no text in the data can end the block.
@@ -141,10 +145,13 @@ def page(values: Mapping[str, Any]) -> str:
     items = (html.escape(each) for each in [*verdict["sentences"], *values["notes"]])
     parts = {
         "title": html.escape(str(values["title"])),
-        # The script writes both anew; this is for readers without it.
+        "mood": _MOODS.get(verdict["word"], "none"),
+        "word": html.escape(verdict["word"]),
         "headline": html.escape(verdict["headline"]),
+        "facts": html.escape(" \N{MIDDLE DOT} ".join(map(_fact, values["engine"].items()))),
         "sentences": "".join(f"<li>{each}</li>" for each in items),
         "style": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "command": html.escape(str(values["command"])),
         "script": script,
         "data": block,
     }
@@ -153,3 +160,9 @@ def page(values: Mapping[str, Any]) -> str:
         name, _, after = piece.partition("}}")
         head += parts[name] + after
     return head
+
+
+def _fact(item: tuple[str, Any]) -> str:
+    """Return a fact of the engine as text: a name, and its value as in JSON."""
+    name, value = item
+    return f"{name} {value if isinstance(value, str) else json.dumps(value)}"

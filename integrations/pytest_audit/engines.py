@@ -7,11 +7,13 @@ into one file, which the test process reads.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 #: The environment variable; its value is JSON: ``{"audit": "ledger", "events": PATH}``.
 VARIABLE: Final = "KVTXN_PYTEST_AUDIT"
@@ -19,7 +21,14 @@ VARIABLE: Final = "KVTXN_PYTEST_AUDIT"
 #: Events of an audit; ``kvtxn.inactive`` says that nothing of kvtxn is attached to a worker.
 ACTIVE: Final = "kvtxn.audit_active"
 VIOLATION: Final = "kvtxn.audit_violation"
+#: Not in the log: a worker's counters, each time that it is asked for them.
+COUNTED: Final = "counted"
 UNWATCHED: Final = ("kvtxn.audit_inactive", "kvtxn.inactive", "kvtxn.audit_partial")
+
+
+#: By a watch of this process: its number here.
+_watches: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
+_numbers: Final = itertools.count()
 
 
 def is_wanted() -> bool:
@@ -58,16 +67,35 @@ def write_events() -> Callable[[], None] | None:
     path, wanted = json.loads(os.environ[VARIABLE])["events"], {ACTIVE, VIOLATION, *UNWATCHED}
 
     def write(event: Mapping[str, Any]) -> None:
-        if event["event"] not in wanted:
-            return
-        line = json.dumps({k: v for k, v in event.items() if k != "exc_info"}, default=str)
-        # One write appends a whole line, whichever processes write beside this one. An engine may
-        # outlive the tests and their file; whoever logs must not hear of that.
-        with suppress(OSError):
-            file = os.open(path, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(file, f"{line}\n".encode())
-            finally:
-                os.close(file)
+        if event["event"] in wanted:
+            _append(path, {k: v for k, v in event.items() if k != "exc_info"})
 
     return listen(write)
+
+
+def tell_counters(watch: object, counters: Mapping[str, float]) -> None:
+    """Tell the test process what a worker's audit has counted so far, if one wants to know.
+
+    Args:
+        watch: the worker's; of each the last counters count.
+        counters: by Prometheus name.
+    """
+    if is_wanted():
+        worker = f"{os.getpid()}.{_watches.setdefault(watch, next(_numbers))}"
+        event = {"event": COUNTED, "worker": worker, "counters": dict(counters)}
+        _append(json.loads(os.environ[VARIABLE])["events"], event)
+
+
+def _append(path: str, event: Mapping[str, Any]) -> None:
+    """Append a line to the test process's file.
+
+    One write appends a whole line, whichever processes write beside this one. An engine may outlive
+    the tests and their file; whoever logs must not hear of that.
+    """
+    line = json.dumps(event, default=str)
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(file, f"{line}\n".encode())
+        finally:
+            os.close(file)

@@ -1,8 +1,8 @@
 """The pytest plug-in behind ``--kvtxn-audit``.
 
 A test in which an audit finds a wrong row fails with what was found; the summary says how many
-workers were watched, and why others were not. An engine that serves several tests fails the test
-in which it was found. Without the option the plug-in does nothing.
+workers were watched, what they read, and why others were not. An engine that serves several tests
+fails the test in which it was found. Without the option the plug-in does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import pytest
 
-from .engines import ACTIVE, UNWATCHED, VARIABLE, VIOLATION
+from .engines import ACTIVE, COUNTED, UNWATCHED, VARIABLE, VIOLATION
 
 _AUDITS: Final = ("ledger", "bytes")
 #: Violations of one test that are shown.
@@ -72,6 +72,7 @@ class AuditedEngines:
         self._late = ""
         self._watched = self._violations = 0
         self._unwatched: Counter[str] = Counter()
+        self._counters: dict[str, dict[str, float]] = {}  # by worker, the last ones
         self._before = os.environ.get(VARIABLE)
         os.environ[VARIABLE] = json.dumps({"audit": audit, "events": str(self._events)})
 
@@ -98,11 +99,13 @@ class AuditedEngines:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say how many workers were watched, and why others were not."""
+        """Say how many workers were watched, what they read, and why others were not."""
         self._take()
         terminalreporter.section("kvtxn audit")
         found = f"workers watched: {self._watched}, wrong reads: {self._violations}"
         terminalreporter.line(found if self._watched else "no engine was watched")
+        if self._watched:
+            terminalreporter.line(self._what_was_read())
         if self._late:
             terminalreporter.line(f"after the last test {self._late}")
         for why, number in self._unwatched.most_common():
@@ -130,6 +133,18 @@ class AuditedEngines:
             pytest.fail(found, pytrace=False)
         return result
 
+    def _what_was_read(self) -> str:
+        """Say how many rows and states workers read, and of how many the bytes were compared."""
+        rows, states, compared = (
+            sum(int(each.get(f"kvtxn_audit_{name}_total", 0)) for each in self._counters.values())
+            for name in ("rows_checked", "states_checked", "bytes_compared")
+        )
+        found = f"rows read: {rows:,}, states read: {states:,}"
+        if any("kvtxn_audit_bytes_compared_total" in each for each in self._counters.values()):
+            found += f", of these compared by their bytes: {compared:,}"
+        silent = self._watched - len(self._counters)
+        return found + (f"; {silent} of the workers gave no count" if silent > 0 else "")
+
     def _found(self) -> str:
         """Return what audits found since the last call; empty if nothing."""
         module = sys.modules.get("kvtxn.integrations.vllm_plugin.metrics")
@@ -152,6 +167,9 @@ class AuditedEngines:
         self._read += len(whole)
         events = [json.loads(line) for line in whole.splitlines()]
         self._watched += sum(event["event"] == ACTIVE for event in events)
+        self._counters |= {
+            event["worker"]: event["counters"] for event in events if event["event"] == COUNTED
+        }
         self._unwatched.update(
             str(event.get("why") or event.get("effect"))
             for event in events

@@ -26,6 +26,7 @@ from weakref import WeakSet, ref
 from ...audit.findings import AUDIT_FAMILIES
 from ...log import get_logger
 from ...metrics import FAMILIES, Family
+from ..pytest_audit.engines import tell_counters
 from ..serving.metrics_page import MetricsPage
 from .internals import frontend as front
 from .internals import workers
@@ -254,7 +255,9 @@ def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
     if steps is not None:
         found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
     if watch is not None:
-        found |= watch.counters()
+        counted = watch.counters()
+        tell_counters(watch, counted)
+        found |= counted
     elif is_audited(workers.additional_config(workers.engine_config(wrapper))):
         found["kvtxn_audit_active"] = 0.0
     return found

@@ -23,10 +23,10 @@ from .internals import audited, workers
 from .internals import config as engine_config
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
 from .internals.media_contents import follow_media, unfollow_media
-from .policy import STOPS_THE_START, supported, wants
+from .policy import STOPS_THE_START, RequiredError, supported, wants
 from .policy.doctor import bounded, check_fit, hook_gone
 from .policy.engine import EngineFacts
-from .policy.rules import decide, on_trial
+from .policy.rules import decide, on_trial, refused
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
     HookedRunner,
@@ -96,6 +96,7 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
     check_fit(wanted, facts, config)
     if wanted is None or not wanted.required:
         return
+    _check_stock(facts)
     policy, why = decide(wanted.txn.policy, facts)
     if policy == "off" and wanted.windows:
         stay_out(why, 0, required=True)
@@ -103,6 +104,17 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
     if gone is not None and wanted.windows:
         stay_out(gone, 0, required=True)
     _audited(config, wanted, 0)
+
+
+def _check_stock(facts: EngineFacts) -> None:
+    """Refuse an engine that vLLM itself does not run.
+
+    Raises:
+        RequiredError: its hint is another one, since leaving ``required`` out is no help.
+    """
+    why = refused(facts)
+    if why is not None:
+        raise RequiredError("vLLM", why, hint="choose another model or device")
 
 
 def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
@@ -121,6 +133,8 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
         wanted = settings(asked, _most_rows(config, facts), facts.device)
         assert wanted is not None  # it is asked for
         check_fit(wanted, facts, config)
+        if wanted.required:
+            _check_stock(facts)
         wanted = _audited(config, wanted, rank)
         policy, why = decide(wanted.txn.policy, facts)
         gone = hook_gone(facts) if policy != "off" else None

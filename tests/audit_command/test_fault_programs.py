@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from importlib.metadata import version
 
+import forked_programs
 import pytest
+from building import ROOT
 from commands import run_program
 from engine_jobs import missing
 from folders import TESTS
@@ -148,3 +152,18 @@ def test_a_program_fails_if_the_cause_is_another(tmp_path):
     ended = run_program(tmp_path, story, PROGRAMS, "[true, false]", "--json")
     assert ended.out == ""
     assert "RuntimeError: wrong rows with no cause, too: " in ended.err
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_the_pages_program_writes_what_its_commands_read(tmp_path):
+    """Models, and arguments that vLLM takes."""
+    page = (ROOT / "integrations" / "FAULTS.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "tiny.py"
+    path.write_text(program)
+    ended = forked_programs.run([path], os.environ)[path]
+    assert ended["code"] == 0, ended["printed"]
+    read = set(re.findall(r"tiny/[\w./]+\w", page.replace(program, "")))
+    assert len(read) == 7
+    for name in sorted(read):
+        assert (tmp_path / name).stat().st_size, name

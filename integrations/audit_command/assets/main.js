@@ -1,5 +1,6 @@
 // Reads the data, builds the lives, and ties the picture, the tables and the keys together.
 
+document.documentElement.dataset.scripted = "true"; // the sections appear, before they are measured
 const page = JSON.parse(byId("data").textContent);
 page.steps = page.recording.steps.length;
 page.groups = buildLives(page.recording, page.restores);
@@ -126,7 +127,6 @@ byId("previous").addEventListener("click", () => goToViolation(current < 0 ? -1 
 
 // -- the first look -------------------------------------------------------------------------------
 
-showVerdict(page);
 showLegend(page);
 showRequests(page, chooseRequest);
 showViolations(page, goToViolation);

@@ -1,4 +1,4 @@
-// The words around the picture: the verdict, the legend, one slot's life, and the tables.
+// The words around the picture: the legend, one slot's life, and the tables. The verdict is HTML.
 
 function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
@@ -11,18 +11,6 @@ function swatch(state) {
   const made = element("i", null, { "aria-hidden": "true" });
   made.style.background = `var(--${STATES[state].key})`;
   return made;
-}
-
-function showVerdict(page) {
-  const { verdict } = page;
-  const header = document.querySelector("header");
-  header.className = { healthy: "good", violations: "bad" }[verdict.word] ?? "none";
-  byId("kicker").textContent = `${page.title}: ${verdict.word}`;
-  byId("headline").textContent = verdict.headline;
-  const facts = Object.entries(page.engine).map(([name, value]) => `${name} ${value}`);
-  byId("facts").textContent = facts.join(" \u00b7 ");
-  byId("sentences").replaceChildren(...[...verdict.sentences, ...page.notes].map((text) => element("li", text)));
-  byId("command").textContent = page.command;
 }
 
 function showLegend(page) {

@@ -88,6 +88,7 @@ def config_facts(config: VllmConfig) -> EngineFacts:
         context_parallel=context,
         connectors=tuple(connector_names(config.kv_transfer_config)),
         mla=model.use_mla,
+        head_size=None if on_gpu else _head_size(model),
         recurrent=_states(model),
         states=asked_states(config.additional_config),
         unchecked=unchecked,
@@ -149,6 +150,12 @@ def _states(model: ModelConfig) -> str | None:
     if not (model.is_hybrid or getattr(model, "has_inner_state", False)):
         return None
     return _STATES.get(model.hf_text_config.model_type, OTHER_STATES)
+
+
+def _head_size(model: ModelConfig) -> int | None:
+    """Return the numbers of a head; None for latent rows, and for models without attention."""
+    without_attention = _states(model) is not None and not model.is_hybrid
+    return None if model.use_mla or without_attention else int(model.get_head_size())
 
 
 def connector_names(transfer: TransferConfig | None) -> Iterator[str]:

@@ -36,6 +36,7 @@ class EngineFacts:
         connectors: names of the KV connectors, which move rows in and out of the cache; a
             MultiConnector is replaced by its parts.
         mla: the model has multi-head latent attention.
+        head_size: numbers of a head of attention; read on a CPU alone, and None for latent rows.
         recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
             or ``OTHER_STATES``; None without such layers.
         states: the user's setting ``recurrent``: "off", "exact", "fast" or "auto".
@@ -84,6 +85,7 @@ class EngineFacts:
     context_parallel: int = 1
     connectors: tuple[str, ...] = ()
     mla: bool = False
+    head_size: int | None = None
     recurrent: str | None = None
     states: str = "off"
     model: str = ""

@@ -53,7 +53,8 @@ class Rule:
             checked on the engine's device, ``{or_auto}`` is another value of the setting
             ``recurrent`` there, and ``{trial}`` the setting that lets states start there all the
             same. ``{left_out}`` says why the method of speculation was left out with this release,
-            and ``{backend_left_out}`` why the attention backend was. States of no known dtype,
+            and ``{backend_left_out}`` why the attention backend was. ``{over_bits}`` names a cache
+            format that is not "auto". States of no known dtype,
             before the model is loaded, are "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.
@@ -79,6 +80,7 @@ class Rule:
             "or_auto": ' or "auto"' if facts.device == "cuda" else "",
             "left_out": left_out.get(facts.method or "", ""),
             "backend_left_out": left_out.get(facts.attention or "", ""),
+            "over_bits": "" if facts.kv_cache_dtype == "auto" else f" over {facts.kv_cache_dtype}",
             "trial": _TRIAL if facts.device == "cuda" else "",
         }
         return self.reason.format_map(attrs.asdict(facts) | found)

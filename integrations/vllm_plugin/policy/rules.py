@@ -23,6 +23,9 @@ from .rule_type import (
 )
 from .state_rules import STATE_RULES
 
+#: The reason for a policy that the user names and the engine can have.
+ASKED_FOR: Final = "asked for"
+
 #: Ends the reason where a release was not checked.
 _TRIAL: Final = (
     "; with the setting 'unchecked' windows start after a self-test, but not beside a KV "
@@ -82,6 +85,31 @@ RELEASE_RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "version": ON_ONE_GPU, "method": "mtp"},
     ),
 )
+
+#: Engines that vLLM itself does not run, so leaving kvtxn out does not help.
+VLLM_RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "head size",
+        "windows",
+        lambda f: (
+            f.device == "cpu"
+            and f.version in supported.RELEASES
+            and f.head_size is not None
+            and not supported.takes_heads(f.head_size, f.kv_cache_dtype)
+        ),
+        "vLLM's attention on CPUs has no kernel for heads of {head_size} numbers{over_bits}, with "
+        "or without kvtxn",
+        {"head_size": 16},
+    ),
+    Rule(
+        "not in vLLM",
+        "windows",
+        lambda f: bool(lacking(f)),
+        "vLLM's attention backend {attention} does not support {lacking}, with or without kvtxn",
+        {"device": "cuda", "runner": "v2", "attention": "FLASH_ATTN"},  # and float32
+    ),
+)
+
 
 #: Engines that the self-test cannot drive; in the table these come after what rules out windows in
 #: any release.
@@ -172,6 +200,7 @@ TIME_RULES: Final[tuple[Rule, ...]] = (
 #: In order of precedence: of several reasons the first one is given.
 RULES: Final[tuple[Rule, ...]] = (
     *RELEASE_RULES,
+    *VLLM_RULES,
     Rule(
         "no speculation",
         "windows",
@@ -252,13 +281,6 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "kv_cache_dtype": "nvfp4"},
     ),
     *STATE_RULES,
-    Rule(
-        "not in vLLM",
-        "windows",
-        lambda f: bool(lacking(f)),
-        "vLLM's attention backend {attention} does not support {lacking}, with or without kvtxn",
-        {"device": "cuda", "runner": "v2", "attention": "FLASH_ATTN"},  # and float32
-    ),
     Rule(
         "quantised latents",
         "windows",
@@ -474,6 +496,11 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 
+def refused(facts: EngineFacts) -> str | None:
+    """Say why vLLM itself does not run this engine; None if nothing of the kind is known."""
+    return next((rule.says(facts) for rule in VLLM_RULES if rule.applies(facts)), None)
+
+
 def decide(asked: str, facts: EngineFacts) -> Decision:
     """Choose the policy for an engine, and say why.
 
@@ -492,7 +519,7 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
     alone = next((rule for rule in found if rule.forbids == "others"), None)
     if asked in ("undo", "direct"):
         if alone is None:
-            return Decision(asked, "asked for")
+            return Decision(asked, ASKED_FOR)
         return Decision("off", f"policy {asked!r} cannot work here: {alone.says(facts)}")
     for rule in found:
         if rule.forbids == "deferred" and (asked == "deferred" or alone is not None):
@@ -502,6 +529,6 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
             lead = "rows cannot be deferred" if cannot else "'auto' does not choose 'deferred'"
             return Decision("undo", f"{lead} here: {rule.says(facts)}")
     if asked == "deferred":
-        return Decision("deferred", "asked for")
+        return Decision("deferred", ASKED_FOR)
     why = "the attention can read rows that wait" if alone is None else alone.says(facts)
     return Decision("deferred", why)

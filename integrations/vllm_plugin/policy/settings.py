@@ -148,10 +148,9 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     if not windows and audit == "off":
         raise ConfigError(
             _WHERE,
-            "names no policy",
-            expected=f"one of {', '.join(map(repr, POLICIES))}",
-            got=", ".join(map(str, given)) or "no setting",
-            hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
+            "names neither a policy nor an audit, so kvtxn has nothing to do",
+            got=f"only {', '.join(map(str, given))}" if given else "no setting",
+            hint="""add "policy": "auto" for windows, "audit": "ledger" for the ledger, or both""",
         )
     if windows:  # ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is no help
         _one_of(given, "policy", POLICIES, 'write "policy": "auto"')

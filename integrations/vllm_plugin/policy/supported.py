@@ -149,6 +149,19 @@ def lacking(attention: str | None, wanted: Sequence[str]) -> str:
     return next((each for each in wanted if each in LACKS.get(attention or "", ())), "")
 
 
+#: Sizes of heads for which CPU_ATTN has kernels in ``RELEASES``; the backend's own list lacks 48.
+CPU_HEADS: Final = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+#: The kernels over eight bits take multiples of it.
+_EIGHT_BIT_HEADS: Final = 32
+
+
+def takes_heads(size: int, kv_cache_dtype: str) -> bool:
+    """Return whether CPU_ATTN has a kernel for heads of a size, over rows in a format."""
+    in_eight_bits = kv_cache_dtype.startswith("fp8")
+    return size in CPU_HEADS and not (in_eight_bits and size % _EIGHT_BIT_HEADS)
+
+
 # -- KV connectors ----------------------------------------------------------------------
 # A connector must not read a row before the row is durable. Prompts' and settled rows are durable
 # once written, and drafts with the commit, which comes right after sampling. vLLM lets a connector

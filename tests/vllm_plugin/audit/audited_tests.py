@@ -54,7 +54,7 @@ def test_whose_engine_is_in_another_process(tmp_path, monkeypatch):
     from vllm import LLM, SamplingParams, TokensPrompt
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    given = {"kvtxn": {"audit": "bytes"}}
+    given = {"kvtxn": {"audit": "bytes", "audit_every": 4}}
     llm = LLM(**options(write("llama", tmp_path), given["kvtxn"]))
     prompts = [TokensPrompt(prompt_token_ids=text) for text in texts(3, 2, 40)]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

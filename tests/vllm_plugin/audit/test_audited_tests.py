@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,12 @@ def test_of_real_engines_those_with_wrong_rows_fail(reports):
     assert "RuntimeError: a failure of its own" in out
     assert "; found unwritten" in out
     assert "workers watched: 2, wrong reads: " in out
+    read = re.search(
+        r"\nrows read: ([\d,]+), states read: 0, of these compared by .*: ([\d,]+)\n", out
+    )
+    assert read is not None, out
+    rows, compared = (int(number.replace(",", "")) for number in read.groups())
+    assert 0 < compared < rows  # one engine of two, and a share of its rows
 
 
 @pytest.fixture
@@ -78,6 +85,32 @@ def test_lines_that_are_half_written_wait(audits):
         file.write(f"{whole[20:]}\n")
     assert [event["rows"] for event in audits._take()] == [3]
     assert audits._violations == 3
+
+
+class Watch:
+    """Stands in for a worker's, which weak references may name."""
+
+
+def test_the_last_count_of_each_worker_counts(audits):
+    """Others are said to have given none; bytes are named where some worker compares them."""
+    audits._watched = 3
+    one, two = Watch(), Watch()
+    for watch, rows in ((one, 5), (two, 7000), (one, 50)):
+        engines.tell_counters(watch, {"kvtxn_audit_rows_checked_total": float(rows)})
+    audits._take()
+    said = audits._what_was_read()
+    assert said == "rows read: 7,050, states read: 0; 1 of the workers gave no count"
+    more = {"kvtxn_audit_bytes_compared_total": 3.0, "kvtxn_audit_states_checked_total": 2.0}
+    engines.tell_counters(Watch(), more)
+    audits._take()
+    said = audits._what_was_read()
+    assert said == "rows read: 7,050, states read: 2, of these compared by their bytes: 3"
+
+
+def test_without_the_option_no_count_is_told(monkeypatch):
+    """A worker is asked for its counters all the time."""
+    monkeypatch.delenv(engines.VARIABLE, raising=False)
+    engines.tell_counters(Watch(), {})
 
 
 def test_an_engine_may_outlive_the_tests(monkeypatch):

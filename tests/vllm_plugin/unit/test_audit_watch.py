@@ -85,7 +85,7 @@ def test_an_audit_needs_no_policy():
             {"audit": "ledger", "audit_store": "redis://a:secret@h/x", "audit_key_file": "/k"},
             "audit_store is not valid; .*got another URL, with a user or a password",
         ),
-        ({"audit": "off"}, "names no policy"),
+        ({"audit": "off"}, "names neither a policy nor an audit.*; got only audit; add"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
         ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),
         ({"audit": "bytes", "poison": 1}, "poison is not valid"),
@@ -170,7 +170,7 @@ STARTS = "required -> the engine starts, unless its loaded model"
 @pytest.mark.parametrize(
     ("given", "facts", "changes", "said"),
     [
-        (None, {}, {}, ["nothing: without"]),
+        (None, {}, {}, ['nothing: "kvtxn" is not in additional_config']),
         ({"policy": "undo"}, {}, {}, ["policy undo -> undo (asked for)"]),
         (
             {"policy": "auto", "required": True}, {}, {},
@@ -182,6 +182,11 @@ STARTS = "required -> the engine starts, unless its loaded model"
              "required -> the start stops: kvtxn is required, but policy 'deferred' cannot"],
         ),
         ({"policy": "deferred"}, {"method": None}, {}, ["policy deferred -> off (the engine does"]),
+        (
+            {"policy": "undo", "required": True}, {"head_size": 16}, {},
+            ["policy undo -> off (vLLM's attention on CPUs has no kernel for heads of 16 numbers",
+             "required -> the start stops, and would without it: vLLM itself does not run this"],
+        ),
         (
             {"audit": "bytes"}, {}, {},
             ["audit bytes -> bytes (a slot in 256 is compared in each step)", "on_violation log"],

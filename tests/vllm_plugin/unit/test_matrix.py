@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import attrs
 import model_files
 import pytest
+import torch
 from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.internals import backends, workers
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
@@ -25,9 +27,9 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
 )
 from kvtxn.integrations.vllm_plugin.policy.rule_type import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
-from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS
+from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS, takes_heads
 
-from kvtxn import doctor
+from kvtxn import ConfigError, doctor
 from kvtxn.config import POLICIES
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
@@ -167,6 +169,63 @@ def test_what_vllm_lacks_is_what_it_declares(backend):
     assert types >= {"float16", "bfloat16"}
     assert ("float32" in LACKS[backend]) == ("float32" not in types)
     assert ("fp8" in LACKS[backend]) == ("fp8" not in found.supported_kv_cache_dtypes)
+
+
+def takes(size, kv_cache_dtype):
+    """Ask vLLM's kernels on CPUs, as a step does."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    given = {"dtype": torch.float32, "kv_cache_dtype": kv_cache_dtype}
+    try:
+        ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1, num_heads=2, num_kv_heads=2, head_dim=size,
+            seq_lens=torch.tensor([4], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 4], dtype=torch.int32),
+            causal=True, sliding_window_size=-1, enable_kv_split=True,
+            isa=attention._get_attn_isa(torch.float32, 128, size, kv_cache_dtype), **given,
+        )  # fmt: skip
+    except (RuntimeError, NotImplementedError) as error:
+        if not re.search("Unsupported CPU attention conf|head_size divisible by 32", str(error)):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_heads_on_cpus_are_the_kernels(kv_cache_dtype):
+    """Every multiple of eight; a CPU without AVX-512 has no kernels over eight bits at all."""
+    if kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM needs AVX-512 for fp8 caches on a CPU")
+    sizes = range(8, 641, 8)
+    found = [size for size in sizes if takes(size, kv_cache_dtype)]
+    assert found == [size for size in sizes if takes_heads(size, kv_cache_dtype)]
+
+
+def test_an_engine_that_vllm_does_not_run_is_called_that(tmp_path):
+    """Before anything about policies, which are all off; with or without drafts."""
+    folder = tmp_path / "heads-of-16"
+    transformers = pytest.importorskip("transformers")
+    small = {**model_files.COMMON, "head_dim": 16, "num_hidden_layers": 1}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).save_pretrained(folder)
+    for more in ({}, {"speculative_config": NGRAM}):
+        found = report({"model": str(folder), "skip_tokenizer_init": True, **more})
+        assert found["stock vLLM"].startswith("does not run this engine: vLLM's attention on CPUs")
+        assert all("-> off (vLLM's attention on CPUs" in line for line in found["policies"])
+        assert found["audit"] == "there is no engine to watch"
+    assert "stock vLLM" not in report(None)
+
+
+def test_arguments_that_vllm_does_not_take(tmp_path):
+    """In vLLM's words, and for a model that is not found with the place where it is not."""
+    gone = {"model": str(tmp_path / "gone")}
+    with pytest.raises(ConfigError, match=rf"has no folder '{tmp_path}/gone', so vLLM took it for"):
+        report(gone)
+    with pytest.raises(ConfigError, match=r"^vLLM: TypeError: .* 'nonsense'; mend the engine arg"):
+        report({**gone, "nonsense": 1})
+    unfinished = {"model": model_files.write("llama", tmp_path), "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be provided") as caught:
+        report({**unfinished, "speculative_config": {"method": "ngram"}})
+    assert "pydantic" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

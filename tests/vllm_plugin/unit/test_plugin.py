@@ -27,6 +27,13 @@ LAYERS = SimpleNamespace(kv_connector="LMCacheConnectorV1")
 OTHER = SimpleNamespace(kv_connector="OtherConnector")
 
 
+#: How the settings of a worker's engine are read, by where.
+START = {
+    "engine": lambda worker: vllm_plugin._before_engine(worker.vllm_config),
+    "worker": lambda worker: vllm_plugin._on_worker(worker),
+}
+
+
 @pytest.fixture
 def lines(monkeypatch):
     """Lines of the ``kvtxn`` logger."""
@@ -134,12 +141,8 @@ def test_refusals_are_said_and_the_engine_runs_stock(lines, settings, changes, w
 def test_a_mistake_of_the_users_stops_the_start(lines, settings, error, says, where):
     """Before any worker starts, and in a worker that starts all the same; one sentence, no log."""
     worker = wrapper(settings)
-    start, given = {
-        "engine": (vllm_plugin._before_engine, worker.vllm_config),
-        "worker": (vllm_plugin._on_worker, worker),
-    }[where]
     with pytest.raises(error, match=says):
-        start(given)
+        START[where](worker)
     assert type(worker.worker.model_runner) is Runner
     assert lines == []
 
@@ -159,6 +162,17 @@ def test_what_is_required_and_cannot_be_had_stops_the_start(lines, runner, chang
         vllm_plugin._on_worker(worker)
     assert type(worker.worker.model_runner) is runner
     assert lines == []
+
+
+@pytest.mark.parametrize("asked", [{"policy": "undo"}, {"audit": "ledger"}])
+@pytest.mark.parametrize("where", ["engine", "worker"])
+def test_an_engine_that_vllm_does_not_run_is_called_that(lines, where, asked):
+    """To leave ``required`` out would not help, so nobody advises it."""
+    worker = wrapper({**asked, "required": True}, head_size=16)
+    with pytest.raises(RequiredError, match="no kernel for heads of 16 numbers") as caught:
+        START[where](worker)
+    assert str(caught.value).startswith("vLLM: ")
+    assert str(caught.value).endswith("with or without kvtxn; choose another model or device")
 
 
 def test_required_holds_for_caches_that_cannot_be_understood(lines):

@@ -253,7 +253,7 @@ def test_settings_are_those_of_the_config():
         ({"zzz": 1, "policy": "undo"}, ConfigError, "there is no setting 'zzz'"),
         ({"policy": "undo", "required": "yes"}, ConfigError, "expected true or false, got 'yes'"),
         ({"policy": "undo", "max_rows": "64"}, ConfigError, "expected a positive int of at most"),
-        ({"debug": True}, ConfigError, "names no policy"),
+        ({"debug": True}, ConfigError, "names neither a policy nor an audit"),
         ({"policy": "undoo"}, ConfigError, "policy is not valid"),
         ({"policy": "undoo"}, ConfigError, "did you mean 'undo'?"),
         ({"policy": "Auto"}, ConfigError, "got 'Auto'; did you mean 'auto'?"),

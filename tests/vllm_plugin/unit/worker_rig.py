@@ -36,7 +36,7 @@ class OtherRunner(Runner):
         return "sampled"
 
 
-def wrapper(kvtxn=None, runner=None, **changes):
+def wrapper(kvtxn=None, runner=None, head_size=64, **changes):
     """A worker's wrapper with a configuration that asks for ``kvtxn``."""
     config = SimpleNamespace(
         additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
@@ -49,7 +49,9 @@ def wrapper(kvtxn=None, runner=None, **changes):
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
-        model_config=SimpleNamespace(use_mla=False, dtype="torch.float32", is_hybrid=False),
+        model_config=SimpleNamespace(
+            use_mla=False, dtype="torch.float32", is_hybrid=False, get_head_size=lambda: head_size
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -18,7 +19,7 @@ from ..engine import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix
 from ..release_records import Move, Sources
 from ..rule_type import Decision
-from ..rules import decide, on_trial
+from ..rules import ASKED_FOR, decide, on_trial, refused
 from ..settings import PluginSettings, asked_rows, settings
 from ..state_rules import NO_FAST_FORM, PROMISES, measured_fast, takes, without_fast_form
 from ..supported import no_bytes
@@ -32,6 +33,9 @@ ASSUMED: Final = (
 
 #: Ends a decision about an engine with a release that was not checked.
 ON_TRIAL: Final = "; if the engine passes the self-test at its start, else off"
+
+#: The entry of an engine that vLLM itself does not run.
+STOCK: Final = "stock vLLM"
 
 #: Printed for GPUs.
 SPARE_BLOCKS: Final = (
@@ -56,7 +60,8 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         ``ASSUMED``.
 
     Raises:
-        ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid.
+        ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid, or vLLM does
+            not take the engine arguments.
         BackendUnavailableError: no backend of that name is registered.
     """
     wanted, config = None, None
@@ -64,10 +69,10 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         facts = engine_config.plain_facts()
     else:
         wanted = settings(engine_args.get("additional_config"), 1, workers.device_type())
-        config = engine_config.config_from(engine_args)
+        config = _config(engine_args)
         facts = engine_config.expected_facts(config)
         check_fit(wanted, facts, config)
-    gone = hook_gone(facts)
+    gone, why = hook_gone(facts), refused(facts)
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     known = ", ".join(supported.releases_for(facts.device))
@@ -80,9 +85,10 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
             "method": facts.method,
             **special,
         },
+        **({} if why is None else {STOCK: f"does not run this engine: {why}"}),
         **({} if config is None else {"asked": _asked(wanted, facts, config, gone)}),
         "assumed": ASSUMED,
-        "policies": _policies(facts, gone),
+        "policies": _policies(facts, gone, wanted),
         **_earlier_stages(facts, gone),
         "audit": _audit_in_words(facts),
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
@@ -91,8 +97,28 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
     }
 
 
+def _config(engine_args: Mapping[str, object]) -> VllmConfig:
+    """Build vLLM's configuration.
+
+    Raises:
+        ConfigError: vLLM does not take the arguments; with what it says, and with the place where
+            a model that is not found was looked for.
+    """
+    try:
+        return engine_config.config_from(engine_args)
+    except Exception as error:
+        found = getattr(error, "errors", None)  # pydantic's, whose text has internals, too
+        said = "; ".join(each["msg"] for each in found()) if callable(found) else str(error)
+        model, hint = Path(str(engine_args["model"])), "mend the engine arguments"
+        if not (model.exists() or isinstance(error, TypeError)):  # of an argument's name
+            hint = f"{Path.cwd()} has no folder {str(model)!r}, so vLLM took it for a hub's name"
+        raise ConfigError("vLLM", f"{type(error).__name__}: {said}", hint=hint) from error
+
+
 def _audit_in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
+    if refused(facts) is not None:
+        return "there is no engine to watch"
     if not supported.is_listed(facts.version):
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
     why = supported.cannot_watch(facts.device, facts.runner, facts.context_parallel)
@@ -127,10 +153,20 @@ def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
     return "".join(f"; {policy} with {' or '.join(each)}" for policy, each in others.items())
 
 
-def _policies(facts: EngineFacts, gone: str | None) -> list[str]:
-    """Return one line for each policy setting: the policy that it would give."""
-    found = {policy: _decide(policy, facts, gone) for policy in POLICIES}
-    return [f"{policy} -> {each.policy} ({each.reason})" for policy, each in found.items()]
+def _policies(
+    facts: EngineFacts, gone: str | None, wanted: PluginSettings | None = None
+) -> list[str]:
+    """Return one line for each policy setting: the policy that it would give.
+
+    The user's own one refers to its line among the settings, which has the reason.
+    """
+    asked = wanted.txn.policy if wanted is not None and wanted.windows else None
+    lines = []
+    for setting in POLICIES:
+        policy, reason = _decide(setting, facts, gone)
+        reason = reason.replace(ASKED_FOR, "if you name it", 1)
+        lines.append(f"{setting} -> {policy} ({'see asked' if setting == asked else reason})")
+    return lines
 
 
 def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, object]:
@@ -157,13 +193,15 @@ def _asked(
 ) -> list[str]:
     """Return one line for each of the user's settings: its effect."""
     if wanted is None:
-        return ['nothing: without "kvtxn" in additional_config the engine runs stock']
+        return ['nothing: "kvtxn" is not in additional_config, so kvtxn stays out']
     outcomes = list(_outcomes(wanted, facts, config, gone))
     lines = [str(outcome) for outcome in outcomes]
     if wanted.required:
         lacking = [outcome.why for outcome in outcomes if outcome.lacks]
         outcome = "the engine starts, unless its loaded model rules out what is asked for"
-        if lacking:
+        if refused(facts) is not None:
+            outcome = "the start stops, and would without it: vLLM itself does not run this engine"
+        elif lacking:
             outcome = f"the start stops: kvtxn is required, but {lacking[0]}"
         lines.append(f"required -> {outcome}")
     return lines
