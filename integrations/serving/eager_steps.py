@@ -172,14 +172,30 @@ class EagerSteps:
         return self._masked[group]
 
     def stage(self, ref: LayerRef, *parts: Tensor) -> None:
-        """Stage copies of the draft rows of a batch's keys and values (or latents)."""
+        """Stage copies of the draft rows of a batch's keys and values (or latents).
+
+        Call it while ``deferring`` alone. The other rows stay the caller's to write, at the slots
+        that ``without_drafts`` returns; where drafts do not wait, all rows are.
+
+        Args:
+            ref: the layer.
+            *parts: ``[num_rows, ...]`` each, of the whole batch.
+        """
         assert self.window is not None
         assert self._plan is not None
         rows = self._plan.rows
         self.window.stage(ref, *(part.index_select(0, rows) for part in parts))
 
     def batch_layout(self, starts: Tensor) -> RowLayout:
-        """Return a layout of the whole batch, in which no row of the batch is in the cache yet."""
+        """Return a layout of the whole batch, in which no row of the batch is in the cache yet.
+
+        ``kvtxn.attention.attend`` reads with it the rows of the batch from the arguments, and the
+        rows before them from the cache.
+
+        Args:
+            starts: int ``[num_requests + 1]`` on the host, the first row of each request, and the
+                end.
+        """
         if self._batch is None:
             lengths = tuple(starts.diff().tolist())
             self._batch = RowLayout.build((0,) * len(lengths), lengths, self.manager.device)

@@ -279,6 +279,9 @@ class Parts(Part):
     ) -> _Output:  # fmt: skip
         """Run one of the calls of which an engine's step consists, and tell the parts how it ended.
 
+        Parts hear ``step_ended`` or ``step_failed`` if the step ends with the call, and ``raised``
+        of an error. That a step begins, and that its forward ``failed``, the adapter tells itself.
+
         Args:
             run: the engine's own method, whose errors are raised again.
             ends: the step ends with this call.

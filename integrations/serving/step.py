@@ -33,7 +33,10 @@ class PlannedStep(Protocol):
     """A step whose requests and slots are in place, before its forward."""
 
     def rows(self) -> BatchRows:
-        """Return which rows each request has."""
+        """Return the numbers of each request's drafts and rows, and who still has a prompt.
+
+        Rows include drafts. The drafts are None in a step without any.
+        """
 
     def alike(self, rows: int) -> int:
         """Return the number of requests if each has one settled row and ``rows - 1`` drafts.
@@ -143,7 +146,8 @@ class Changes:
     Attributes:
         gone: names of the requests that ended.
         arrivals: requests that are new, resumed or continued.
-        grown: blocks that running requests got, by KV-cache group, in the engine's order.
+        grown: blocks that running requests got, in one list per KV-cache group, in the engine's
+            order; those of requests that arrive are in their ``Arrival``.
         copies: blocks that are copied before the forward: pairs of source and target, which hold in
             all groups of rows.
         unused: rows of the arrivals that the prefix cache has, and that are computed again all the
@@ -241,7 +245,13 @@ class States:
 
 @attrs.frozen
 class Room:
-    """The sizes that a ledger needs: requests, tokens, and the sharing of blocks."""
+    """The sizes that a ledger needs.
+
+    Attributes:
+        requests: the most requests at once.
+        length: the most tokens of a request.
+        caches_prefixes: requests may share blocks, so each block that becomes full is compared.
+    """
 
     requests: int
     length: int

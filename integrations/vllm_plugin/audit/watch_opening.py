@@ -315,12 +315,16 @@ def follow_transfers(
             return
         ledger = watch.ledger
         states = [group.name for group in ledger.groups if group.is_state]
+        state_sizes = audited_states.block_sizes(runner, states)
+        checksums = connectors.BlockBytes(runner, ledger.books.key).checksums
+        for name in [*watch.groups, *state_sizes]:  # a kernel is compiled now, and not in a step
+            checksums(name, [0])
         transfers = TransferWatch(
             ledger,
             watch.groups,
-            audited_states.block_sizes(runner, states),
+            state_sizes,
             partial(connectors.transfers, runner),
-            connectors.BlockBytes(runner, ledger.books.key).checksums,
+            checksums,
             partial(connectors.tables_of, runner),
             watch.stop,
             _shared_identities(runner, watch),

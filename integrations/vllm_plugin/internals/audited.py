@@ -503,12 +503,19 @@ def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Ar
     )
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Told:
-    """A request as the scheduler told the V2 runner of it."""
+    """A request as the scheduler told the V2 runner of it.
+
+    Attributes:
+        came: the request as it came.
+        tables: its blocks by group.
+        computed: the tokens that were computed of it, or are under way, when the step was planned.
+    """
 
     came: NewRequest
     tables: list[list[int]]
+    computed: int
 
 
 def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
@@ -522,8 +529,11 @@ def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> 
     for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
         known.pop(name, None)
     for new in told.scheduled_new_reqs:
-        known[new.req_id] = Told(new, [list(blocks) for blocks in new.block_ids])
-    for name, grown in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if name in known and grown is not None:
-            for own, more in zip(known[name].tables, grown, strict=True):
+        tables = [list(blocks) for blocks in new.block_ids]
+        known[new.req_id] = Told(new, tables, new.num_computed_tokens)
+    every = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for name, grown, computed in every:
+        if name in known:
+            known[name].computed = computed
+            for own, more in zip(known[name].tables, grown or (), strict=grown is not None):
                 own += more

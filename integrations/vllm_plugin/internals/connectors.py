@@ -6,8 +6,8 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeGuard
 
 import attrs
@@ -19,7 +19,7 @@ from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
 from .audited import arrival_of, is_put_back, known_tokens
-from .engine_protocols import KVCacheConfig, RequestContent, SchedulerOutput
+from .engine_protocols import KVCacheConfig, KVCacheSpec, RequestContent, SchedulerOutput
 from .runner_protocols import (
     BlockList,
     ConnectorOutput,
@@ -159,14 +159,29 @@ def _has_tiers(settings: object) -> bool:
 def _loose(runner: Runner, blocks: Sequence[int]) -> Iterator[Handed]:
     """Find the requests whose blocks these are; blocks of requests that ended are left out."""
     wanted = {int(block) for block in blocks}
-    for name, tables, _ in _running(runner) if wanted else ():
+    groups = runner.kv_cache_config.kv_cache_groups
+    for name, tables, _, computed in _running(runner) if wanted else ():
         for number, own in enumerate(tables):
             if wanted.isdisjoint(own):
                 continue
-            for is_wanted, run in groupby(enumerate(own), lambda at: at[1] in wanted):
+            first = _first_kept(groups[number].kv_cache_spec, computed)
+            columns = itertools.islice(enumerate(own), first, None)
+            for is_wanted, run in itertools.groupby(columns, lambda at: at[1] in wanted):
                 if is_wanted:
-                    columns, these = zip(*run, strict=True)
-                    yield Handed(f"group.{number}", [*these], columns[0], name)
+                    numbers, these = zip(*run, strict=True)
+                    yield Handed(f"group.{number}", [*these], numbers[0], name)
+
+
+def _first_kept(spec: KVCacheSpec, computed: int) -> int:
+    """Return the first column of a table whose block cannot be another request's by now.
+
+    vLLM frees the blocks that leave a window, and a runner's table keeps their numbers. Drafts that
+    were rejected may count as computed then, so one column more is left out.
+    """
+    window = getattr(spec, "sliding_window", None)
+    chunk = getattr(spec, "attention_chunk_size", None)
+    left = computed // chunk * chunk if chunk else computed + 1 - window if window else 0
+    return left // int(spec.block_size) + 1 if left > 0 else 0
 
 
 def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
@@ -177,7 +192,7 @@ def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
     tokens = [int(token) for token in each.token_ids]
-    for name, tables, state in _running(runner):
+    for name, tables, state, _ in _running(runner):
         if blocks and list(tables[0][: len(blocks)]) == blocks:
             same = known_tokens(state)[: len(tokens)] == tokens
             other = None if same else arrival_of(runner, state, name, tokens, 0, ())
@@ -185,8 +200,10 @@ def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
             return
 
 
-def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent]]:
-    """Yield each request that a runner knows, its blocks by group, and what vLLM says of it.
+def _running(
+    runner: Runner,
+) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent, int]]:
+    """Yield each request that a runner knows: name, blocks by group, content, computed tokens.
 
     The V1 runner keeps this, of requests that were put back as well, whose blocks others have; what
     the V2 runner was told is in ``kvtxn_requests``.
@@ -196,10 +213,10 @@ def _running(runner: Runner) -> Iterator[tuple[str, Sequence[Sequence[int]], Req
         assert hasattr(runner, "requests")  # it is a V1 runner
         for name, state in runner.requests.items():
             if not is_put_back(runner, name):
-                yield name, state.block_ids, state
+                yield name, state.block_ids, state, state.num_computed_tokens
     else:
         for name, each in told.items():
-            yield name, each.tables, each.came
+            yield name, each.tables, each.came, each.computed
 
 
 def tables_of(runner: Runner, request: str) -> Sequence[Sequence[int]]:

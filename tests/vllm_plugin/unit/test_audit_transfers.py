@@ -488,12 +488,15 @@ def test_several_connectors_and_loose_blocks(rig):
 def scheduled(new=(), grown=(), gone=(), preempted=None):
     """What the scheduler tells the V2 runner of a step."""
     cached = SimpleNamespace(
-        req_ids=[name for name, _ in grown], new_block_ids=[blocks for _, blocks in grown]
+        req_ids=[name for name, _ in grown],
+        new_block_ids=[blocks for _, blocks in grown],
+        num_computed_tokens=[9 + number for number, _ in enumerate(grown)],
     )
+    come = [SimpleNamespace(req_id=n, block_ids=b, num_computed_tokens=4) for n, b in new]
     return SimpleNamespace(
         finished_req_ids=set(gone),
         preempted_req_ids=preempted,
-        scheduled_new_reqs=[SimpleNamespace(req_id=n, block_ids=b) for n, b in new],
+        scheduled_new_reqs=come,
         scheduled_cached_reqs=cached,
     )
 
@@ -501,8 +504,10 @@ def scheduled(new=(), grown=(), gone=(), preempted=None):
 def test_requests_of_the_v2_runner_are_those_that_the_scheduler_told_it_of():
     known = {}
     audited.note_requests(known, scheduled(new=[("a", ([1, 2],)), ("b", ([3],))]))
+    assert [each.computed for each in known.values()] == [4, 4]
     audited.note_requests(known, scheduled(grown=[("a", ([4],)), ("b", None)]))
     assert {name: each.tables for name, each in known.items()} == {"a": [[1, 2, 4]], "b": [[3]]}
+    assert [each.computed for each in known.values()] == [9, 10]
     audited.note_requests(known, scheduled(gone=["a"], preempted={"b"}))
     assert known == {}
     audited.note_requests(known, scheduled(new=[("b", ([5],))]))
@@ -531,22 +536,6 @@ def test_blocks_are_told_apart_by_all_their_bytes():
     assert checksums("group.0", []).shape == (0, 2)
     layers["y"].kv_cache = second + 1  # the engine has made new caches
     assert (checksums("group.0", [2, 1]) != after).all()
-
-
-def test_neighbouring_blocks_of_a_request_are_handed_over_together():
-    """Of each request that has them, in each group; not across a gap, and none where none leave."""
-    tables = {"a": ([1, 2, 3, 5], [7, 8]), "b": ([1, 2, 9],), "c": ([4],)}
-    told = {name: SimpleNamespace(tables=own, came=None) for name, own in tables.items()}
-    runner = SimpleNamespace(kvtxn_requests=told)
-    moved = SimpleNamespace(store_gpu_blocks=[1, 2, 5, 8], load_gpu_blocks=[])
-    found = connectors.transfers(runner, moved)
-    assert [(each.request, each.group, each.blocks, each.begin) for each in found.stores] == [
-        ("a", "group.0", [1, 2], 0),
-        ("a", "group.0", [5], 3),
-        ("a", "group.1", [8], 1),
-        ("b", "group.0", [1, 2], 0),
-    ]
-    assert found.loads == []
 
 
 def test_rows_that_come_back_wrong_name_who_stored_them(rig):

@@ -22,7 +22,8 @@ ROWS = Rows([], torch.zeros(1, dtype=torch.int32), None, torch.zeros(0), None, {
 def state_of(blocks, tokens, **more):
     """What the runner keeps of a request."""
     state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
-                            output_token_ids=[], prompt_embeds=None, mm_features=[])  # fmt: skip
+                            output_token_ids=[], prompt_embeds=None, mm_features=[],
+                            num_computed_tokens=0)  # fmt: skip
     vars(state).update(more)
     return state
 
