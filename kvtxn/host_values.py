@@ -23,6 +23,12 @@ def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch
     return pinned.to(device, non_blocking=True)
 
 
+def host_memory(tensor: Tensor) -> Tensor:
+    """Return new memory of the host for a copy of a tensor; pinned, if it comes from a GPU."""
+    with torch.inference_mode(False):  # it is changed in inference mode or not
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
 @attrs.frozen(eq=False)
 class HostCopy:
     """A copy of a tensor on the host, made while its device works on.
@@ -38,8 +44,7 @@ class HostCopy:
     @classmethod
     def of(cls, tensor: Tensor) -> HostCopy:
         """Begin to copy a tensor; on a GPU this does not wait for it."""
-        with torch.inference_mode(False):  # it is changed in inference mode or not
-            values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        values = host_memory(tensor)
         values.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event() if tensor.is_cuda else None
         if copied is not None:

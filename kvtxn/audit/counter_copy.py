@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..host_values import host_memory
 from . import books as book
 from .books import Books
 
@@ -40,9 +41,9 @@ class CounterCopy:
             prints: copy the fingerprints, too.
         """
         on_gpu = books.counters.is_cuda
-        own = _on_host(books.fingerprints) if prints else None
+        own = host_memory(books.fingerprints) if prints else None
         event = torch.cuda.Event() if on_gpu else None
-        copy = cls(_on_host(books.counters), own, event, restarts)
+        copy = cls(host_memory(books.counters), own, event, restarts)
         copy.renew(books, restarts)
         return copy
 
@@ -74,9 +75,3 @@ class CounterCopy:
     def found(self) -> int:
         """Number of violations found until then; read it once ``ready``."""
         return int(self.counters[book.FOUND])
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a copy; pinned, if it comes from a GPU."""
-    with torch.inference_mode(False):
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

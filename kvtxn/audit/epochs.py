@@ -138,7 +138,7 @@ class Epochs:
         """Make every row that is there older by one epoch, because weights have changed.
 
         Args:
-            weights: those that have changed, a key of ``EPOCH``.
+            weights: which weights have changed: a key of ``EPOCH``.
 
         Raises:
             ConfigError: it is none.

@@ -182,7 +182,7 @@ class SqliteStore:
                 self._file.execute(f"PRAGMA user_version={_VERSION}")
 
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
-        """Remember blocks, and now and then forget those that were unused for longest.
+        """Write blocks into the store, and now and then delete the ones unused for longest.
 
         Raises:
             StoreError: the file cannot be written.
@@ -200,7 +200,7 @@ class SqliteStore:
             raise self._failed("written", error) from error
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what is known of blocks, and count those that are found as used now.
+        """Return what the store knows of blocks; a block that is found counts as used now.
 
         Raises:
             StoreError: the file cannot be read.

@@ -114,7 +114,7 @@ class RowTransfers:
         )
         end = books.sizes.max_length + 1
         first = self._state.upload(checks.bounded("origins", "firsts", firsts, end))
-        before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
+        before = self._before(line, first)
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, writer].expand_as(first)
         terms = [before[0] - before[1], before[1] - before[2]]
@@ -138,7 +138,7 @@ class RowTransfers:
         is_one = (apart == apart[:, :1]).all(1)
         ends = torch.stack([words[:, 0], words[:, -1]], 1)  # an index of ints would wait for a GPU
         ends = older(ends, -self._state.epoch) * is_one[:, None]
-        before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
+        before = self._before(line, first)
         terms = [own[:, 0] - before[0], before[0] - before[1], before[1] - before[2]]
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, line]
@@ -150,6 +150,10 @@ class RowTransfers:
         line, at = self._lines_at("own_words", requests, "positions", positions)
         after = self._books.own[line, (at + 1).clamp(max=self._books.sizes.max_length)]
         return older(as_word(after + self._books.salts[place.written]), -self._state.epoch)
+
+    def _before(self, line: int | Tensor, first: Tensor) -> list[Tensor]:
+        """Return a request's digests up to each position, and up to the two before it."""
+        return [self._books.own[line, (first - back).clamp(min=0)] for back in range(3)]
 
     def _lines_at(
         self, operation: str, requests: Sequence[str], name: str, positions: Ints
@@ -359,8 +363,8 @@ class RowTransfers:
     ) -> None:
         """Compare the rows of one request with the digests of its tokens.
 
-        Imported rows are compared block by block: what is told of a wrong one says nothing of the
-        blocks after it, which the request's next step still compares.
+        Imported rows are compared block by block. After a violation the ledger does not compare a
+        request again before the stretch's end, so in a longer one a wrong block would hide others.
         """
         self._span(operation, first, end)
         blocks = self._state.upload(checks.ints(operation, "table", table, "[blocks]"))[None]

@@ -80,8 +80,8 @@ class BlockIdentities:
             the ends of so many tokens.
         checksums: returns checksums of the bytes of blocks, int64 ``[n, 2]`` on the ledger's
             device, given a group's name and the blocks; does not wait for the device.
-        shared: knows the blocks of other processes; None if there is no store. It is told of
-            blocks at once, which waits for the device: the other process may read them next.
+        shared: knows the blocks of other processes; None if there is no store. With a store, a
+            step waits for its blocks and hands them on: the other process may read them next.
         copied: copies a tensor to the host.
     """
 
@@ -144,8 +144,10 @@ class BlockIdentities:
         found = self._copied(torch.cat([*map(self._described, by_group, by_group.values())]))
         out = [number for number, place in enumerate(places) if place in doubtful]
         self._noted.append(_Noted(spans, found, out, then))
-        if self._shared is not None or len(self._noted) > _UNDER_WAY:
-            self.settle(self._noted[-1] if self._shared is not None else self._noted[0])
+        if self._shared is not None:
+            self.settle()
+        elif len(self._noted) > _UNDER_WAY:
+            self._noted[0].found.wait()
         self.look()
 
     def look(self) -> None:
@@ -153,14 +155,12 @@ class BlockIdentities:
         while self._noted and self._noted[0].found.ready:
             self._take(self._noted.popleft())
 
-    def settle(self, last: _Noted | None = None) -> None:
-        """Wait for the device, and take over what was noted until now, or until ``last``."""
+    def settle(self) -> None:
+        """Wait for the device, and take over what was noted until now."""
         while self._noted:
             noted = self._noted.popleft()
             noted.found.wait()
             self._take(noted)
-            if noted is last:
-                break
 
     def lookup(self, contents: Sequence[Content]) -> list[list[Identity]]:
         """Return what is known of blocks with these bytes; waits for what was noted."""

@@ -229,9 +229,10 @@ class TransferWatch:
                 self._ledger.inspect(self._stretch(group, own[at : at + _AT_ONCE]))
 
     def _stretch(self, group: str, spans: Sequence[Span]) -> Stretch:
-        """Return the rows of blocks of a group that leave, each block by itself.
+        """Return the rows of blocks of a group that leave, each block as a stretch of its own.
 
-        What is told of a wrong block says nothing of those after it; steps still compare them.
+        After a violation the ledger does not compare a request again before the stretch's end. In a
+        longer stretch, a wrong block would hide the wrong blocks after it.
         """
         size, device = self._groups[group].block_size, self._ledger.books.words.device
         ends = [span.begin + len(span.blocks) for span in spans]
