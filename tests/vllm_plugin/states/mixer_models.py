@@ -21,7 +21,10 @@ COMMON: dict[str, Any] = {
 
 
 def write(name: str, folder: Path) -> str:
-    """Write the model called ``name`` into ``folder``; returns the path."""
+    """Write the model called ``name`` into ``folder``; returns the path.
+
+    ``counting`` is ``falcon_h1``, but its text is told by ``counts_on``.
+    """
     import torch
     import transformers as hf
 
@@ -40,7 +43,7 @@ def write(name: str, folder: Path) -> str:
             chunk_size=32,
         )
         model = hf.NemotronHForCausalLM(config)
-    elif name == "falcon_h1":
+    elif name in ("falcon_h1", "counting"):
         config = hf.FalconH1Config(
             **COMMON,
             num_hidden_layers=2,
@@ -70,6 +73,26 @@ def write(name: str, folder: Path) -> str:
         return model_files.write(name, folder)
     model.get_input_embeddings().weight.data.mul_(6.0)  # or else no draft is ever right
     model.lm_head.weight.data.mul_(8.0)
+    if name == "counting":
+        counts_on(model)
     path = folder / name
     model.save_pretrained(path)
     return str(path)
+
+
+def counts_on(model: Any) -> None:
+    """Let a model say the token that ``follows`` the last one, however a CPU rounds.
+
+    With random weights another CPU may choose another token, and every token after it is another.
+    """
+    for name, weight in model.named_parameters():
+        if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+            weight.data.mul_(0.01)  # what layers add decides nothing
+    order = [follows(token) for token in range(model_files.VOCAB)]
+    model.lm_head.weight.data[order] = model.get_input_embeddings().weight.data
+
+
+def follows(token: int) -> int:
+    """Return the token after ``token``: tokens below 64 go round by four, the others by 64."""
+    length = 4 if token < 64 else 64
+    return token // length * length + (token + 1) % length
