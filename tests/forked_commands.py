@@ -129,7 +129,7 @@ def _run(folder: Path, work: Callable[[], int | None]) -> Ended:
 
 
 def _clear_new_memory() -> None:
-    """Let the C library fill what it hands out with zeros, from now on, in this process's forks, too.
+    """Let the C library fill new memory with zeros, in this process and in its forks.
 
     vLLM's Mamba-2 layers on a CPU compute with memory that nobody wrote, so what an engine says,
     and with it the steps in which a fault shows, would change from run to run.
