@@ -120,13 +120,19 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
 
 
 def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -> Exception | None:
-    """Let the supplier commit its states; if that fails half-way, let it commit the others.
+    """Let the supplier commit its states; if that raises, let it ``repeat`` the commit.
+
+    Args:
+        context: the manager's context, with a supplier.
+        number: the window's number, for the log; None without a window.
+        sampled: as ``StateSupplier.commit`` takes it.
 
     Returns:
-        The error after which the supplier had to go on, counted as a fallback; None without any.
+        The error of ``commit``, counted as a fallback; None without any.
 
     Raises:
-        KVTxnError: a state could not be committed; the window ends in FAILED.
+        KVTxnError: ``repeat`` failed, too: states are not those of their requests. The caller ends
+            the window in FAILED.
     """
     supplier = context.supplier
     assert supplier is not None
@@ -285,9 +291,15 @@ def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]
 
 
 def finish_direct(context: WindowContext, txn: Txn, accepted: Tensor | None) -> None:
-    """End a window that fell back: write the rows that rings, states and trees held, and count.
+    """End a window that fell back: write the rows that still wait for the outcome, and count.
 
-    An abort has no acceptance.
+    These are kept drafts of rings under ``deferred``, of states and of trees. Rows of rings that a
+    rejected draft lies over come back. All other rows are written already, and stay.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        accepted: the acceptance of a commit; None for an abort, which keeps no draft.
     """
     before = {
         ref.name: txn.saved[ref.name]

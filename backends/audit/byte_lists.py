@@ -106,7 +106,12 @@ def list_reads(
     FILLS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """List the sealed slots that a request will read and whose turn it is.
+    """List the sealed slots before the step's rows that a request reads and whose turn it is.
+
+    An entry ``COMPARE`` is appended to ``work`` for each slot whose seal is its word, and whose
+    number plus the step's is a multiple of ``every``. Beyond ``capacity`` nothing is appended;
+    ``counts`` counts it, ``compared`` does not.
+
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
         positions: int ``[num_rows]``; unread unless ``FILLS``.
@@ -115,7 +120,7 @@ def list_reads(
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         seals: int64 ``[num_words]``.
         work: int64 ``[capacity, ENTRY]``.
-        counts: int64 ``[2]``, the entries listed; 0 before the launch.
+        counts: int64 ``[2]``, the entries wanted; 0 before the launch.
         compared: int64 ``[1]``, added to.
         every: one slot in so many has its turn.
         capacity: entries.

@@ -110,12 +110,16 @@ def change_books(
     SEALS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Put in place what a step changes. Grid: (requests + blocks + 1,).
+    """Put in place what a step changes: ``Passes.change``. Grid: (requests + blocks + 1,).
+
+    In one launch, so in any order: each request that begins gets its digests and facts, each block
+    that is handed out becomes unwritten and unsealed, and released lines become nobody's.
+
 
     Args:
         packed: int64, one after the other: the tokens of the requests that begin, and
             ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.new_requests``; of each block that is
-            handed out the first word and the number of words; lines that nobody has.
+            handed out the first word and the number of words; the lines that were released.
         key: int64 ``[3]``.
         own: int64 ``[num_lines, own_stride]``.
         facts: int64 ``[NUM_FACTS, num_lines]``.
@@ -124,7 +128,7 @@ def change_books(
         num_tokens: tokens of all requests that begin.
         num_requests: requests that begin.
         num_blocks: blocks that are handed out.
-        num_released: lines that nobody has.
+        num_released: lines that were released.
         own_stride: columns of ``own``.
         num_lines: lines.
         SEALS: a scrub has ``seals``.

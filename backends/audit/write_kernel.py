@@ -217,7 +217,11 @@ def write_rows(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Note the rows of one request. Grid: (requests,).
+    """Record the rows of one request: ``Passes.write``, but for the states. Grid: (requests,).
+
+    Writes ``words`` and ``owners`` where slots lead, the request's line of ``own`` and ``facts``, a
+    journal entry per row, and the step's ``counters`` and ``fingerprints``; see the module.
+
 
     Args:
         lines: int ``[num_requests]``.

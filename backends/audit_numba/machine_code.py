@@ -83,7 +83,10 @@ class CodeFiles:
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Write the code for a signature, and remove the function's files of other sources."""
+        """Write the code for a signature, and remove the function's files of other sources.
+
+        Whatever fails is ignored: the function is then compiled again in the next process.
+        """
         path = self._path(signature, result.codegen)
         if path is None or not self._numba_files.check_cachable(result):
             return

@@ -71,8 +71,9 @@ def slots_outside(
 ) -> tl.tensor:
     """Find slots that are neither -1 nor inside the caches of their group.
 
-    The lanes of a program share all slots of all known groups. Returns int32 ``[CHUNK]``: 1 for
-    each lane that found one.
+    The lanes of a program share all slots of all known groups. Group ``g`` is known if bit ``g`` of
+    ``known`` is set; its slots are int ``[num_rows]`` at ``slots + g * slot_stride``, and below
+    ``limits[g]``. Returns int32 ``[CHUNK]``: 1 for each lane that found one.
     """
     lanes = tl.arange(0, CHUNK)
     bad = tl.zeros([CHUNK], dtype=tl.int32)

@@ -170,10 +170,12 @@ def method(result: Mapping[str, Any]) -> str:
 
 
 def latency(cells: Sequence[Cell]) -> str:
-    """Tabulate time to first token and per token: percentiles over requests, ratios by round.
+    """Return a Markdown table of ms to the first token and per token, a row per cell and engine.
 
-    Behind both stands the ratio to stock: each round's median over its requests by stock's in the
-    same round. Last, for each policy, the rounds of all cells together.
+    Of each: the 50th and 95th percentile over requests, and the ratio to stock, which is each
+    round's median over its requests by stock's in the same round. "-" stands for what was not
+    measured. With several cells, a last row for each policy has the ratios of all cells' rounds
+    together.
     """
     rows = []
     for cell in cells:

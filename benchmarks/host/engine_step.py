@@ -57,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_steps(policy: Any) -> tuple[GraphSteps, float]:
-    """Make steps over caches of the model's shape and warm them up; returns the seconds, too."""
+    """Make steps over caches of the model's shape on the GPU; warm them up.
+
+    Returns:
+        The steps, each request in a block of its own; and how many
+        seconds the warm-up took, the device's work included.
+    """
     from ...integrations.serving.graph_steps import (
         GraphSteps,  # needs Triton, which not every machine has
     )

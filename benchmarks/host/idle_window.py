@@ -69,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
 def window_runner(
     args: argparse.Namespace, policy: str, requests: int
 ) -> Callable[[], list[float]]:
-    """Make a function that runs one idle window and returns the four times at its joints."""
+    """Make a function that runs one window over all layers and accepts no draft.
+
+    It returns four readings of ``time.perf_counter``, in seconds: before the window begins, after
+    it began, after every layer is staged, and after the commit. Nothing waits for a GPU.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = requests * _DRAFTS
     shape = (max(1, -(-rows // 16)), 16, 8, 128)

@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every shape and print a table."""
+    """Measure every shape, print its lines, and with ``--save`` write the results.
+
+    Returns:
+        The exit code: 1 if a shape was left out; 2 without a CUDA device or vLLM.
+    """
     if not torch.cuda.is_available():
         print("the attention benchmark needs a CUDA device")
         return 2

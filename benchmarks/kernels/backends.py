@@ -123,7 +123,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def bits(found: Mapping[str, Any]) -> str:
-    """Return a table of the number of layers whose bits differ, without times."""
+    """Return a sentence: of which backends how many layers have other bits than stock's."""
     rows = found["rows"]
     backends = ", ".join(dict.fromkeys(row["backend"] for row in rows))
     sizes = ", ".join(map(str, sorted({row["block_size"] for row in rows})))

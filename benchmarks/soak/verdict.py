@@ -175,7 +175,16 @@ _TEXTS: Final = ("texts", "same", "near", "other")
 
 
 def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
-    """Judge the reports of one soak's pieces, whose engines were to have ``windows`` or not."""
+    """Sum up the reports of one soak's pieces, and list what is wrong.
+
+    Wrong is a piece that ended early, a count that does not add up, and a slope whose whole
+    interval is beyond its limit, if the soak took ``SHORTEST`` seconds. Counts are of each piece's
+    last sample; counts that must be 0 are the largest of any sample.
+
+    Args:
+        pieces: the reports, in order.
+        windows: the engines were to have windows; a soak without a commit is wrong then.
+    """
     ends = [piece["samples"][-1] for piece in pieces if piece["samples"]]
     sums = {name: sum(end[name] for end in ends) for name in _SUMMED}
     sums |= {

@@ -92,11 +92,12 @@ def _kind(value: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit an engine.
+    """Audit an engine: print the verdict as text or JSON, then write the page of ``--html``.
 
     Returns:
         The exit code: 0 healthy, 1 violations, 2 if a request failed, nothing could be judged, or
-        the audit was interrupted before a violation was found.
+        the audit was interrupted before a violation was found; also if the engine cannot be
+        audited, which is told on stderr.
     """
     require(args.engine)
     from .page import write  # brings torch, for which the command's help must not wait

@@ -88,11 +88,12 @@ class Found:
 
 
 def renamed(recording: dict[str, Any], own: Callable[[str], str]) -> dict[str, Any]:
-    """Return a recording with the client's names of requests.
+    """Return a copy of a recording with the client's names of requests.
 
     Args:
-        recording: as an engine returns it.
-        own: returns the client's name for an engine's.
+        recording: as an engine returns it; unchanged. Renamed are ``name`` of each of its
+            ``requests``, and ``request`` and ``written_request`` of each of its ``violations``.
+        own: returns the client's name for an engine's. Not called for None, which stays.
     """
 
     def name(given: str | None) -> str | None:

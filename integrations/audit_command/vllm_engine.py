@@ -67,7 +67,15 @@ class VllmRequests:
 
 
 async def start(job: Job) -> Audited | Refused:
-    """Start an ``AsyncLLM`` with what its workloads need."""
+    """Start an ``AsyncLLM`` with the job's arguments and what its workloads need besides.
+
+    Returns:
+        The engine, with the calls that read and stop it; or why there is none: vLLM refuses the
+        arguments, its requests cannot be played, or the ledger cannot watch it.
+
+    Raises:
+        Exception: whatever vLLM raises while an accepted configuration starts.
+    """
     from ..vllm_plugin.internals import audited, frontend, workers
     from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
 

@@ -137,7 +137,12 @@ async def preempt(client: EngineClient) -> None:
 
 
 async def offload(client: EngineClient) -> None:
-    """Let texts leave the cache through a connector, and come back for a later request."""
+    """Play texts that leave the cache through a connector, then requests that begin with them.
+
+    Rounds of four requests until the budget is spent. A prompt and its output end at a block's
+    end, or one token beside it. In every other round the cache is reset before the follower: it
+    sends prompt, output and two more tokens, so that only the connector has the rows.
+    """
     size = client.block_size
     while client.made < client.budget:
         for number in range(4):

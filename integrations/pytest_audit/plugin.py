@@ -28,7 +28,7 @@ _SHOWN: Final = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--kvtxn-audit[=ledger|bytes]``."""
+    """Add ``--kvtxn-audit[=ledger|bytes]``: "ledger" without a value, None if not given."""
     parser.getgroup("kvtxn").addoption(
         "--kvtxn-audit",
         nargs="?",

@@ -305,10 +305,13 @@ class StateSteps(EagerSteps):
         return self._slots[group][self._plan.rows]
 
     def verified(self, ref: LayerRef, rows: StateRows) -> None:
-        """Keep the draft rows of a layer with a state, and stage them in the step's window.
+        """Keep the draft rows of a layer with a state; stage them if the step's window defers.
+
+        A stage that fails makes the step fall back, as ``fail`` says; the kept rows still reach the
+        state.
 
         Raises:
-            KVTxnError: the rows are not the drafts of the step's plan. A draft
+            KVTxnError: the rows are not the drafts of the step's plan. Nothing is kept. A draft
                 among the other rows is in its request's state already.
         """
         plan = self._plan

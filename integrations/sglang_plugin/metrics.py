@@ -53,7 +53,10 @@ class Metrics:
             log.warning("kvtxn.no_metrics", why=repr(error), effect="the audit goes on")
 
     def update(self, ledger: Ledger, *, active: bool) -> None:
-        """Show the counters every few seconds; call it in each step.
+        """Show the counters every ``INTERVAL`` seconds; call it in each step.
+
+        Nothing waits: one call begins to copy the counters from the device, and a later call shows
+        them, once the copy is there.
 
         Args:
             ledger: has them.

@@ -25,7 +25,7 @@ def listed(operation: str, name: str, values: Any, expected: str) -> tuple[Any, 
         expected: what the argument has to be, for the message.
 
     Raises:
-        ConfigError: it is something else, or a tensor without dimensions.
+        ConfigError: it is something else, or a tensor without dimensions or values.
     """
     if isinstance(values, (Tensor, Iterable)) and not isinstance(
         values, (str, bytes, Set, Mapping)

@@ -190,7 +190,11 @@ class RecordingLedger(Ledger):
         *,
         besides: int = 0,
     ) -> None:
-        """End a step; record the slots of its kept and of its rejected drafts."""
+        """End a step as ``Ledger.resolve`` does; record its drafts as "kept" and "rejected" runs.
+
+        ``sampled`` counts here, too: a draft whose row is of another token is rejected, unless its
+        request was released meanwhile. Released requests count by ``accepted`` alone.
+        """
         step = self._state.step
         super().resolve(accepted, sampled, besides=besides)
         assert step is not None  # or the ledger has raised

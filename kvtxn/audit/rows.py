@@ -164,6 +164,9 @@ def same_drafts(step: Step, batch: Batch, sampled: Tensor) -> Tensor:
 def first_visible(place: Place, first: Tensor, end: Tensor) -> Tensor:
     """Return the first position that each request's query at ``first`` reads.
 
+    int64 ``[num_requests]``: 0, or the latest of the first positions that a window, a chunk or a
+    ring of the group leaves.
+
     Args:
         place: the group.
         first: int64 ``[num_requests]``, the position of the query.

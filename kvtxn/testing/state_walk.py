@@ -59,11 +59,12 @@ class Walk:
             self._patch.setattr(recovery, name, broken)
 
     def go_to(self, state: WindowState, ready: bool) -> None:
-        """Bring the window into a state.
+        """Bring a window that was just begun into a state; a commit accepts one draft per request.
 
         Args:
             state: the state.
-            ready: where the state waits for layers, stage all of them but the last; else one.
+            ready: in OPEN and DIRECT, all layers but the last are staged, or else only the first.
+                Before other states all are.
         """
         last = len(self.rig.refs)
         if state is WindowState.DIRECT:

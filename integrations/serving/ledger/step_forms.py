@@ -313,7 +313,16 @@ class PublishedBlocks:
             ends.index_copy_(0, there, to_device(full, device, torch.int64))
 
     def publish(self, step: Step) -> None:
-        """Check the blocks that a step fills, since other requests may already find them."""
+        """Compare the rows of blocks that are newly full, as kind "published".
+
+        A block is full if all its positions come before the step's drafts. Each is checked once for
+        each request, before the step's own outcome is known. Blocks that left the request's window
+        are left out.
+
+        Args:
+            step: the step last given to ``Ledger.write``; a block whose last row was a draft is
+                checked with a later step.
+        """
         for group, ends in self._ends:
             if self._on_host and not self._ledger.input.reaches(step, ends):
                 continue

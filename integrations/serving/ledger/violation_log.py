@@ -85,7 +85,16 @@ class FoundViolations:
         return True
 
     def take(self, on_violation: str) -> Sequence[Violation]:
-        """Log the violations that were found since the last call, and return them."""
+        """Return the violations found since the last call, without any that ``drop`` took back.
+
+        All of them are logged and remembered for ``report``. With ``evicts_stale``, rows of earlier
+        weights add their blocks to ``take_stale``, and nothing to ``take_report``.
+
+        Args:
+            on_violation: what ``take_report`` shall ask of all ranks, besides: "contain" adds the
+                blocks and requests to contain, and whether violations were lost; "raise" adds the
+                violation's text, by which each rank raises ``AuditError``; "log" adds nothing.
+        """
         new: Sequence[Violation] = self._ledger.violations()
         if self._dropped:
             new = [violation for violation in new if not self._withdraw(violation)]

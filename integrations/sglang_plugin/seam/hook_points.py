@@ -104,10 +104,12 @@ def parameters(target: str, where: Path | None) -> tuple[str, ...] | None:
 def moved(
     points: Mapping[str, tuple[str, ...]] = HOOK_POINTS, where: Path | None = None
 ) -> list[str]:
-    """Say of each hook point that is not as expected what it is now.
+    """Return a sentence for each hook point that is gone, or takes other parameters.
+
+    Further parameters behind the expected ones are right.
 
     Args:
-        points: the hook points.
+        points: by a function's full name, the parameters that it should have, in order.
         where: the folder of the package ``sglang``; None: the installed one.
     """
     where = folder() if where is None else where

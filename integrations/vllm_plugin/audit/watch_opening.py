@@ -73,9 +73,16 @@ def ledger_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrub
 
 
 def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -> int:
-    """Return the bytes of KV cache that fit beside the ledger into the memory that is free.
+    """Return the bytes of KV cache, in whole blocks, for which the ledger beside it has room, too.
 
-    Where the user gives the size of the KV cache, that stays as it is.
+    Args:
+        runner: the worker's runner, before its cache is made.
+        settings: "bytes" makes the ledger larger.
+        available: free bytes.
+
+    Returns:
+        ``available`` itself, if the user gives the size of the cache, if the plan for blocks is not
+        known, or if the calculation fails, which is logged as a warning.
     """
     try:
         plan = None if spare_blocks.is_given(runner) else spare_blocks.planned(runner)

@@ -258,7 +258,20 @@ def arrival_of(
     tables: Sequence[Sequence[int]],
     had: int | None = None,
 ) -> Arrival:
-    """Describe a request that comes."""
+    """Describe a request to the ledger: its tokens, and what else its K and V depend on.
+
+    An adapter's identity goes into ``extras``. The hash of an item goes to each of its positions in
+    ``embedded``; of an encoder-decoder model, whose items have no positions, into ``extras``.
+
+    Args:
+        runner: the worker's runner.
+        state: vLLM's content of the request.
+        name: the request's name.
+        tokens: its token ids, from the first on, with zeros for vectors.
+        computed: number of positions whose rows are in the cache already.
+        tables: its blocks, by group.
+        had: number of rows that it had when it was put back; None if it was not, or nobody knows.
+    """
     lora = getattr(state, "lora_request", None)
     extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
     embedded = _embedded(state, _media(runner))

@@ -316,15 +316,19 @@ def given_lengths(metadata: Sequence[BatchMetadata], own: Tensor, starts: Tensor
 def wrong_lengths(
     metadata: Sequence[BatchMetadata], ends: NDArray[numpy.int64], starts: Tensor
 ) -> Tensor | None:
-    """Return the rows that each request's attention reads, if not all of them are right.
+    """Return the number of rows that each request's attention reads, if one of them is wrong.
 
     A request that is given a row of its neighbour reads one row more than it has, and the neighbour
     one fewer.
 
     Args:
-        metadata: those of one group's layers.
-        ends: int64 ``[num_requests]``, the position after each request's last row.
-        starts: the runner's first rows of all requests.
+        metadata: those of one group's layers, in order; the first that is wrong is returned.
+        ends: int64 ``[num_requests]``, the right numbers: the position after each request's last
+            row.
+        starts: int32 ``[num_requests + 1]`` at least, the runner's first row of each request.
+
+    Returns:
+        int ``[num_requests]``, a copy; None if all are right.
     """
     number = len(ends)
     for each in metadata:

@@ -104,8 +104,9 @@ def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Te
         reads_window: refuse a batch whose attention cannot read rows that are not in the cache.
 
     Returns:
-        Slots by group, int64 ``[num_rows]`` each; or the reason, as a counter's label, for which
-        the step cannot have a window, as text for a counter's label.
+        The engine's own tensors of slots by group, int64 ``[num_rows]`` each, padding (-1)
+        included. Or why the step cannot have a window, as a counter's label: "microbatches",
+        "decoded_from_the_cache" or "not_causal".
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata

@@ -212,7 +212,8 @@ def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots
 
     Args:
         layer: the layer.
-        parts: ``[num_rows, *row_shape]`` each: keys and values, or latents alone.
+        parts: ``[num_rows, *row_shape]`` each: keys and values; or latents alone, each with its
+            rotary part behind the ``kv_lora_rank`` numbers of the latent.
         cache: a cache shaped like the layer's, with any number of blocks.
         slots: int64 ``[num_rows]``, the slot of each row.
     """

@@ -154,7 +154,12 @@ class Media:
         self._meant: Final[OrderedDict[tuple[str, str], str]] = OrderedDict()  # by request and name
 
     def hashes(self, state: RequestContent) -> list[tuple[Feature, int]]:
-        """Return the items of a request, and a hash of the content of each."""
+        """Return each item of a request with a 64-bit hash of its content, in the request's order.
+
+        The content is the one that the request sends with the name; else the one that the request
+        had before; else the last one under this name. If none is known, it is the hash of the name.
+        What was found is remembered for both later cases.
+        """
         arguments = getattr(getattr(state, "sampling_params", None), "extra_args", None) or {}
         contents: Mapping[str, str] = arguments.get(CONTENTS, {})
         request, found = str(getattr(state, "req_id", "")), []

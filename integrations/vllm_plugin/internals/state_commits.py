@@ -148,14 +148,17 @@ class StateTables:
     def name_commits(
         self, sampled: Tensor, starts: Tensor, lines: int = 0, first: Tensor | None = None
     ) -> None:
-        """Say how many rows each request keeps: the state after the last of them is written.
+        """Fill ``counts``, ``commits``, ``kept``: the state after each last kept row is written.
+
+        A request keeps as many rows as tokens were sampled for it, but at least one, as in vLLM,
+        and at most ``most_rows``. Nothing waits for the device.
 
         Args:
-            sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
-                without any keeps its first row.
-            starts: int32, the first row of each request, and the end; more of them are not read.
+            sampled: int ``[num_requests]``, the number of tokens sampled for each.
+            starts: int32 ``[num_requests + 1]`` at least: the first row of each request, and the
+                end.
             lines: name commits of so many requests, if these are more; those have no rows.
-            first: int32 ``[lines + 1]``; written: the first row of each, and the end.
+            first: int32 ``[lines + 1]`` or None; written: the first row of each, and the end.
         """
         count, most = sampled.shape[0], self.commits.shape[2] - 1
         lines = max(lines, count)
