@@ -122,7 +122,7 @@ class CudaGraphExecutor(Executor):
         return self._inner.attend(txn, layer, query, attention)
 
     def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
-        """Return the Triton executor's launches, which capture themselves in graphs."""
+        """Return the Triton executor's launches, which capture themselves in graphs; or None."""
         return self._inner.captured_launches(places)
 
     # -- commit -------------------------------------------------------------------

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one suite."""
+    """Run one suite, and return its exit code."""
     name, line = SUITES[args.suite]
     if not {"-h", "--help"} & {*args.rest}:
         require(*NEEDS_OF.get(args.suite, ()))

@@ -140,7 +140,7 @@ def models() -> str:
 
 
 def sanitizer() -> str:
-    """Complaints of compute-sanitizer about each family of kernels."""
+    """Return a table of compute-sanitizer's complaints, a row per executor and kernel family."""
     result = load("h200-sanitizer")
     by_family: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["rows"]:
@@ -364,7 +364,12 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
 
 
 def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
-    """Return ``text`` with every marked part generated anew."""
+    """Return ``text`` with every marked part generated anew.
+
+    Args:
+        text: a document. A part lies between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+        sections: makes the text of each part, by name. Names without a mark are not made.
+    """
     for name, make in sections.items():
         if f"<!-- {name} -->" in text:
             before, _, rest = text.partition(f"<!-- {name} -->\n")

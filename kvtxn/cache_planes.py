@@ -189,6 +189,9 @@ def state_plane(part: str, layer: str, state: Tensor) -> Plane:
 
     Dimensions that are contiguous with each other are merged. If more than two remain, as in a
     permuted state, the elements are found through a table of offsets.
+
+    Raises:
+        LayerError: it is no such tensor, or of a dtype whose words cannot be moved.
     """
     if not isinstance(state, Tensor) or state.ndim < 2:
         got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
@@ -259,9 +262,16 @@ def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
 
 
 def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Tensor]:
-    """Check that offsets are inside the block and distinct; return the tables as int64.
+    """Return the tables of offsets as int64 on the caches' device, once they are checked.
 
-    The tables returned are on the caches' device.
+    Args:
+        layer: its name, for errors.
+        caches: of keys and of values, ``[num_blocks, block_numel]`` each.
+        tables: int ``[block_size, num_kv_heads, head_size]`` for each cache.
+
+    Raises:
+        LayerError: a cache or table is misshapen, or an offset is outside the block or named twice.
+            Two caches that are one memory share its offsets.
     """
     for cache in caches:
         check_cache(layer, cache, 2, "[num_blocks, block_numel]")

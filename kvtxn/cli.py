@@ -177,7 +177,10 @@ def commands() -> dict[str, EntryPoint]:
 
 
 def summary(entry: EntryPoint) -> str:
-    """Return a command's line of help, and the missing packages that it needs."""
+    """Return a command's line of help, and the missing packages that it needs.
+
+    If the command cannot be loaded, the line says why.
+    """
     try:
         says = _literals(entry)
         line = str(says["help"] if "help" in says else entry.load().help)
@@ -254,7 +257,11 @@ def require(*modules: str) -> None:
 
 
 def natural(text: str) -> int:
-    """Parse a positive number; for the ``type`` of a command's arguments."""
+    """Parse a positive number; for the ``type`` of a command's arguments.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the shell's completion script; returns the exit code 0.
+
+    Of a command whose packages are missing only the name is completed.
+    """
     require(*NEEDS)
     import shtab
 

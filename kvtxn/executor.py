@@ -348,6 +348,9 @@ class Executor(abc.ABC):
 
         Returns:
             ``[num_rows, num_q_heads, value_head_size]`` in the query's dtype.
+
+        Raises:
+            NotImplementedError: the executor declares no attention.
         """
         raise NotImplementedError(f"the {self.name} executor has no attention")
 

@@ -128,7 +128,11 @@ class CacheMemory:
 
 
 def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:
-    """Return, by group, the number of slots that every cache of the group has."""
+    """Return, by group, the number of slots of its smallest cache.
+
+    Raises:
+        LayerError: layers of one group differ in kind or block size.
+    """
     limits: dict[str, int] = {}
     block_sizes: dict[str, int] = {}
     kinds: dict[str, SlotKind] = {}

@@ -13,7 +13,8 @@ def first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: the package's ``__name__``.
-        homes: the relative name of the module that has it, by name.
+        homes: by name, the relative name of the module that has it. For other names it raises
+            AttributeError, as Python expects.
     """
 
     def __getattr__(name: str) -> Any:

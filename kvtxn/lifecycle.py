@@ -109,7 +109,14 @@ class Lifecycle:
         )
 
     def follow(self, failure: recovery.Failure | None) -> None:
-        """Take the state that a failure leads to; ``None`` means no failure and changes nothing."""
+        """Take the state that a failure leads to; None changes nothing.
+
+        After a fallback the window goes on, and the error is kept. After any other failure the
+        window has ended.
+
+        Raises:
+            BaseException: the failure's error, unless it is a fallback.
+        """
         if failure is None:
             return
         if failure.event is not Event.FALL_BACK:

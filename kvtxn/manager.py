@@ -161,7 +161,7 @@ class TransactionManager:
 
     @property
     def current(self) -> Window | None:
-        """The window that is open, if any."""
+        """The window that is open or calls its hooks; None without one."""
         return self._turn.current()
 
     @never_compiled

@@ -54,7 +54,13 @@ class Family:
         return self.name.endswith("_total")
 
     def values(self, snapshot: Mapping[str, float]) -> Iterator[tuple[str | None, float]]:
-        """Yield the family's values in a flat snapshot, by label value."""
+        """Yield the label value and the number of each of the family's entries in a flat snapshot.
+
+        A family without a label has one entry, under None.
+
+        Raises:
+            KeyError: the snapshot lacks a family without a label.
+        """
         if self.label is None:
             yield None, snapshot[self.name]
             return

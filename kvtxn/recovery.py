@@ -188,7 +188,11 @@ def commit_failed(
 
 
 def restore(context: WindowContext, txn: Txn) -> Failure | None:
-    """Call the executor's ``restore``; if it fails, the reference puts the saved rows back."""
+    """Call the executor's ``restore``; if it raises, the reference puts the saved rows back.
+
+    Returns:
+        None if it did not raise; else the failure, whose event says what became of the caches.
+    """
     try:
         context.executor.restore(txn)
     except Exception as error:

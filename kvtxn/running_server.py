@@ -116,7 +116,7 @@ class Series:
         return [each.value for each in self.samples if each.name == name]
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric's values."""
+        """Return the sum of a metric's values; 0 without any."""
         return sum(self.values(name))
 
     def counted(self, name: str) -> str:

@@ -199,6 +199,9 @@ def stored_rows(ref: LayerRef, parts: Sequence[Tensor | None]) -> tuple[Tensor, 
         ref: the layer.
         parts: one tensor per part of ``ref.given``, from ``check_parts``; tensors in the part's
             own dtype are taken as they are. None for scales that are computed here.
+
+    Raises:
+        LayerError: codes come without their scales.
     """
     rows: list[Tensor | None] = list(parts)
     for number, (plane, part) in enumerate(zip(ref.given, parts, strict=True)):

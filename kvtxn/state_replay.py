@@ -41,12 +41,12 @@ class _Turns:
 
 
 def replayed(layers: Iterable[StagedLayer]) -> tuple[StagedLayer, ...]:
-    """Select the staged layers whose states advance at commit."""
+    """Return the staged layers whose states advance at commit, in order."""
     return tuple(layer for layer in layers if layer.ref.replay)
 
 
 def moved(layers: Iterable[StagedLayer]) -> tuple[StagedLayer, ...]:
-    """Select the staged layers whose rows are written to slots."""
+    """Return the staged layers whose rows are written to slots, in order."""
     return tuple(layer for layer in layers if not layer.ref.replay)
 
 

@@ -124,7 +124,7 @@ class StaticLaunches(CapturedLaunches):
         return StaticLayout(self, layout)
 
     def saving(self, layout: RowLayout) -> Callable[[], None]:
-        """Arrange the save of a layout's drafts, and of the slots where these may be replaced."""
+        """Return a function that saves a layout's drafts, and slots where they may be replaced."""
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
@@ -141,7 +141,11 @@ class StaticLaunches(CapturedLaunches):
         return CachedLaunch(self._arrange(self._commit, layout, acceptance))
 
     def keep(self, launch: Callable[[], None], dropped: Callable[[], None]) -> Replay | None:
-        """Capture a launch that ran before, and keep it; see ``GraphCache.add``."""
+        """Capture a launch that ran before, and keep it.
+
+        Returns:
+            The replay, or None if it could not be captured; see ``GraphCache.add``.
+        """
         return self.graphs.add(lambda: self.captured(launch), dropped)
 
     def captured(self, launch: Callable[[], None]) -> Replay | None:

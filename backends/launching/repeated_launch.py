@@ -98,7 +98,10 @@ class RepeatedLaunch:
         self._arguments = *self._fixed, ctypes.c_void_p(self._stream), self._at, None
 
     def run(self) -> None:
-        """Launch on the current stream."""
+        """Launch on the current stream; does not wait. If the driver refuses, Triton launches.
+
+        Triton does so from then on: ``by_driver`` becomes False.
+        """
         if self.by_driver:
             stream = self._stream_of(self._device)
             if stream != self._stream:
@@ -161,7 +164,9 @@ def _add(
 
 @cache
 def works(device: int) -> bool:
-    """Try a launch on a device and compare what it wrote. Waits for the device, once.
+    """Return whether a launch by the driver writes what it should on a device; waits for it, once.
+
+    False, with the reason in the log, if anything raises.
 
     Args:
         device: its number.

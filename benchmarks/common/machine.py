@@ -22,7 +22,10 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, versions, commit and command, as every result file has them."""
+    """Describe the machine, versions, commit and command, as every result file has them.
+
+    A package that is not installed has no entry; ``gpu`` and ``driver`` are there only with CUDA.
+    """
     facts: dict[str, Any] = {
         "command": shlex.join(["kvtxn", *_shown(sys.argv[1:])]),
         "commit": commit_of(),

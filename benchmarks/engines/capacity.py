@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count in all engines, side by side, and print a table."""
+    """Count in all engines, side by side, and print a table.
+
+    Returns:
+        The exit code: 2 if it needs a CUDA device that is not there.
+    """
     if not args.scheduler_alone and not torch.cuda.is_available():
         print("the benchmark of capacity needs a CUDA device")
         return 2
@@ -88,7 +92,16 @@ def in_engines(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[
 
 
 def scheduled(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[dict[str, Any]]:
-    """Count what vLLM's scheduler does without a model."""
+    """Count what vLLM's scheduler does without a model.
+
+    Args:
+        folder: for the models' files.
+        cases: cache, longest length in tokens, and policy of each.
+
+    Yields:
+        Per case, in numbers of requests: ``reported`` by vLLM, the fields of ``Scheduled.run``'s
+        result, and ``quiet``, the most that run without a preemption.
+    """
     from ...integrations.vllm_plugin.internals.measuring import Scheduled
 
     layers = caches_of(model().shape)

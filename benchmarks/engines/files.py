@@ -38,10 +38,10 @@ def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
 
 
 def publish(path: Path) -> list[Path]:
-    """Make Markdown from a JSON file, where tabulate is installed.
+    """Write a result's Markdown beside its JSON file; without tabulate only print how to get it.
 
     Returns:
-        The paths of all files of the result that exist now.
+        The paths of all files of the result that exist now, the JSON file first.
     """
     result = json.loads(path.read_text())
     made = [path]
@@ -81,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write NAME.md beside each file."""
+    """Write NAME.md beside each file, and print the paths; returns the exit code 0.
+
+    Raises:
+        ConfigError: a file is no result of ``kvtxn bench vllm``; those before it are written.
+    """
     for path in args.files:
         found = _format(path)
         if found != FORMAT:

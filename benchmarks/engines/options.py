@@ -183,7 +183,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def points(args: argparse.Namespace) -> list[Point]:
-    """List the cells: those named, or every combination."""
+    """Return the cells that ``--cells`` names, or else every combination of the other options.
+
+    Without ``--context`` or ``--tokens``, a cell has those of its scenario.
+    """
     combinations = itertools.product(
         args.scenario, args.context or [None], args.requests, args.acceptance
     )

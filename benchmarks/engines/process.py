@@ -107,7 +107,11 @@ class Engine:
         self.process.send((dict(spec.arguments), spec.config))
 
     def ready(self) -> None:
-        """Wait until the engine runs, with kvtxn active if the spec has a policy or an audit."""
+        """Wait until the engine runs, with kvtxn active if the spec has a policy or an audit.
+
+        Raises:
+            EngineError: the engine did not start, or runs without kvtxn.
+        """
         self.process.answer("while it started")
         if self.spec.audited:
             self.audited()
@@ -151,13 +155,13 @@ class Engine:
         return found
 
     def memory(self) -> list[dict[str, int] | None]:
-        """Read by rank the audit's memory on the device, see ``audits.memory``."""
+        """Return ``audits.memory`` by rank: bytes on the device; None without an audit."""
         found: list[dict[str, int] | None]
         found = self.process.ask(("memory", None), "while its audit was measured")
         return found
 
     def clock(self, work: Work) -> list[dict[str, float] | None]:
-        """Run the work once, timing kvtxn on each rank's host; return ``host_timer``'s times."""
+        """Run the work once; return ``host_timer``'s times, in microseconds, of each rank."""
         found: list[dict[str, float] | None]
         found = self.process.ask(("clock", work), "while its windows were timed")
         return found

@@ -147,7 +147,7 @@ def same(cell: Cell) -> str:
 
 
 def method(result: Mapping[str, Any]) -> str:
-    """Explain in a sentence how the ratios were measured."""
+    """Return sentences that say how the result's ratios were measured, and how sure they are."""
     ratios = [
         engine["of_stock"]["tokens_per_s"]
         for cell in result["cells"]

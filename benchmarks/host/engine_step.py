@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination and print a table."""
+    """Measure every combination, and print a line for each.
+
+    Returns:
+        The exit code: 2 without a CUDA device.
+    """
     if not torch.cuda.is_available():
         print("the benchmark of steps needs a CUDA device")
         return 2
@@ -113,7 +117,7 @@ def measure(steps: GraphSteps, requests: int, *, changing: bool) -> dict[str, fl
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Tabulate the host time of a step's two halves."""
+    """Return a Markdown table of the host time of a step's two halves, in microseconds."""
     rows = []
     for row in found["rows"]:
         what = f"{row['policy']}, {'changing' if row['changing'] else 'steady'}"

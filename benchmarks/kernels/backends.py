@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination and print a line for each."""
+    """Measure every combination, and print a line for each.
+
+    Returns:
+        The exit code: 1 if a case was left out; 2 without a CUDA device.
+    """
     if not torch.cuda.is_available():
         print("the benchmark of attention backends needs a CUDA device")
         return 2
@@ -112,7 +116,7 @@ def differences(load: BackendLoad) -> int:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Show one case as a line of text."""
+    """Return a case as a line of text: microseconds per layer, ratios and bits."""
     us = "  ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
     bits = f"{row['different']} of {row['layers']} layers differ"
     return (
@@ -135,7 +139,7 @@ def bits(found: Mapping[str, Any]) -> str:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Tabulate a result."""
+    """Return a result as a Markdown table, in microseconds."""
     header = ["backend", "rows", "block size", "requests", "context", "layers that differ"]
     header += [
         "by blocks",

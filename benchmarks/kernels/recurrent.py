@@ -58,7 +58,7 @@ _HOST_CALLS: Final = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the suite's arguments."""
+    """Add the suite's arguments to its parser."""
     parser.add_argument(
         "--models", nargs="+", choices=STATES, default=["qwen3.5-9b", "nemotron-h-8b"]
     )
@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination and print a line for each kernel."""
+    """Measure every combination, and print a line for each kernel.
+
+    Returns:
+        The exit code: 1 if a case was left out; 2 without a CUDA device or vLLM.
+    """
     if not torch.cuda.is_available():
         print("the benchmark of recurrent states needs a CUDA device")
         return 2
@@ -243,7 +247,7 @@ def _interval(found: Mapping[str, float]) -> str:
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
-    """Show one case as lines of text."""
+    """Return the lines of text of one case, in microseconds: one per kernel, then the floor's."""
     where = f"{row['model']} {row['dtype']}, {row['requests']} requests, k = {row['drafts']}"
     found = []
     for name, kernel in row["kernels"].items():
@@ -259,7 +263,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Tabulate a result: kernels against stock, and memory."""
+    """Return a result as Markdown tables: kernels and stock in microseconds, memory in MiB."""
     rows, sizes = [], []
     most = max(row["requests"] for row in found["rows"])
     for row in found["rows"]:

@@ -79,6 +79,8 @@ def measure_all(
 ) -> int:
     """Measure every case, print its lines, and write the result after each.
 
+    A case whose measurement raises is left out, with the error in ``left_out``.
+
     Args:
         found: the result; its ``rows`` and ``left_out`` are filled here.
         cases: attrs objects.

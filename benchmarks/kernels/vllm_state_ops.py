@@ -151,7 +151,7 @@ class VllmOps(abc.ABC):
         write_side_by_side(self._kept, self._step(), self._streams)
 
     def captured(self) -> Step | None:
-        """Return a commit of the first step as the plug-in launches it."""
+        """Return a commit of the first step as the plug-in launches it; None without CUDA."""
         if self._load.device.type != "cuda":
             return None
         case, sampled = self._load.case, self._load.turns[0].sampled

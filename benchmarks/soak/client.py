@@ -100,7 +100,11 @@ class SoakClient(EngineClient):
         abort: int | None = None,
         among: Sequence[int] | None = None,
     ) -> Tokens:
-        """Make a request; see ``EngineClient.ask``."""
+        """Make a request as ``EngineClient.ask`` does, and put it into the account.
+
+        It counts as finished with all its tokens, as aborted after ``abort`` of them, else as lost.
+        Without an answer within the patience it is lost, and has no tokens.
+        """
         text, most = self.fitted(prompt, most)
         account, tokens = self._account, list[int]()
         account.asked += 1
@@ -129,7 +133,11 @@ class SoakClient(EngineClient):
         among: Sequence[int] | None = None,
         stop: int | None = None,
     ) -> list[Tokens]:
-        """Make a streaming session; see ``EngineClient.talk``."""
+        """Make a streaming session as ``EngineClient.talk`` does; put each turn into the account.
+
+        A turn is lost if it ends early, or if the session does not end within the patience; then
+        there are no outputs, and nothing raises.
+        """
         account, outputs = self._account, list[Tokens]()
         turns = self.fitted_turns(turns)
         account.asked += len(turns)

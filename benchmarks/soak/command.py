@@ -50,7 +50,7 @@ POLICIES: Final = ("auto", "deferred", "undo", "stock")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the suite's arguments."""
+    """Add the suite's arguments to its parser."""
     parser.description = __doc__
     parser.add_argument("--seconds", type=natural, default=60, help="of each piece (60)")
     parser.add_argument("--pieces", type=natural, default=1, help="pieces to play (1)")

@@ -124,6 +124,9 @@ class EngineClient:
     ) -> list[Tokens]:
         """Make a streaming session, turn by turn, and return the output tokens of each turn.
 
+        If the engine fails or nothing ends for ``_STUCK`` seconds, that goes to ``failed``, and the
+        turns that began are returned. Turns that do not fit the engine are cut or left out.
+
         Args:
             turns: each turn's new tokens, and the most output tokens of it.
             among: as for ``ask``.

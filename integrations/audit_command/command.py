@@ -49,7 +49,7 @@ PLAIN: Final[Mapping[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "--engine", choices=("vllm", "sglang"), default="vllm", help="the kind of engine (vllm)"
     )
@@ -274,7 +274,7 @@ def as_text(verdict: Verdict, found: Found, html: Path | None) -> str:
 
 
 def as_json(verdict: Verdict, found: Found) -> dict[str, Any]:
-    """Return the verdict and everything it stands on, for programs."""
+    """Return the verdict and all that it stands on as data for JSON, with the run's seconds."""
     return {
         "verdict": verdict.word,
         "headline": verdict.headline,

@@ -48,7 +48,12 @@ class SGLangRequests:
 
 
 async def start(job: Job) -> Audited | Refused:
-    """Start an engine with what its workloads need."""
+    """Start an SGLang engine with the job's arguments and what its workloads need besides.
+
+    Returns:
+        The engine, with the calls that read and stop it; or why there is none: a workload cannot be
+        played there, or the engine did not start, whatever it raised.
+    """
     for name in job.workloads:
         if name in NOT_PLAYED:
             return Refused(f"the workload {name!r} cannot be played here: {NOT_PLAYED[name]}")

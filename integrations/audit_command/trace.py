@@ -28,7 +28,7 @@ TITLES: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "--policy", choices=tuple(TITLES), default="deferred", help="of the windows (deferred)"
     )
@@ -45,10 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace a run of the demo.
+    """Trace a run of the demo: write the page, print the verdict, draw the picture of ``--svg``.
 
     Returns:
         The exit code, as of ``kvtxn audit``.
+
+    Raises:
+        ConfigError: a file cannot be written, or the run is too short for a picture.
     """
     require("vllm")
     from .page import write  # brings torch, for which the command's help must not wait

@@ -38,7 +38,7 @@ QUESTIONS: Final = Path(__file__).parent / "questions.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "--prompt",
         action="append",
@@ -170,7 +170,14 @@ def compare(results: dict[str, Result]) -> dict[str, bool]:
 def show(
     console: Console, prompts: Sequence[str], results: dict[str, Result], verdict: dict[str, bool]
 ) -> None:
-    """Print the texts, the table and the verdict."""
+    """Print the texts, the table, and each sentence of the verdict with yes or NO.
+
+    Args:
+        console: where to.
+        prompts: in the order of the texts.
+        results: by policy; the texts are those of "off".
+        verdict: what was compared, with underscores for spaces, and whether it is the same.
+    """
     for prompt, text in zip(prompts, results["off"].texts, strict=True):
         console.print(Text.assemble("\n", (prompt, "dim"), text))  # it may look like markup
     table = Table(title="\nOne row: what one draft token stores in every layer", caption=_CAPTION)

@@ -84,7 +84,14 @@ def build_model() -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up to ``peak``, then a cosine down to 2 % of it at the last step."""
+    """Return a step's learning rate: up to ``peak`` in a line, then a cosine down to 2 % of it.
+
+    Args:
+        step: counted from 0.
+        steps: of the whole training; the lowest rate is at this one.
+        peak: the highest rate.
+        warmup: steps on the way to it.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

@@ -108,7 +108,11 @@ class EngineProcess:
         return self.answer(when)
 
     def send(self, message: object) -> None:
-        """Send a command without waiting; ``answer`` waits for the engine's answer."""
+        """Send a command without waiting; ``answer`` waits for the engine's answer.
+
+        Raises:
+            EngineError: the engine has ended.
+        """
         try:
             self._pipe.send(message)
         except OSError:
@@ -119,7 +123,14 @@ class EngineProcess:
         return self._pipe.poll(0)
 
     def answer(self, when: str) -> Any:
-        """Wait for the next answer; see ``ask``."""
+        """Wait for the next answer, for ``timeout`` seconds at most, and return it.
+
+        Args:
+            when: as for ``ask``.
+
+        Raises:
+            EngineError: as by ``ask``.
+        """
         # Not for the pipe's end alone: the engine's own processes inherit it and may live on.
         deadline = time.monotonic() + self.timeout
         while not self._pipe.poll(0.1):
@@ -229,7 +240,11 @@ def calling(module: str, function: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the function named on the command line, and report its exception as an answer."""
+    """Run the function named on the command line with the pipe; send its exception as an answer.
+
+    The last two words are ``module:function`` and the pipe's file number. It returns quietly if
+    the caller is gone.
+    """
     pipe: Connection[Any, Any] = Connection(int(sys.argv[-1]))
     module, _, function = sys.argv[-2].partition(":")
     try:

@@ -278,7 +278,9 @@ class GraphSteps:
         self.window.note_staged(ref)
 
     def commit(self, sampled: Tensor, batch: Tensor | None = None) -> None:
-        """Make the accepted rows durable, and advance the states by them.
+        """Make the accepted rows durable, and advance the states by them. Does not wait.
+
+        A commit that fails is finished as ``on_error`` says.
 
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
@@ -445,7 +447,9 @@ class PackedGraphSteps(GraphSteps):
     def begin_among(
         self, drafts: Array | None, lengths: Array, prefilling: Array, slots: Sequence[Tensor]
     ) -> None:
-        """Plan the forward that comes next.
+        """Copy the slots, and plan the forward that comes next.
+
+        Without drafts, or if the copy fails, which counts as a fallback, the step has no window.
 
         Args:
             drafts: numpy int ``[num_requests]``, draft rows of each request; None without drafts.

@@ -187,6 +187,9 @@ class PipelineSteps:
     def begin(self, drafts: Array | None, lengths: Array, prefilling: Array, batch: object) -> None:
         """Begin the window of the forward that comes next; its slots are in place.
 
+        Without drafts, or if the slots cannot be copied, which counts as a fallback, it has no
+        window.
+
         Args:
             drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
             lengths: numpy int32 ``[num_requests]``, rows of each request, drafts included.

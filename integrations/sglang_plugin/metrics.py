@@ -41,7 +41,7 @@ class Metrics:
         self._failed = False
 
     def show(self, found: dict[str, float]) -> None:
-        """Show counters; if that fails, log why, once."""
+        """Show counters, by name; if that fails, log why, once, and show none any more."""
         if self._failed:
             return
         try:

@@ -263,7 +263,10 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> InternalState:
-        """Add the report to the state of a scheduler, which ``/server_info`` shows."""
+        """Add the report to the state of a scheduler, which ``/server_info`` shows.
+
+        If that fails, it is logged, and the state is SGLang's own.
+        """
         output = original(scheduler, *args, **kwargs)
         try:
             found = self.report()

@@ -60,7 +60,7 @@ class Steps:
         """Do nothing: who comes and goes is known when the forward begins."""
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows and states of the forward that comes next."""
+        """Return the rows and states of the step that is about to run; None if none is watched."""
         assert isinstance(step, ForwardStep)
         rows = self._reader.rows(step)
         return rows, None if self._states is None else self._states.states(step, rows)

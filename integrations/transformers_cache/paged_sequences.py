@@ -196,7 +196,13 @@ class PagedSequences:
     # -- its end ------------------------------------------------------------------
 
     def settle(self, rejected: int = 0) -> None:
-        """Commit the pending forward without its last ``rejected`` rows per sequence."""
+        """Commit the pending forward, if any, without its last ``rejected`` rows per sequence.
+
+        Raises:
+            CapacityError: the next token would see rows that a ring has overwritten; nothing
+                changed.
+            KVTxnError: the commit failed; the forward is aborted.
+        """
         if not self.pending:
             return
         window, count, kept = self._window, self._count, self._count - rejected

@@ -301,7 +301,7 @@ def answer(name: str, wrapper: WorkerWrapper) -> object:
 
 
 def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a hooked worker on a GPU sleep and wake up."""
+    """Let a hooked worker on a GPU sleep and wake up; return a function that undoes it."""
     return workers.around_sleep(
         wrapper,
         asleep=partial(_falls_asleep, wrapper),

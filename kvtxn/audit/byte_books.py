@@ -100,6 +100,10 @@ class ByteBooks:
             every: as for ``Scrub``.
             poison: as for ``Scrub``.
             windows: as for ``Scrub``.
+
+        Raises:
+            ConfigError: poison or windows are of another form.
+            LayerError: layers or windows do not fit the books.
         """
         windows = mapped("Scrub", "windows", windows, "by name of the layer, a Window")
         _check_layers(layers, books.words.device)
@@ -149,7 +153,11 @@ class ByteBooks:
 
 
 def num_bytes(groups: Sequence[Group], layers: Mapping[str, int], max_requests: int) -> int:
-    """Return the bytes that a scrub takes; see ``Scrub.num_bytes``."""
+    """Return the bytes that a scrub takes; see ``Scrub.num_bytes``.
+
+    Raises:
+        ConfigError: a number is no int of 0 or more, or a name is no group's.
+    """
     layout = Layout.of(listed("num_bytes", "groups", groups, "a list of groups"))
     numbers = mapped("num_bytes", "layers", layers, "by name of the group, its number of layers")
     counts = [*numbers.values(), max_requests]

@@ -337,7 +337,9 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
 def check_outcome(
     operation: str, books: Books, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments of ``Ledger.resolve`` as tensors on the ledger's device.
+    """Return the arguments of ``Ledger.resolve`` as tensors; ``sampled`` stays None.
+
+    Tensors of a GPU stay there; values of the host are checked, and go to the ledger's device.
 
     Raises:
         AcceptanceError: they do not fit the step; the call can be made again.

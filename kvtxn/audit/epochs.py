@@ -189,7 +189,11 @@ class Epochs:
         return found
 
     def read(self, requests: RequestTable) -> list[ReadAges]:
-        """Return what each request has read; waits for the device."""
+        """Return what each request has read of earlier epochs; waits for the device.
+
+        Requests that read none are left out. One that resumed has its reads together; of an ended
+        one only the reads that the books still have.
+        """
         if not self._state.epoch:
             return []
         books = self._books

@@ -461,6 +461,8 @@ class Ledger:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the arguments of ``resolve`` as tensors on the ledger's device.
 
+        ``sampled`` stays None if it is None.
+
         Raises:
             AcceptanceError: they do not fit the step; ``operation`` can be called again.
         """

@@ -76,7 +76,7 @@ class LedgerState:
         self.later.clear()
 
     def as_written(self) -> AbstractContextManager[None]:
-        """Hide the requests that came since the open step was written.
+        """Hide, during a ``with`` block, the requests that came since the open step was written.
 
         They may have lines of requests of the step that were released since.
         """

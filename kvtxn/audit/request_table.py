@@ -112,7 +112,7 @@ class RequestTable:
             ) from None  # fmt: skip
 
     def release(self, request: str) -> int | None:
-        """Free the line of a request, and return it; an unknown name is harmless."""
+        """Free the line of a request, and return it; None for an unknown name."""
         entry = self._lines.pop(request, None)
         if entry is None:
             return None

@@ -44,7 +44,7 @@ class RowTransfers:
         self._books: Final = state.books
 
     def copy(self, group: str, source: Ints, target: Ints) -> None:
-        """Do what ``Ledger.copy`` says."""
+        """Copy the words of blocks, as ``Ledger.copy`` says."""
         place = checks.place_of("copy", self._books, group)
         end = place.group.num_blocks
         given = checks.bounded("copy", "source", source, end)

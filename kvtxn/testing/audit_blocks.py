@@ -63,7 +63,11 @@ class Pool:
         self.found: dict[object, int] = {}
 
     def take(self) -> int:
-        """Hand out a free block; no hash finds it any more."""
+        """Hand out the block that has been free for longest; no hash finds it any more.
+
+        Raises:
+            OutOfBlocks: none is free.
+        """
         if not self.free:
             raise OutOfBlocks
         block = self.free.pop(0)

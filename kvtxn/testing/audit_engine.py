@@ -220,7 +220,11 @@ class SmallEngine:
         self.tell("resolve", accepted, [[*s, *[-1] * (width - len(s))] for s in sampled])
 
     def schedule(self, request: Request) -> list[Part]:
-        """Take blocks for a request's next rows; preempt the last request if there are none."""
+        """Take blocks for a request's next rows; preempt the last requests while there are too few.
+
+        Returns:
+            The one part of the step, with random drafts; empty if the request itself was preempted.
+        """
         if request not in self.running:
             return []
         first = request.computed
@@ -270,7 +274,10 @@ class SmallEngine:
         request.published = max(request.published, end // size * size)
 
     def publication(self, request: Request, group: RowGroup, end: int) -> Callable[[], None]:
-        """Return a function that reports a publication; the engine calls it after ``write``."""
+        """Return a function that reports a publication; the engine calls it after ``write``.
+
+        It reports nothing if the request has left by then.
+        """
         table = list(request.tables[group.name])
 
         def tell() -> None:
@@ -400,7 +407,10 @@ class SmallEngine:
         return request.tables[group.reads or group.name]
 
     def slots(self, group: Group, part: Part) -> list[int]:
-        """Return the slots that the forward writes."""
+        """Return the slots that the forward writes, one per row.
+
+        Of a state they are -1 for all rows but the last settled one and the drafts.
+        """
         if isinstance(group, StateGroup):
             settled = len(part.tokens) - part.drafts
             columns = part.request.states[group.name]
@@ -454,7 +464,10 @@ class SmallEngine:
         return request.states[group.name][request.column]
 
     def load_states(self, request: Request) -> None:
-        """Load stored states and the rows before them for a request that begins."""
+        """Load the longest stored state, and the rows before it, for a request that begins.
+
+        Nothing is loaded without a stored prefix or enough free blocks.
+        """
         if request.computed or not request.states:
             return
         lengths = range(len(request.tokens) - 1, 0, -1)
@@ -501,7 +514,10 @@ class SmallEngine:
         self.fresh.clear()
 
     def load(self, request: Request) -> None:
-        """Load the stored rows of a request's next tokens, if all its groups have them."""
+        """Load the stored rows of a request's next tokens, if all its groups have them.
+
+        Nothing is loaded without enough free blocks, or where a group has a ring or a window.
+        """
         if self.state_groups:
             self.load_states(request)
             return

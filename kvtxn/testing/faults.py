@@ -109,7 +109,10 @@ class FaultyExecutor(Executor):
     attend: Any = _failing("attend")
 
     def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
-        """Prepare launches that fail at ``"save"`` or ``"commit"`` before they launch anything."""
+        """Return launches that raise at "save" or "commit" before they launch anything.
+
+        None if the executor under test has none.
+        """
         inner = super().captured_launches(places)
         return None if inner is None else FaultyLaunches(inner, self.faults)
 

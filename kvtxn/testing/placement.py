@@ -94,7 +94,11 @@ class PlaneMap:
 
 
 def place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMap, ...]]:
-    """Lay a layer out: return the words per memory, and the storage of each plane in them."""
+    """Lay a layer out: return the words per memory, and the storage of each plane in them.
+
+    Raises:
+        ValueError: no layout has the spec's name.
+    """
     blocks, slots, heads, size = spec.num_blocks, spec.block_size, spec.heads, spec.size
     value = size if spec.value_size is None else spec.value_size
 

@@ -89,7 +89,10 @@ class ReplayedSpec:
 
 
 def float32(value: float) -> float:
-    """Round to the nearest float32: the one rounding of a sum or product of two."""
+    """Round to the nearest float32: the one rounding of a sum or product of two.
+
+    Beyond the range it is an infinity of the same sign.
+    """
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -308,7 +311,7 @@ class ReplayedLayer:
                 memory.take_in(slot, [[part[row] for part in own] for row in taken], *bound)
 
     def differences(self) -> list[str]:
-        """Describe each memory that differs; an empty list passes."""
+        """Return a sentence for each memory that differs from the truth; an empty list passes."""
         found = []
         for number, memory in enumerate(self.memories):
             pairs = enumerate(zip(memory.memory.tolist(), memory.truth, strict=True))

@@ -116,7 +116,7 @@ class ToyStates(StateSupplier):
         self._step, self._done, self.replays = None, 0, 0
 
     def launches(self, sampled: Tensor, num_requests: int) -> Callable[[], None] | None:
-        """Return the commits of all layers as one function."""
+        """Return the commits of all layers as one function; never None."""
         assert self._step is not None
         longest = max(self._step[1])
 

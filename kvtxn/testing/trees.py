@@ -73,7 +73,7 @@ def padded(paths: Paths, device: torch.device, columns: int = 0) -> Tensor:
 
 
 def moved(batch: Batch, paths: Paths) -> list[int | None]:
-    """Return, by row position, the row that a commit along ``paths`` moves there."""
+    """Return, by row position, the row that a commit along ``paths`` moves there; None for none."""
     rows: list[int | None] = [None] * batch.num_rows
     first = 0
     for known, drafts, path in zip(batch.settled, batch.draft_len, paths, strict=True):

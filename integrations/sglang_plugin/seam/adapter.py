@@ -210,7 +210,10 @@ class Adapter:
     def forward(
         self, run: Callable[[], Result], runner: ModelRunner, batch: ForwardBatch
     ) -> Result:
-        """Run a forward of a model runner.
+        """Run a forward of a model runner; the part hears of it if it is the watched runner's.
+
+        If the part fails, the audit ends, and SGLang goes on; an AuditError and what the forward
+        raises are raised.
 
         Args:
             run: SGLang's own ``forward``, with its arguments.

@@ -342,6 +342,8 @@ class StepReader:
     ) -> tuple[Tensor, Tensor] | None:
         """Return what a step has sampled: ids and their numbers; None if nobody knows.
 
+        A step of prompts alone has sampled nothing: its numbers are 0.
+
         Args:
             step: the step.
             result: as the model worker returned it, before it is copied to the host.
@@ -349,6 +351,9 @@ class StepReader:
         Returns:
             int ``[num_requests, n]``, the accepted drafts and the next token of each request, and
             anything behind them; int ``[num_requests]``, how many these are.
+
+        Raises:
+            KVTxnError: a step with drafts has no counts of accepted ones.
         """
         ids, number = result.next_token_ids, len(step.requests)
         if not number:

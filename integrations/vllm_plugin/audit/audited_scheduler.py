@@ -55,7 +55,10 @@ class TellingScheduler(BeforeScheduler):
     """A mixin of vLLM's scheduler: it tells the workers what requests compute again."""
 
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
-        """Plan a step, and add to it how many cached rows its requests compute again, and why."""
+        """Plan a step, and add to it how many cached rows its requests compute again, and why.
+
+        If that fails, it is logged once, and left out from then on.
+        """
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         manager = scheduling.manager_of(self)
         if manager not in _blind:
@@ -70,7 +73,10 @@ class LookingCacheManager(BeforeCacheManager):
     """A mixin of vLLM's cache manager: it notes what requests have in the prefix cache."""
 
     def get_computed_blocks(self, request: Request, *args: object) -> tuple[object, ...]:
-        """Let vLLM look up what it can use of a request; note what else the cache has of it."""
+        """Return what vLLM finds cached for a request; note what else the cache has of it.
+
+        If the note fails, that is logged once, and this cache is not looked at any more.
+        """
         found: tuple[object, ...] = super().get_computed_blocks(  # type: ignore[misc]
             request, *args
         )

@@ -48,7 +48,7 @@ class RunnerSteps(Generic[HookedRunnerT]):
 
     @property
     def watch(self) -> Watch | None:
-        """The watch over the present caches; a self-test takes it away for a while."""
+        """The watch over the present caches; None without an audit, and during a self-test."""
         return self._runner.kvtxn_audit
 
     @watch.setter
@@ -87,7 +87,7 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(self._runner, watch)
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows of the step that is about to run, and its states if any are watched."""
+        """Return the rows and states of the step that is about to run; None if none is watched."""
         runner, watch = self._runner, self.watch
         assert isinstance(step, PlannedV1)
         assert watch is not None  # it asks
@@ -139,7 +139,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
             watch.hear(lambda _: copies.begin(scheduled))
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows of the step that is about to run, and its states if any are watched."""
+        """Return the rows and states of the step that is about to run; None if none is watched."""
         watch = self.watch
         assert isinstance(step, PlannedV1)
         assert watch is not None  # it asks
@@ -226,7 +226,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         audited.note_requests(self._runner.kvtxn_requests, scheduled)
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Read the rows of the step that is about to run, and its states if any are watched."""
+        """Return the rows and states of the step that is about to run; None if none is watched."""
         assert isinstance(step, PlannedV2)
         assert self.watch is not None  # it asks
         self._note_scheduled(self.watch)
@@ -240,9 +240,10 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         raise LookupError(f"the ledger was not told of request {name!r}")
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return how many tokens each request has sampled, and which.
+        """Return each request's number of sampled tokens, and the tokens.
 
-        Pipeline stages before the last are told of an earlier step, and have no drafts here.
+        None on pipeline stages before the last: they are told of an earlier step, and have no
+        drafts here.
         """
         assert counts is not None  # this runner has them
         return (counts, ids) if audited.is_last_stage(self._runner) else None

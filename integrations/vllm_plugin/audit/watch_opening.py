@@ -300,7 +300,8 @@ def on_all_ranks(
 def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
     """Let the ranks of all pipeline stages stop together; every rank must call this.
 
-    vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
+    Returns ``watch``. Nothing is done unless ``on_violation`` is "raise" and all stages have a
+    watch. vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
     """
     raises = runner.kvtxn_settings.on_violation == "raise"
     if raises and ranks.number_of_stages() > 1 and ranks.on_all_stages(watch is not None):
@@ -424,5 +425,5 @@ def weights_changed(wrapper: WorkerWrapper, weights: str) -> None:
 
 
 def follow_updates(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a worker's audit hear of weights that vLLM changes."""
+    """Let a worker's audit hear of weights that vLLM changes; return a function that undoes it."""
     return engine_weights.follow_updates(wrapper, partial(weights_changed, wrapper))

@@ -27,7 +27,10 @@ class WatchedConnector:
         return super().wait_for_save()  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the connector's answer; tell the audit for which requests rows have come."""
+        """Return the connector's answer: requests whose rows were sent, and whose rows came.
+
+        Either may be None for none. The audit hears of the latter.
+        """
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, received))

@@ -101,7 +101,11 @@ class WindowMixin:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the cache and the staged rows; without a window call vLLM's own attention."""
+        """Attend over the cache and the staged rows; without a window call vLLM's own attention.
+
+        If that fails, the step falls back, and vLLM's own attention is called. ``output`` is
+        written.
+        """
         hook = self.kvtxn
         if hook is not None and hook.steps.deferring:
             try:
@@ -242,7 +246,10 @@ class LentRowsMixin(WindowMixin):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write all rows, stage the draft rows, and remember the bytes below them."""
+        """Write all rows, stage the draft rows, and remember the bytes below them.
+
+        If staging fails, the step falls back; the rows are written in any case.
+        """
         hook = self.kvtxn
         if hook is not None and hook.steps.deferring:
             assert isinstance(hook.steps, StateSteps)

@@ -66,7 +66,11 @@ def probe(write: Writer, block: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
-    """Describe the target's layers and their caches for the library; probe each packing once."""
+    """Describe the target's layers and their caches for the library; probe each packing once.
+
+    Raises:
+        LayerError: the blocks of a layer are not contiguous.
+    """
     tables: dict[tuple[object, ...], Tensor] = {}
     refs = []
     for layer in layers:

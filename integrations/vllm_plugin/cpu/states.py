@@ -202,7 +202,10 @@ class States(Part):
         refuse_without_windows(self._runner)
 
     def planned(self, step: PlannedStep) -> None:
-        """Remember the drafts of each request."""
+        """Remember the drafts of each request.
+
+        If that fails it is tried again, and counts as a fallback.
+        """
         steps = self._runner.kvtxn
         if steps is not None:
             try:
@@ -240,7 +243,17 @@ class RowAndStateCaches(RowCaches):
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps, and hook the attention and the recurrent layers."""
+        """Make the steps, and hook the attention and the recurrent layers.
+
+        The runner's ``kvtxn_undo`` unhooks them.
+
+        Returns:
+            The steps, and facts for the log.
+
+        Raises:
+            KVTxnError: a recurrent layer has an operator that kvtxn does not know; nothing is
+                hooked.
+        """
         wrong = unknown_operator(self._runner)
         if wrong is not None:
             raise KVTxnError("vllm", f"an operator of recurrent layers is unknown: {wrong}")

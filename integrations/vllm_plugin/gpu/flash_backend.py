@@ -84,7 +84,11 @@ class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        """Write the batch's rows: the window's drafts to spare slots, all others to their own.
+
+        If that fails, the step falls back, and vLLM's own writer is called; during a capture it
+        raises.
+        """
         hook = self.kvtxn
         metadata = None if hook is None else batches.metadata_of(layer)
         reading = reading_of(hook, metadata)
@@ -116,7 +120,11 @@ class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over cache and window; without a window run vLLM's own attention."""
+        """Attend over cache and window into ``output``; without a window run vLLM's own attention.
+
+        If that fails, the step falls back, and vLLM's own attention is called; during a capture it
+        raises.
+        """
         hook, scales = self.kvtxn, (output_scale, output_block_scale)
         reading = reading_of(hook, attn_metadata)
         if hook is not None and reading is not None:

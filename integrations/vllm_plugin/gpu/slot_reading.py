@@ -191,6 +191,8 @@ def reading_of(hook: SlotHook | None, metadata: object) -> Reading | None:
 def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tensor) -> None:
     """Write the batch's rows: the window's drafts to spare slots, all others to their own.
 
+    If that fails, the step falls back, and all rows go to their own; during a capture it raises.
+
     Args:
         hook: the layer's; None for a layer that is not the target's.
         write_to: vLLM's own writer, given the slots.

@@ -199,7 +199,7 @@ class StatesV1(Part):
         return check_methods(type(self._runner), aligned_states.V1_METHODS)
 
     def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Hand each step's metadata to the states from now on; returns a function to undo it."""
+        """Hand each step's metadata to the states from now on; return a function that undoes it."""
         self.told = states
         return self._tell_none
 

@@ -273,7 +273,13 @@ class WindowsV2(Part):
         layers: Sequence[TargetLayer],
         states: StateSupplier | None,
     ) -> GraphSteps | PipelineSteps:
-        """Make steps that read the slots where this runner keeps them."""
+        """Make steps that read the slots where this runner keeps them.
+
+        They are ``PipelineSteps`` on a pipeline stage before the last.
+
+        Raises:
+            KVTxnError: states cannot wait on such a stage.
+        """
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
         later = batches.steps_until_known(runner)

@@ -181,7 +181,12 @@ def part_of(context: Any, chosen: Tensor) -> Any:
 
 
 def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
-    """Let vLLM copy the one state that each request has."""
+    """Let vLLM copy the one state that each request has; return a function that undoes it.
+
+    Args:
+        runner: a runner whose prefix cache keeps states.
+        ends: as for ``OneStateCopies.kvtxn_ends``.
+    """
     context = context_of(runner)
     pasts = context.state_conv_widths > 0
     one = torch.ones_like(context.num_accepted_tokens_out)

@@ -53,8 +53,11 @@ def flash_latent() -> tuple[type, type, type]:
 def register(name: str, path: str) -> Callable[[], None]:
     """Let vLLM find the class at ``path`` under the name of one of its attention backends.
 
+    Returns:
+        A function that undoes it; if the class was registered before, one that does nothing.
+
     Raises:
-        KVTxnError: somebody else's class is registered under that name.
+        KVTxnError: another class is registered under that name.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -104,7 +107,14 @@ def flash_attention() -> tuple[type, type, type]:
 
 
 def flash_version(named: int | None = None) -> int | None:
-    """Return the version of FlashAttention that vLLM takes on this machine's GPU."""
+    """Return the version of FlashAttention that vLLM takes on this machine's GPU.
+
+    Args:
+        named: the version that the user has named, which is taken; None: vLLM chooses.
+
+    Returns:
+        The version, such as 3; None if vLLM has none here.
+    """
     found: int | None = named or flash_module().get_flash_attn_version()
     return found
 

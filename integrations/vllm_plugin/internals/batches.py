@@ -326,7 +326,10 @@ def slots_of_groups(runner: RunnerV1, groups: Sequence[str]) -> list[Tensor]:
 def slot_mappings(runner: RunnerV2, groups: Sequence[str]) -> Tensor:
     """Return the V2 runner's slots of these groups, int64 ``[num_groups, max_tokens]``.
 
-    The runner fills this one buffer anew for each step.
+    It is a view: the runner fills this one buffer anew for each step.
+
+    Raises:
+        LayerError: the groups are not neighbours in the runner's order.
     """
     slots = runner.block_tables.slot_mappings
     numbers = [int(group.partition(".")[2]) for group in groups]

@@ -142,7 +142,10 @@ def _run(runner: Any, output: Any, scheduled: Mapping[str, int]) -> dict[str, li
 
 @contextmanager
 def borrowed(runner: Any, blocks: Collection[int]) -> Iterator[None]:
-    """Put the bytes of these blocks back, in every layer's cache, when the block of code ends."""
+    """Put the bytes of these blocks back, in every layer's cache, when the ``with`` block ends.
+
+    Also if it raises. The bytes are kept on each cache's device.
+    """
     config, modules = runner.kv_cache_config, runner.compilation_config.static_forward_context
     chosen = torch.tensor(sorted(blocks))
     kept: list[tuple[Tensor, Tensor, Tensor]] = []

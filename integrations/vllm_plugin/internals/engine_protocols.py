@@ -403,7 +403,7 @@ class BlockPool(Protocol):
     def get_cached_block(
         self, block_hash: bytes, kv_cache_group_ids: list[int]
     ) -> list[object] | None:
-        """Return the blocks of some groups that the prefix cache has under a hash."""
+        """Return the blocks of some groups under a hash; None if the cache lacks one of them."""
 
 
 class Scheduler(Protocol):

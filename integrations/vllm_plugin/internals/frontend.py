@@ -81,7 +81,16 @@ def find_client(engine: object) -> Client | None:
 
 
 def ask_engine(engine: object, operation: str, method: str) -> Any:
-    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank."""
+    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; return the answers by rank.
+
+    Args:
+        engine: the engine.
+        operation: the caller, for the message.
+        method: the method's name.
+
+    Raises:
+        ConfigError: it is no engine, or one that answers in coroutines alone.
+    """
     client = find_client(engine)
     try:
         if client is not None:
@@ -173,7 +182,7 @@ def engine_sizes(config: VllmConfig) -> EngineSizes:
 
 
 def engine_description(config: VllmConfig) -> dict[str, str]:
-    """Describe an engine in words, for a report."""
+    """Describe an engine in words, by the names under which a report shows them."""
     speculation, transfer = config.speculative_config, config.kv_transfer_config
     return {
         "model": str(config.model_config.served_model_name),

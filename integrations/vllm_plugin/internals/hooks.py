@@ -94,7 +94,11 @@ def give_back(target: object) -> None:
 
 
 def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
-    """Put mixins before an object's class, and give the object what they need."""
+    """Put mixins before an object's class, and set the attributes that they need.
+
+    Returns:
+        A function that undoes both.
+    """
     swap_class(target, *mixins)
     vars(target).update(own)
 
@@ -107,7 +111,11 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
 
 
 def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[], None]:
-    """Give an object a method of its own; returns a function that takes it away again."""
+    """Give an object a method of its own.
+
+    Returns:
+        A function that takes it away again, and puts back one that the object had before.
+    """
     before = vars(target).get(name)
     setattr(target, name, method)
 
@@ -121,7 +129,13 @@ def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[]
 
 
 def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each result of an object's method, whoever else has hooked it."""
+    """Call a function with each result of an object's method, whoever else has hooked it.
+
+    The caller gets the result; it gets the error instead if the method or ``after`` raises.
+
+    Returns:
+        A function that undoes it.
+    """
     own = getattr(target, name)
 
     def call(*args: Any, **kwargs: Any) -> object:
@@ -156,7 +170,11 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
 
 
 def follow_end(target: Any, name: str, then: Callable[..., None]) -> Callable[[], None]:
-    """Call a function with the arguments of an object's method, after it, even if it raised."""
+    """Call a function with the arguments of an object's method, after it, even if it raised.
+
+    Returns:
+        A function that undoes it.
+    """
     own = getattr(target, name)
 
     def call(*args: Any, **kwargs: Any) -> object:
@@ -173,8 +191,17 @@ def replace_method(
 ) -> Callable[[], None]:
     """Replace a method of one of vLLM's classes by what ``make`` makes of it.
 
+    Args:
+        owner: the class.
+        name: the method's.
+        make: gets the method, returns the new one.
+        what: a plural that names the class's objects in the error.
+
+    Returns:
+        A function that undoes it.
+
     Raises:
-        KVTxnError: it is replaced already; ``what`` names the class in the error.
+        KVTxnError: kvtxn has replaced it already.
     """
     own = getattr(owner, name)
     if hasattr(own, "kvtxn_hook"):
@@ -186,12 +213,12 @@ def replace_method(
 
 
 def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
-    """Compare a class's methods with the expected ones.
+    """Return how a class's methods differ from the expected ones, a sentence; None if they do not.
 
     Args:
         owner: the class.
         methods: each method's parameters after ``self``, by the method's name; "?" after a name
-            marks a parameter or method that some releases lack.
+            marks a parameter that some releases lack.
     """
     for name, parameters in methods.items():
         method = inspect.getattr_static(owner, name, None)

@@ -102,7 +102,10 @@ def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
 
 
 def attention_of(runner: Runner, device: str) -> str | None:
-    """Name the attention backend of a loaded model's layers; an unknown one if they differ."""
+    """Return the name of the attention backend of a loaded model's layers; None without attention.
+
+    If they differ, it is one that kvtxn does not know, if there is one. Draft layers do not count.
+    """
     by_name, others = runner.compilation_config.static_forward_context, draft_layers(runner)
     found = [
         module.get_attn_backend().get_name()

@@ -60,7 +60,11 @@ class ContentHashes(BeforeInputs):
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
     def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        """Return vLLM's name of each item by modality, with its content if a client named it."""
+        """Return vLLM's name of each item by modality, with its content if a client named it.
+
+        If contents cannot be hashed, that is logged, once as a warning, and the names are vLLM's
+        own.
+        """
         names = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
         given = self.mm_uuid_items
         if not any(name is not None for each in (given or {}).values() for name in each):

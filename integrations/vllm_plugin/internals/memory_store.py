@@ -72,7 +72,11 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
     _worker: MemoryStoreWorker | None
 
     def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
-        """Return the worker."""
+        """Return the worker, always the same one.
+
+        Raises:
+            ValueError: a chunk has several blocks.
+        """
         if self.blocks_per_chunk != 1:
             raise ValueError("the store in memory needs chunks of one block")
         if self._worker is None:

@@ -146,9 +146,10 @@ class ReplayedDelta(ReplayedLayer):
         return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
 
     def views(self, mixed_qkv: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Split rows as the layer's own method does, without copies, which kvtxn's kernel spares.
+        """Split rows as the layer's own method does, but into views; None thrice for None.
 
-        vLLM's kernel wants them; ``verify`` makes them where it launches that one.
+        kvtxn's kernel needs no copies. vLLM's does; ``verify`` makes them where it launches that
+        one.
         """
         if mixed_qkv is None:
             return None, None, None

@@ -66,7 +66,13 @@ _WHY_ENDED: Final = (
 def hook_schedulers(
     after_init: Callable[[Scheduler, VllmConfig | None], None],
 ) -> Callable[[], None]:
-    """Call a function with every new scheduler of this process and its ``VllmConfig``."""
+    """Call a function with every new scheduler of this process and its ``VllmConfig``.
+
+    From the import of vLLM's module on; the configuration is None if the scheduler keeps none.
+
+    Returns:
+        A function that undoes it.
+    """
 
     def then(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:

@@ -242,7 +242,16 @@ class GatedDeltaRows(VerifiedRows):
     def metadata(
         self, requests: int, rows: int, starts: Tensor
     ) -> tuple[str, GatedDeltaMetadata] | None:
-        """Make metadata of a step that the fused kernel verifies, and the layer's name."""
+        """Make metadata of a step that the fused kernel verifies.
+
+        Args:
+            requests: of the step.
+            rows: of the step.
+            starts: int32 ``[requests + 1]``, the first row of each request, and the end.
+
+        Returns:
+            The layer's name and its metadata; None if its steps cannot be fused.
+        """
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
         if not self.may_fuse:
@@ -385,7 +394,17 @@ def make_rows(
     rows: int,
     dtype: torch.dtype,
 ) -> list[StateCommits]:
-    """Make the buffers of each layer that has a state."""
+    """Make the buffers of each layer that has a state, in the order of ``layers``.
+
+    Layers of one kind share room for outputs that nobody reads.
+
+    Args:
+        layers: the layers; those of another kind than the three below are left out.
+        groups: names of the groups with states, in the order of ``tables``.
+        tables: the tables that name each commit.
+        rows: the most rows of a verify step.
+        dtype: of the rows.
+    """
     made: list[StateCommits] = []
     gates: tuple[Tensor, Tensor] | None = None
     outputs: Tensor | None = None

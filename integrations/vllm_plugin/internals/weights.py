@@ -33,6 +33,14 @@ def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Ca
     """Call a function whenever a worker has changed weights, or has lost them in its sleep.
 
     It is called if the update fails, too: some of the weights may have changed by then.
+
+    Args:
+        wrapper: the worker's wrapper.
+        changed: gets ``TARGET`` or ``DRAFTER``; after a sleep that lost the weights it is called
+            for both, when they are back.
+
+    Returns:
+        A function that undoes it.
     """
     worker, undo = wrapper.worker, ExitStack()
     updated, slept = TARGET, 0
@@ -72,6 +80,13 @@ def follow_loads(runner: Runner, changed: Callable[[str], None]) -> Callable[[],
     """Call a function whenever the ``load_weights`` of a runner's model or drafter has run.
 
     Training frameworks call it on the model itself, once for each parameter or for many.
+
+    Args:
+        runner: with a loaded model.
+        changed: gets ``TARGET`` or ``DRAFTER``; is called even if the load raised.
+
+    Returns:
+        A function that undoes it.
     """
     undo = ExitStack()
 

@@ -49,9 +49,12 @@ def mode(batch_desc: Any) -> object:
 
 
 def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], None]:
-    """Call a function at the beginning of each forward of a model, with the forward's rows.
+    """Call a function at the beginning of each forward of a model, with its number of rows.
 
     Forwards that are captured in pieces are left out.
+
+    Returns:
+        A function that undoes it.
     """
 
     def begins(module: nn.Module, given: object) -> None:

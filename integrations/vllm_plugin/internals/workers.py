@@ -39,7 +39,11 @@ def version() -> str:
 
 
 def source_folder() -> Path:
-    """Return the folder that has the installed package ``vllm`` in it; nothing is imported."""
+    """Return the folder that has the installed package ``vllm`` in it; nothing is imported.
+
+    Raises:
+        KVTxnError: it is not installed.
+    """
     found = find_spec("vllm")
     if found is None or found.origin is None:
         raise KVTxnError("vllm", "the package is not installed", hint="pip install vllm")
@@ -57,7 +61,15 @@ def hook_workers(
     after_init_device: Callable[[WorkerWrapper], None],
     methods: Mapping[str, Callable[[WorkerWrapper], object]],
 ) -> Callable[[], None]:
-    """Call a function in every worker once it has a model runner, and add methods for RPC."""
+    """Call a function in every worker once it has a model runner, and add methods for RPC.
+
+    Args:
+        after_init_device: the function; what it raises ends the worker's start.
+        methods: by name. The first parameter of each is the worker's wrapper.
+
+    Returns:
+        A function that undoes it.
+    """
 
     def then(original: Callable[..., object]) -> Callable[..., object]:
         def init_device(self: WorkerWrapper, *args: Any, **kwargs: Any) -> object:
@@ -88,6 +100,9 @@ def after_warm_up(wrapper: WorkerWrapper, then: Callable[[], None]) -> Callable[
 
     Under the V2 runner vLLM warms up with whole steps, drafts included, of requests that no user
     sent; vLLM's own counters leave these steps out.
+
+    Returns:
+        A function that undoes it.
     """
     return follow(wrapper.worker, "compile_or_warm_up_model", lambda _: then())
 
@@ -107,6 +122,9 @@ def around_sleep(
         lost: called before the content of the KV cache is lost, by sleep or by itself.
         awake: called when all memory is back, but for the weights and the KV cache, maybe, and
             where the worker's own sleep raises: it may go on without waking up.
+
+    Returns:
+        A function that undoes it.
     """
     worker, undo = wrapper.worker, ExitStack()
     own: Any = getattr(worker, "sleep", None)
@@ -133,7 +151,15 @@ def around_sleep(
 
 
 def less_cache_memory(wrapper: WorkerWrapper, rest: Callable[[int], int]) -> Callable[[], None]:
-    """Make a worker size its KV cache by less than all the memory that it finds free."""
+    """Make a worker size its KV cache by less than all the memory that it finds free.
+
+    Args:
+        wrapper: the worker's wrapper.
+        rest: returns how many bytes of the free ones are for the cache.
+
+    Returns:
+        A function that undoes it.
+    """
     worker = wrapper.worker
     own = worker.determine_available_memory
 

@@ -74,7 +74,7 @@ class Move:
 
 
 def load(file: Path = FILE) -> tuple[Release, ...]:
-    """Read the list of releases, oldest first."""
+    """Return the releases of a file, oldest first."""
     return tuple(
         Release(
             each["version"],
@@ -140,7 +140,13 @@ def read_hooks(sources: Sources, names: Iterable[str]) -> dict[str, Found]:
 def moves(
     before: Mapping[str, Found], now: Mapping[str, Found], names: Iterable[str]
 ) -> list[Move]:
-    """Compare hook points of two releases."""
+    """Return the hook points that differ between two releases, in the order of ``names``.
+
+    Args:
+        before: the hook points of the earlier release; one that it lacks counts as no move.
+        now: those of the later one.
+        names: the hook points to compare.
+    """
     found = []
     for name in names:
         was, new = before.get(name), now.get(name)

@@ -59,7 +59,7 @@ HELD_OF_STOCK: Final = {
 
 
 def rule_in_words() -> str:
-    """State the rule in two sentences."""
+    """Return Markdown that says where ``recurrent: "auto"`` takes "exact"."""
     seen = f"{', '.join(SEEN_MODELS.values())} with {MEASURED_STATES} states on one GPU, with "
     seen += "vLLM's V2 model runner, over "
     seen += f"bfloat16 rows with {', '.join(SEEN_ATTENTION)}"

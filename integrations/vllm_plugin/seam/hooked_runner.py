@@ -36,7 +36,11 @@ _hooked: WeakSet[Any] = WeakSet()
 
 
 def show_log() -> Callable[[], None]:
-    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them."""
+    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them.
+
+    Returns:
+        A function that undoes it.
+    """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvtxn")
     if ours.handlers:
         return lambda: None

@@ -58,9 +58,9 @@ class AdapterV2:
     # -- a step up to its forward ------------------------------------------------------------
 
     def execute_model(self, *args: Any, **kwargs: Any) -> object:
-        """Run a step up to its sampling, and tell how its forward ended.
+        """Run a step up to its sampling; the parts hear whether its forward ended or raised.
 
-        A step of an engine that samples nothing ends here.
+        A step of an engine that samples nothing ends here. What the forward raises is raised.
         """
         ends = not self.kvtxn_samples
         run = super().execute_model  # type: ignore[misc]
