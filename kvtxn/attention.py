@@ -147,6 +147,14 @@ def check_query(
     """Refuse, with a LayerError, arguments that do not fit the layer or the window.
 
     Values are checked if they are on the host; the device is never waited for.
+
+    Args:
+        ref: the layer.
+        layout: the window's.
+        query: as for ``Window.attend``.
+        block_table: as for ``Window.attend``.
+        seq_lens: as for ``Window.attend``.
+        waiting: draft rows are not in the cache, so they need no block.
     """
     row_shape, requests = ref.planes[0].row_shape, layout.num_requests
     fits = (

@@ -235,7 +235,17 @@ def _together(
 
 
 def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
-    """Refuse a cache of another rank, without memory, or with elements that share memory."""
+    """Refuse a cache of another rank, without memory, or with elements that share memory.
+
+    Args:
+        name: the layer's.
+        cache: the cache; anything.
+        ndim: its rank.
+        shape: its shape in words, for the error.
+
+    Raises:
+        LayerError: it is refused.
+    """
     if not isinstance(cache, Tensor) or cache.ndim != ndim:
         got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
         raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)

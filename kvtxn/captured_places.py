@@ -20,7 +20,10 @@ _ALIGNED: Final = 256
 
 
 def check_slots(slots: object, groups: int, device: torch.device) -> None:
-    """Refuse, with a SlotMappingError, slot mappings that launches could not read in place."""
+    """Refuse, with a SlotMappingError, slot mappings that launches could not read in place.
+
+    They are int64 ``[groups, n]`` on the device, the last dimension contiguous.
+    """
     if (
         isinstance(slots, Tensor)
         and slots.dtype is torch.int64
@@ -123,7 +126,11 @@ def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.devi
 
 
 def check_position(position: object, slots: Tensor, max_rows: int, device: torch.device) -> None:
-    """Refuse, with a LayerError, a tensor of marks that windows could not fill."""
+    """Refuse, with a LayerError, a tensor of marks that windows could not fill.
+
+    It is int64 ``[max_rows or more]``, contiguous, on the device, and shares no memory with the
+    slots.
+    """
     if (
         isinstance(position, Tensor)
         and position.dtype is torch.int64

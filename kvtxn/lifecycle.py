@@ -65,7 +65,13 @@ class Lifecycle:
         self.state = after(self.state, event)
 
     def refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
-        """Raise the WindowStateError for an event that the state table does not allow."""
+        """Raise the WindowStateError for an event that the state table does not allow.
+
+        Args:
+            operation: the caller's name for the call.
+            event: its event, from which the error lists the states that allow it.
+            detail: the subject of the error's sentence, such as a layer; empty: none.
+        """
         state = self.state
         raise WindowStateError(
             operation,

@@ -285,7 +285,10 @@ def save_rings(context: WindowContext, txn: Txn) -> None:
 
 
 def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write every row; of layers whose drafts must still wait, what staging writes."""
+    """Write every row; of rings under ``deferred``, whose drafts must still wait, the settled ones.
+
+    Rows that attention or the commit still reads stay in ``txn.staged``.
+    """
     held = [layer for layer in layers if _holds(context, layer.ref)]
     write_through(txn, [layer for layer in layers if layer not in held])
     write_settled(txn, held)

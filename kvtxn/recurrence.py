@@ -142,7 +142,14 @@ def check_state(layer: str, state: Tensor, shape: str, dtypes: Sequence[torch.dt
 
 
 def check_heads(layer: str, what: str, heads: int, of_state: int) -> None:
-    """Refuse key heads or groups that do not divide the heads of the state."""
+    """Refuse, with a LayerError, key heads or groups that do not divide the heads of the state.
+
+    Args:
+        layer: its name.
+        what: what is counted, for the error.
+        heads: how many there are.
+        of_state: heads of the state.
+    """
     if of_state % heads:
         raise LayerError(
             "LayerRef",

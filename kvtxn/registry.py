@@ -210,6 +210,7 @@ def build(executor: type[Executor], layers: Sequence[LayerRef], config: TxnConfi
 
     Raises:
         BackendUnavailableError: the executor's constructor failed.
+        KVTxnError: the constructor's own, as it is.
     """
     try:
         return executor(layers, config)

@@ -143,9 +143,16 @@ def write_layers(
     mask: Tensor,
     sources: Tensor | None = None,
 ) -> None:
-    """Write ``rows`` of every layer at the row positions of ``mask``; ``slots`` are by group.
+    """Write ``rows`` of every layer at the row positions of ``mask``; slots are not checked.
 
     If masked rows share a slot of a ring or state, only the last one is written.
+
+    Args:
+        layers: the layers.
+        rows: by layer, one tensor per plane.
+        slots: by group, int64 ``[num_rows]``; -1 is not written.
+        mask: bool ``[num_rows]``.
+        sources: int64 ``[num_rows]``, the row that is written at each row position; None: its own.
     """
     layers = tuple(layers)
     chosen = {}

@@ -18,7 +18,18 @@ def check_ref(
     missing: Mapping[str, object],
     written_by: str = "window",
 ) -> None:
-    """Refuse a layer that the manager does not know, or that is in the window already."""
+    """Refuse a layer that the manager does not know, or that is in the window already.
+
+    Args:
+        ref: what the caller gave; anything.
+        layers: the manager's, by name.
+        missing: names of the layers that are not in the window yet.
+        written_by: the window's; a hint of the error depends on it.
+
+    Raises:
+        LayerError: it is not the manager's own object.
+        StagedTwiceError: it is in the window.
+    """
     name = getattr(ref, "name", None)
     if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
         raise LayerError(

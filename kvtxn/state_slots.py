@@ -117,7 +117,16 @@ def _readers(boundary: Tensor, beyond: Tensor) -> set[int]:
 
 
 def check_shared(group: str, slots: Sequence[int], readers: Collection[int] = ()) -> None:
-    """Refuse a state that several requests have, unless all of them are among ``readers``."""
+    """Refuse a state that several requests have, unless all of them are among ``readers``.
+
+    Args:
+        group: its name, for the error.
+        slots: each request's; -1 is no state.
+        readers: numbers of the requests that only read their state.
+
+    Raises:
+        SlotMappingError: two requests share a state, and one of them writes it.
+    """
     first: dict[int, int] = {}
     for request, slot in enumerate(slots):
         other = first.setdefault(slot, request)

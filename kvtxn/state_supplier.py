@@ -46,8 +46,8 @@ class StateSupplier(abc.ABC):
         """Launch the commit of all states; without a step that waits, do nothing.
 
         Args:
-            sampled: int ``[num_requests]`` of the step's batch, on the device: the tokens sampled
-                for each request, its accepted drafts plus one.
+            sampled: int ``[num_requests]`` of the step's batch, on the device: the number of tokens
+                sampled for each request, its accepted drafts plus one.
 
         Raises:
             Exception: a launch's own. Some states may be committed by then; ``repeat`` follows.

@@ -103,7 +103,16 @@ class AttnCall:
         fresh: tuple[Tensor, ...] | None,
         args: AttentionArgs,
     ) -> AttnCall:
-        """Make the call of a layer: work out its sizes and the dtype of its products."""
+        """Make the call of a layer: work out its sizes and the dtype of its products.
+
+        Args:
+            layout: the window's.
+            ref: a layer with keys and values.
+            query: ``[num_rows, num_q_heads, head_size]``.
+            fresh: the window's own rows by plane, as the cache stores them; None if they are in the
+                cache.
+            args: the rest of the call.
+        """
         requests = requests_of(layout, query.device)
         key, value = ref.planes[:2]
         heads, size = key.row_shape

@@ -66,7 +66,10 @@ def add(
     counts: tl.tensor,
     capacity: tl.tensor,
 ) -> tl.tensor:
-    """Append entries for the lanes of ``wanted``; return the lanes for which there was room."""
+    """Append an entry to ``work`` for each lane of ``wanted``; return the lanes that had room.
+
+    ``counts`` counts the lanes without room, too. The other arguments are the entry's fields.
+    """
     each = tl.where(wanted, position * 0 + 1, 0)
     begin = tl.atomic_add(counts + LISTED, tl.sum(each, axis=0))
     at = begin + tl.cumsum(each, axis=0) - 1
@@ -111,7 +114,6 @@ def list_reads(
     An entry ``COMPARE`` is appended to ``work`` for each slot whose seal is its word, and whose
     number plus the step's is a multiple of ``every``. Beyond ``capacity`` nothing is appended;
     ``counts`` counts it, ``compared`` does not.
-
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
         positions: int ``[num_rows]``; unread unless ``FILLS``.
@@ -198,6 +200,10 @@ def list_written(
     TILE: tl.constexpr,
 ) -> None:
     """List the slots that a step leaves, to be sealed, and the dead ones, to be filled.
+
+    A slot that is listed to be sealed gets its word as its seal at once. States that stay are
+    listed in their turn alone. Dead slots are listed in groups that are
+    poisoned; each request there also gets an entry ``CLEAR`` with its number of kept drafts.
 
     Grid: (requests, groups). Arguments are those of ``resolve_rows`` and of ``list_reads``.
     """

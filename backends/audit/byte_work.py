@@ -181,7 +181,11 @@ def do_work(
     ENTRIES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Compare, seal or fill the listed slots in one layer. Grid: (PROGRAMS, layers).
+    """Compare, seal, fill or clear the listed slots in one layer. Grid: (PROGRAMS, layers).
+
+    ``SEAL`` stores a slot's checksum; ``COMPARE`` reports one that differs, once for all layers,
+    and takes the slot's seal away; ``FILL`` sets formats that have a NaN to it; ``CLEAR`` is for
+    windows.
 
     Arguments are those of ``write_rows``, and:
         layers: int64 ``[num_layers, LAYER_FIELDS]``.
@@ -290,11 +294,15 @@ def find_nan(
     ENTRIES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Look for a NaN in one output, and report its request. Grid: (n,).
+    """Look for a NaN in one output, and report its request, once. Grid: (n,).
+
+    With it goes the first dead row that the request's tables name in a poisoned group, if any.
+    Nothing is reported for a request that reads rows known to be wrong, nor for a negative number
+    in ``rows``.
 
     Arguments are those of ``write_rows``, and:
         outputs: float ``[n, columns]``, contiguous.
-        rows: int64 ``[n]``.
+        rows: int64 ``[n]``, the step's row of each output; -1: none.
         tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         nans: int64 ``[num_lines]``, exchanged atomically.

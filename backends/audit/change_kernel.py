@@ -54,7 +54,7 @@ def begin_request(
     num_lines: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Put the digests and facts of the request with these fields in place."""
+    """Put the digests and facts of one request in place, as ``Passes.change`` says."""
     line = tl.load(fields + LINE)
     count = tl.load(fields + COUNT)
     tokens = packed + tl.load(fields + BEGIN)
@@ -114,7 +114,6 @@ def change_books(
 
     In one launch, so in any order: each request that begins gets its digests and facts, each block
     that is handed out becomes unwritten and unsealed, and released lines become nobody's.
-
 
     Args:
         packed: int64, one after the other: the tokens of the requests that begin, and

@@ -278,6 +278,10 @@ def compare_rows(
 ) -> None:
     """Compare what one request reads through one group. Grid: (requests, GROUPS, SPLITS).
 
+    A run of wrong rows is one violation. Reads of earlier epochs are added to ``ages``, all rows to
+    ``ROWS_CHECKED``. ``TELLING`` is raised to the end of what was wrong, so that the next steps do
+    not report it again.
+
     Arguments are those of ``write_rows``, and:
         low: int ``[num_requests]``, the first position of a stretch; if ``STEPPING`` that of the
             request's first row.

@@ -222,7 +222,6 @@ def write_rows(
     Writes ``words`` and ``owners`` where slots lead, the request's line of ``own`` and ``facts``, a
     journal entry per row, and the step's ``counters`` and ``fingerprints``; see the module.
 
-
     Args:
         lines: int ``[num_requests]``.
         starts: int ``[num_requests + 1]``.

@@ -224,7 +224,13 @@ class StaticLayout(LayoutLaunches):
     def capture_with(
         self, sampled: Tensor, states: Callable[[], None], capture: Capture | None
     ) -> None:
-        """Capture the commit behind that of the states; if this fails, they stay two launches."""
+        """Capture the commit behind that of the states; if this fails, they stay two launches.
+
+        Args:
+            sampled: the tensor of counts whose address the graph will read.
+            states: launches the commit of the states.
+            capture: captures a function as a graph; None: as this executor does.
+        """
         run = self._run
         assert run is not None  # ``recurs_with_states`` said so
         place = sampled.data_ptr()

@@ -80,6 +80,7 @@ class MovePlanner:
     def commit(self, parts: Sequence[Tensor], known: int, pattern: object | None) -> MovePlan:
         """Plan the commit of all staged rows, reusing the last plan if it fits this window.
 
+        It fits if ``pattern`` is the same object, not None, and all rows lie where they lay.
         Arguments are those of ``plan``, with the rows of every layer.
         """
         before, addresses, version, plan = self._commit

@@ -28,7 +28,10 @@ FORMAT: Final = 2
 
 
 def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
-    """Write the JSON file, whole or not at all, and return its path."""
+    """Write the JSON file ``folder/name.json``, whole or not at all, and return its path.
+
+    The folder is made, and a file of that name replaced.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     part = path.with_suffix(".part")

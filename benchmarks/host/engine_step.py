@@ -93,7 +93,16 @@ def make_steps(policy: Any) -> tuple[GraphSteps, float]:
 
 
 def measure(steps: GraphSteps, requests: int, *, changing: bool) -> dict[str, float]:
-    """Measure the median host microseconds of ``begin``, of ``commit``, and of both."""
+    """Measure the median host microseconds of ``begin``, of ``commit``, and of both.
+
+    Args:
+        steps: warm.
+        requests: of each batch, all with drafts, of which none is accepted.
+        changing: each batch has another number of requests than the one before, one more or less.
+
+    Returns:
+        Microseconds by "begin", "commit" and "all".
+    """
     batches = []
     for count in (requests, requests + 1) if changing else (requests,):
         drafts = numpy.full(count, _DRAFTS, dtype=numpy.int32)

@@ -107,7 +107,11 @@ def window_runner(
 
 
 def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, Any]:
-    """Measure the median host microseconds of begin, of all stages, of commit, and of the whole."""
+    """Measure the median host microseconds of begin, of all stages, of commit, and of the whole.
+
+    Returns:
+        The row of the result file: policy, requests, rows, and the four times.
+    """
     once = window_runner(args, policy, requests)
     for _ in range(20):
         once()

@@ -74,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(case: BackendCase, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Compare the outputs of one case, then time both ways in turn."""
+    """Compare the outputs of one case, then time both ways in turn.
+
+    Returns:
+        The case's row of the result file: layers that differ, median microseconds per layer, and
+        ratios of blocks of one row to vLLM's, alone and with a step's table and commit.
+    """
     from .attention_backends import LOADS
 
     load = LOADS[case.backend](case, device)

@@ -160,6 +160,12 @@ def of_fast(
     """Put the medians of the fast kernels together, and their shares of stock's and the floor's.
 
     Beside stock's fused kernel, which applies the gated norm, that norm is counted.
+
+    Args:
+        times: microseconds of each round, by the part's name.
+        kernels: stock's kernels.
+        nbytes: of the buffers.
+        host: microseconds of the commit on the host.
     """
     parts = {part: times[f"fast: {part}"] for part in _FAST if f"fast: {part}" in times}
     both, whole = (

@@ -45,7 +45,13 @@ class VllmRequests:
     def sampling(
         self, most: int, among: Sequence[int] | None = None, stop: int | None = None
     ) -> object:
-        """Return greedy ``SamplingParams``."""
+        """Return greedy ``SamplingParams`` that stream new tokens, and ignore the end of text.
+
+        Args:
+            most: output tokens.
+            among: the only tokens that the output may have; None: any.
+            stop: a token that ends the output before; None: none.
+        """
         from vllm import SamplingParams
 
         from ..vllm_plugin.internals import frontend
@@ -119,7 +125,15 @@ async def start(job: Job) -> Audited | Refused:
 def needs(
     workload: str, given: Mapping[str, Any], sizes: EngineSizes, device: str, room: int = 1
 ) -> dict[str, Any]:
-    """Return the engine arguments that a workload needs and the user did not give."""
+    """Return the engine arguments that a workload needs and the user did not give.
+
+    Args:
+        workload: its name.
+        given: the user's arguments, which always win.
+        sizes: of the engine without these arguments.
+        device: "cpu" or "cuda"; the kind of memory that rows are offloaded to depends on it.
+        room: so many times the blocks are made that a workload short of blocks asks for.
+    """
     needs = dict(WORKLOADS[workload].engine_args)
     if WORKLOADS[workload].few_blocks:
         longest = -(-min(sizes.max_length, 1024) // sizes.block_size)

@@ -283,7 +283,8 @@ class GraphSteps:
         A commit that fails is finished as ``on_error`` says.
 
         Args:
-            sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
+            sampled: int ``[num_requests]`` of the batch, on the device: the number of tokens
+                sampled for each.
             batch: as for ``CapturedWindow.commit_sampled``.
         """
         quiet = self._unopened and not self._listeners and not shows(DEBUG)

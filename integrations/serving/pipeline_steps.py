@@ -154,8 +154,8 @@ class PipelineSteps:
         """Put back the rejected rows of the step whose acceptance is known now.
 
         Args:
-            sampled: int ``[num_requests]`` of that step's batch, on the device: tokens sampled for
-                each.
+            sampled: int ``[num_requests]`` of that step's batch, on the device: the number of
+                tokens sampled for each.
         """
         due, self._due = self._due, None
         if due is not None:

@@ -182,7 +182,7 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Run a step of a scheduler."""
+        """Run a step of a scheduler, watched if the audit watches it; return SGLang's result."""
         watching = self._of(scheduler)
         if watching is not None and self._metrics is not None:
             watching.show(self._metrics)
@@ -223,7 +223,7 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Run a forward of a model runner."""
+        """Run a forward of a model runner, watched if there is an audit; return SGLang's result."""
         watching = self._watching
         if watching is None:
             return original(runner, forward_batch, *args, **kwargs)

@@ -22,6 +22,15 @@ def attach(
 ) -> None:
     """Give a runner the parts that the user asked for, once, before its KV cache exists.
 
+    Nothing changes if it has them, or if it is unknown, which is logged.
+
+    Args:
+        runner: a worker's runner.
+        settings: the user's.
+        rank: the worker's.
+        facts: of the engine.
+        windows: the user asked for windows, and the policy rules allow them.
+
     Raises:
         RequiredError: the runner is unknown, and the user wants no engine without kvtxn.
     """

@@ -31,7 +31,7 @@ _HOST: Final = torch.device("cpu")
 
 
 def whole(operation: str, name: str, value: Any, low: int, high: int) -> int:
-    """Return an int of the host that lies from ``low`` to ``high``.
+    """Return an int from ``low`` to ``high``, both included; a bool or a tensor is none.
 
     Raises:
         ConfigError: it is something else.

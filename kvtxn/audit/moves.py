@@ -130,7 +130,7 @@ class Moves:
     ) -> None:
         """Give blocks the words of the states that requests have left there; see ``Ledger.leave``.
 
-        A request that is not admitted, or has fewer settled rows than its length, is left out.
+        A request that is not admitted, or has fewer durable rows than its length, is left out.
         """
         given = mapped("leave", "blocks", blocks, "by name of the group, a tensor")
         if not given:

@@ -112,7 +112,7 @@ class RecordingLedger(Ledger):
         admissions: Iterable[Admission] = (),
         given: Mapping[str, Sequence[int] | Tensor] | None = None,
     ) -> list[int]:
-        """Change requests and blocks; record who ends, who begins, and the blocks handed out."""
+        """Do what ``Ledger.change`` says; record who ends, who begins, and blocks handed out."""
         gone = listed("release", "gone", gone, "a list of names")
         admissions = admissions_of("change", admissions)
         leaving = [self.line(name) for name in gone if name in self]

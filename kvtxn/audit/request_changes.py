@@ -44,7 +44,8 @@ class RequestChanges:
     ) -> list[int]:
         """Release requests, admit others, mark blocks as unwritten; see ``Ledger.change``.
 
-        Everything is checked before anything is changed.
+        Everything is checked before anything is changed. Returns the lines of ``admissions``, in
+        order.
         """
         if gone is NONE and admissions is NONE:  # the usual change: requests get blocks
             if given is not None and (blocks := self._blocks(given)):

@@ -63,7 +63,7 @@ class ByteEngine(SmallEngine):
         self.now: Step | None = None
 
     def layer(self, group: Group, number: int, dtype: torch.dtype) -> LayerRef:
-        """Make a layer with caches of noise."""
+        """Make layer ``number`` of a group, of one state or one KV head, with caches of noise."""
         name = f"{group.name} {number}"
         if isinstance(group, StateGroup):
             state = self.some((group.num_blocks, 2, 3), dtype)
@@ -129,7 +129,7 @@ class ByteEngine(SmallEngine):
         return total
 
     def read_rows(self, step: Step, name: str, table: Tensor) -> Tensor:
-        """Return for each request the sum of the rows that its last row reads."""
+        """Return the sum of all numbers that each request's last row reads, ``[num_requests]``."""
         place = self.ledgers[0].books.layout.places[name]
         batch = Batch.of(self.ledgers[0].books, step)
         end = batch.first + batch.counts
@@ -161,7 +161,7 @@ class ByteEngine(SmallEngine):
     def stored_rows(
         self, told: Payload, name: str, table: list[int], first: int, end: int
     ) -> Payload:
-        """Add the bytes and checksums of rows to what a connector stores."""
+        """Add the bytes and checksums of rows to what a connector stores, in place; return it."""
         slots = self.slots_of(name, table, first, end)
         told.rows = {
             ref.name: [plane.cells[plane.index(slots)].clone() for plane in ref.planes]

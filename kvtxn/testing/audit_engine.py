@@ -298,7 +298,10 @@ class SmallEngine:
         return [*part.tokens[start : start + accepted], self.token()]
 
     def keep(self, part: Part, accepted: int, sampled: list[int]) -> None:
-        """Count the accepted drafts, and give back the blocks that no later query sees."""
+        """Count accepted drafts, append sampled tokens, give back blocks that no later query sees.
+
+        A request whose length comes near the engine's limit ends.
+        """
         request = part.request
         request.computed = part.first + len(part.tokens) - part.drafts + accepted
         request.tokens += sampled

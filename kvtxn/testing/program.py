@@ -238,7 +238,13 @@ class Program(RuleBasedStateMachine):
         self.attends = self.rig.manager.executor.capabilities.attention
 
     def call(self, action: Callable[[], object], at: str, fault: Fault) -> bool:
-        """Make an allowed call, in which a method may fail; return True if it did."""
+        """Make an allowed call, in which a method may fail; return True if it did.
+
+        Args:
+            action: the call. It may raise only under ``on_error="raise"``.
+            at: the executor's method that fails.
+            fault: how; None: nothing fails.
+        """
         before = len(self.faults.fired)
         if fault is not None:
             self.faults.arm(at, *fault)

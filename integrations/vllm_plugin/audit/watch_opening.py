@@ -287,6 +287,16 @@ def on_all_ranks(
     """Return a watch if each rank has one, else None, and log why.
 
     Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+
+    Args:
+        runner: the worker's runner.
+        key: the key that all ranks share; None if ranks do not compare, and each is on its own.
+        watch: this rank's; None if it has none.
+        why: why it has none.
+        error: what was raised, if anything.
+
+    Raises:
+        RequiredError: there is none, and the user wants no engine without kvtxn.
     """
     if key is not None and not all(ranks.of_all(watch is not None)):
         why, watch = why or "another rank cannot be watched", None

@@ -62,7 +62,7 @@ class WindowMixin:
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Stage the draft rows and write all others."""
+        """Stage the draft rows and write all others; without a window write all."""
         write = super().do_kv_cache_update  # type: ignore[misc]
         _write(
             self.kvtxn,
@@ -74,9 +74,10 @@ class WindowMixin:
     def kvtxn_stored(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return a batch's keys and values in the cache's format.
+        """Return a batch's rows in the cache's format, ``[num_rows, ...]`` for each plane.
 
-        vLLM's own writer quantises them, since it rounds in its own way.
+        Those that are quantised go through vLLM's own writer, into a cache of their own, since it
+        rounds in its own way. Others are returned as they are.
         """
         assert self.kvtxn is not None
         planes = self.kvtxn.ref.planes
@@ -145,7 +146,7 @@ class LatentWindowMixin:
         k_scale: Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Stage the draft rows and write all others."""
+        """Stage the draft rows and write all others; without a window write all."""
         write = super().do_kv_cache_update  # type: ignore[misc]
         more = {"skip_scale": True} if skip_scale else {}  # before 0.33 there is none
         _write(

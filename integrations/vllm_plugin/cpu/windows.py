@@ -37,7 +37,11 @@ class RowCaches:
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps, and let the attention keep drafts out of the cache if they wait."""
+        """Make the steps; under ``deferred``, hook the attention.
+
+        It then keeps drafts out of the cache. The runner's ``kvtxn_undo`` unhooks it. Returns the
+        steps, and no facts for the log.
+        """
         # The attention copies draft rows out of the batch: nobody else can write into them.
         staging = "reference" if settings.staging == "auto" else settings.staging
         refs = cache_layout.layer_refs(layers, kv_dtype)

@@ -153,7 +153,11 @@ class SlotBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: object, fast_build: bool = False
     ) -> object:
-        """Build metadata for one step; a drafter asks for a fast build of its own."""
+        """Build metadata for one step; a drafter asks for a fast build of its own.
+
+        It gets a ``Reading`` in ``kvtxn`` if the step's drafts wait, or if a graph is being
+        captured.
+        """
         steps, capturing = self.kvtxn, self.kvtxn_capturing
         window = steps is not None and steps.waits and not (fast_build or capturing)
         metadata = self.kvtxn_make(common_prefix_len, common_attn_metadata, fast_build, window)
@@ -258,7 +262,7 @@ class WindowLatentImpl:
         *others: Any,
         **named: Any,
     ) -> None:
-        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        """Write the batch's rows as ``write`` does: the window's drafts to spare slots."""
         own = super().do_kv_cache_update  # type: ignore[misc]
         write(
             self.kvtxn,
@@ -269,7 +273,7 @@ class WindowLatentImpl:
     def forward_mqa(
         self, q: object, kv_c_and_k_pe_cache: Tensor, attn_metadata: object, layer: object
     ) -> object:
-        """Attend over cache and window; without a window run vLLM's own attention."""
+        """Attend over cache and window as ``attend`` does; without a window as vLLM does."""
         own = super().forward_mqa  # type: ignore[misc]
         found: object = attend(
             self.kvtxn,

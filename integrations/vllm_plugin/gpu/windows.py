@@ -137,9 +137,10 @@ class WindowCaches(Part):
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
-        """Make the steps, and fields for the log, as ``open_steps`` wants them.
+        """Make the steps, hook the attention under ``deferred``, and warm up.
 
-        Drafts wait behind vLLM's own blocks.
+        Drafts wait behind vLLM's own blocks. Returns the steps, and facts for the log, as
+        ``open_steps`` wants them.
         """
         spare, own = self.spare, layers
         if spare is not None:

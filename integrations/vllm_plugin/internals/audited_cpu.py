@@ -98,7 +98,15 @@ class StepReader:
         return self._runner.input_batch.block_table[self._numbers[name]]
 
     def rows(self, prepared: Prepared, tokens: object = None, positions: object = None) -> Rows:
-        """Read the rows of the forward that comes next, in its context."""
+        """Return the rows of the forward that comes next; call it in the forward's context.
+
+        Its tensors are those of the step before: they are filled anew.
+
+        Args:
+            prepared: what vLLM's ``_prepare_inputs`` returned.
+            tokens: the ids that the model is given; None: the runner's own.
+            positions: the positions that the model is given; None: the runner's own.
+        """
         names, metadata = self._runner.input_batch.req_ids, prepared[1]
         number = len(names)
         drafts = False
@@ -232,10 +240,10 @@ def given_argument(given: object, own: Tensor, total: int) -> Tensor:
 
 
 def given_slots(context: ForwardContext, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
-    """Return the slots that layers write a forward's rows to, int ``[num_rows]`` at least.
+    """Return the slots that layers write a forward's rows to, int ``[total]`` at least.
 
-    Those of the first layer that has other ones than the runner. Rows that a layer is given no slot
-    for are written nowhere, -1.
+    Those of the first layer that has other ones than the runner, ``own``; else ``own``. Rows that a
+    layer is given no slot for are written nowhere, -1.
     """
     by_layer = context.slot_mapping
     last: Tensor | None = own
@@ -293,7 +301,7 @@ def _is_whole(given: Tensor, starts: Tensor) -> bool:
 def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) -> Tensor:
     """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
 
-    That of the first layer which has another one than the runner.
+    That of the first layer which has another one than the runner, ``own``; else ``own``.
     """
     for each in metadata:
         given: Tensor = each.block_table

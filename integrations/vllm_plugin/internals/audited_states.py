@@ -171,7 +171,15 @@ class DeviceStateReader:
         self._known: dict[tuple[object, ...], States] = {}
 
     def read(self, metadata: object, rows: Rows, total: int) -> States:
-        """Read the states of a forward."""
+        """Return the states of a forward, on the device; does not wait.
+
+        Its tensors are those of the step before: they are filled anew.
+
+        Args:
+            metadata: the forward's, by layer.
+            rows: its rows, with positions.
+            total: its number of rows, padding included.
+        """
         count = len(rows.names)
         starts = rows.starts[: count + 1]
         assert rows.positions is not None  # the device alone knows positions

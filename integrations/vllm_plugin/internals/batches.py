@@ -196,7 +196,13 @@ def num_sampled(output: object) -> Tensor | None:
 
 
 def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> BatchRows:
-    """Read the V1 runner's batch after ``_prepare_inputs``."""
+    """Return the V1 runner's drafts, rows, and who is at its prompt, after ``_prepare_inputs``.
+
+    Args:
+        runner: the runner.
+        prepared: what ``_prepare_inputs`` returned.
+        lengths: numpy int ``[num_requests]``, the rows of each request; returned as they are.
+    """
     metadata, batch = prepared[1], runner.input_batch
     count = len(lengths)
     drafts = None

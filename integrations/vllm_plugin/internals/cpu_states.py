@@ -295,7 +295,13 @@ class StateBatch:
 
 
 def step_batch(runner: RunnerV1, drafts: Sequence[int], groups: Sequence[str]) -> StateBatch:
-    """Describe the step that a V1 runner is about to compute."""
+    """Describe the step that a V1 runner is about to compute.
+
+    Args:
+        runner: the runner.
+        drafts: draft rows of each request; empty: nobody has drafts.
+        groups: names of the groups of states.
+    """
     count = runner.input_batch.num_reqs
     places = torch.from_numpy(runner.query_start_loc.np[: count + 1].copy()).long()
     computed = runner.input_batch.num_computed_tokens_cpu[:count].copy()

@@ -423,7 +423,16 @@ def bytes_by_formula(
     *,
     fast: bool = False,
 ) -> int:
-    """Return the bytes of buffers and tables; of the tables at most so many."""
+    """Return the bytes of buffers and tables; of the tables at most so many.
+
+    Args:
+        kinds: module and kind of each layer with a state.
+        rows: the most rows of a verify step.
+        requests: the most requests of a step.
+        width: columns of a table, one per row of a request.
+        size: bytes of one number of the model's dtype.
+        fast: gated delta nets and Mamba-2 are replayed: they stage rows, and have no buffers.
+    """
     own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
     replayed = [(module, kind) for module, kind in kinds if fast and kind in REPLAYED]
     elements = sum(row_elements(module, kind) for module, kind in own)

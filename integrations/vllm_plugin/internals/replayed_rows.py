@@ -326,8 +326,9 @@ class ReplayedRows(StateCommits):
 
         Args:
             step: the step.
-            sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
-                without any keeps its first row. Requests of the step beyond these have no rows.
+            sampled: int ``[num_requests]``, the number of tokens sampled for each; as in vLLM, a
+                request without any keeps its first row. Requests of the step beyond these have no
+                rows.
         """
         if not sampled.is_cuda:
             self._tables.name_commits(sampled[: step.requests], step.starts)

@@ -129,6 +129,14 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     row itself may be computed again any number of times.
 
     vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
+
+    Args:
+        scheduler: the engine's, between the step and its outputs.
+        wrong: what the ranks found.
+        scheduled: by name of each request of the step, its rows.
+
+    Returns:
+        The names of the requests that are computed again, as far as the scheduler still has them.
     """
     manager = scheduler.kv_cache_manager
     sizes = [int(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups]

@@ -347,7 +347,14 @@ def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
 def write_side_by_side(
     verified: Sequence[StateCommits], step: VerifyStep, streams: Sequence[torch.cuda.Stream]
 ) -> None:
-    """Write the states that the tables name, of several layers at once."""
+    """Write the states that ``StateTables.commits`` names, of several layers at once.
+
+    Args:
+        verified: the layers.
+        step: the step.
+        streams: the layers run on these by turns, between waits of the current stream; without any
+            they run one after the other on the current one.
+    """
     if not streams:
         for rows in verified:
             rows.commit(step)
@@ -443,8 +450,8 @@ class CommitGraphs:
 
         Args:
             step: the step, of at most ``requests`` requests.
-            kept: int ``[num_requests]``, the tokens sampled for each request; requests of the step
-                beyond these have no rows.
+            kept: int ``[num_requests]``, the number of tokens sampled for each request; requests of
+                the step beyond these have no rows.
         """
         size = self._name(step, kept)
         self._graphs[size, self._verified[0].was_fused(step)][0]()

@@ -224,7 +224,13 @@ def unchecked_connector(device: str, connectors: Sequence[str]) -> str:
 
 
 def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
-    """Say why the ledger cannot watch an engine; None if it can."""
+    """Return why the ledger cannot watch an engine, a sentence for users; None if it can.
+
+    Args:
+        device: "cpu" or "cuda".
+        runner: "v1" or "v2".
+        context_parallel: ranks that share a request's rows; 1: none do.
+    """
     if device not in ("cpu", "cuda"):
         return "the ledger watches engines on CPUs and on CUDA GPUs only"
     if device == "cpu" and runner == "v2":
@@ -235,7 +241,7 @@ def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
 
 
 def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | None:
-    """Say why the ledger cannot watch one pipeline stage; None if it can."""
+    """Return why the ledger cannot watch one pipeline stage, a sentence; None if it can."""
     if runner == "v2" and speculates and not last_stage:
         return (
             "pipeline stages before the last learn of accepted drafts when they have begun later "

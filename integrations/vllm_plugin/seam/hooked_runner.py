@@ -143,6 +143,9 @@ def hook_runner(
 ) -> None:
     """Put adapters before a runner's own class, unless it is hooked or its methods differ.
 
+    If they differ, that is logged. Else the runner gets its attributes ``kvtxn...``, without
+    windows or audit yet, and ``is_hooked`` says so.
+
     Raises:
         RequiredError: its methods differ, and the user wants no engine without kvtxn.
     """

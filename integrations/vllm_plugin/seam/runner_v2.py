@@ -115,7 +115,7 @@ class AdapterV2:
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object
     ) -> object:
-        """Tell the parts what the forward computed, and what was sampled.
+        """Return what vLLM samples; the parts hear of the outputs before it, of the counts after.
 
         From 0.33 on vLLM asks connectors for their results after this, before
         ``postprocess_sampled``.
