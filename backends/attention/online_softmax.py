@@ -160,7 +160,7 @@ def fold_fresh(
 ) -> tl.tensor:
     """Fold a request's fresh rows into ``out``; returns ``top``, ``total`` and ``out``.
 
-    A query reads the fresh rows up to its own; of a tree only those that are ``visible`` to it;
+    A query reads the fresh rows up to its own; of a tree only the ones ``visible`` to it;
     with ``SLIDING`` only those inside the window. NaN in values that no query of the tile reads
     counts as 0.
 
