@@ -130,6 +130,9 @@ class CudaGraphExecutor(Executor):
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Replay the graph of this window's bucket; capture it the first time.
 
+        A window without rows or with a tree, or one that is being captured itself, commits without
+        a graph.
+
         Raises:
             RuntimeError: a cache is no longer where it was when the executor was made.
         """

@@ -40,7 +40,10 @@ class TorchExecutor(Executor):
         write_layers([layer.ref], {layer.ref.name: layer.rows}, slots, txn.permit(now))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        """Put back the bytes under rejected rows, write kept rows that wait or move, and count."""
+        """Put back the bytes under rejected rows, write kept rows that wait or move, and count.
+
+        In this order, since a kept row and a rejected one may share a slot of a ring.
+        """
         kept = txn.layout.kept(accepted)
         if txn.policy == "undo":
             rejected = txn.permit(txn.layout.is_draft & ~kept)

@@ -105,7 +105,12 @@ class TritonExecutor(Executor):
     # -- the protocol -------------------------------------------------------------
 
     def own_slots(self, group: str, slots: Tensor) -> Tensor:
-        """Copy a mapping into the fixed buffer; the rest of the group's line becomes -1."""
+        """Copy a mapping into the fixed buffer; the rest of the group's line becomes -1.
+
+        Returns:
+            The part of the buffer that has it, int64 ``[num_rows]``; the group's next mapping
+            replaces it.
+        """
         count = slots.shape[0]
         key = (group, count)
         view = self._slot_views.get(key)
@@ -181,7 +186,7 @@ class TritonExecutor(Executor):
         return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
     def captured_launches(self, places: CapturedPlaces) -> StaticLaunches:
-        """Prepare one launch for each save and commit, over the slots in ``places``."""
+        """Return launches of each save and commit over the slots in ``places``; launches none."""
         parts = [part for ref in self.moved for part in places.rows.get(ref.name, ())]
 
         def plan(select: int, *, to_cache: bool = True) -> MovePlan:

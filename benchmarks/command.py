@@ -44,7 +44,7 @@ NEEDS_OF: Final[Mapping[str, Sequence[str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the choice of a suite; the rest of the line is for the suite."""
+    """Add the choice of a suite to the parser; the rest of the line is for the suite."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(
         [

@@ -58,11 +58,11 @@ def _host_table(first: str, results: Sequence[tuple[str, str]]) -> str:
 
 
 def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Engines by turns: each of a pair beside the other one, round by round.
+    """Return a table of engines that ran by turns: one of each pair's ratio to the other.
 
     Args:
         name: a result of ``tests/gpu/before_and_after.py``.
-        pairs: names of its engines.
+        pairs: names of its engines, the second one the base of the ratio.
     """
     result, rows = load(name), []
     for (mine, other), cell in product(pairs, result["cells"]):
@@ -77,7 +77,7 @@ def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def kernels() -> str:
-    """GPU time of one commit for all layers, against stock's writes and a plain copy."""
+    """Return a table of one commit's GPU time for all layers, beside stock's writes and a copy."""
     result = load("h200-kernels")
     by_rows: dict[int, dict[float, dict[str, float]]] = {}
     for row in result["rows"]:
@@ -107,7 +107,7 @@ _WAYS: Final = {
 
 
 def attention() -> str:
-    """GPU time of 32 layers of attention that reads the window, against stock."""
+    """Return a table of 32 layers' attention that reads the window, and of stock's."""
     result = load("h200-attention")
     ways = [way for way in _WAYS if way in result["rows"][0]["us"]]
     rows = []
@@ -124,7 +124,7 @@ def attention() -> str:
 
 
 def models() -> str:
-    """Tabulate one commit of all drafts in windows of other models."""
+    """Return a table of one commit of all drafts in windows of other models."""
     result = load("h200-models")
     rows = []
     for row in result["rows"]:
@@ -159,7 +159,11 @@ def sanitizer() -> str:
 
 
 def vllm_speed(*names: str) -> str:
-    """Tabulate tokens per second of whole engines, relative to stock's in the same rounds."""
+    """Return tables of whole engines' tokens per second, relative to stock's in the same rounds.
+
+    Args:
+        names: results, without ``.json``, in the order of the tables.
+    """
     parts = []
     for name in names:
         result = load(name)

@@ -151,7 +151,11 @@ def check_position(position: object, slots: Tensor, max_rows: int, device: torch
 
 
 def rows_for(refs: Sequence[LayerRef], max_rows: int) -> LayerRows:
-    """Allocate ``max_rows`` rows of every part of ``LayerRef.kept``, in one allocation."""
+    """Allocate ``max_rows`` rows of every part of ``LayerRef.kept``, in one allocation.
+
+    Returns:
+        By layer, ``[max_rows, *row_shape]`` for each part, with any content.
+    """
     every = [kept for ref in refs for kept in ref.kept]
     sizes = [-(-max_rows * kept.row_bytes // _ALIGNED) * _ALIGNED for kept in every]
     room = torch.empty(sum(sizes), dtype=torch.uint8, device=refs[0].device)

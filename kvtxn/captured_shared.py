@@ -112,7 +112,10 @@ class SharedPlaces:
             launches.save()
 
     def fill(self, txn: Txn, *, saved: bool) -> None:
-        """Set a ``Txn``'s counters, slots and, if they were ``saved``, its old rows."""
+        """Set a ``Txn``'s counters, pattern, slots, range check and, if ``saved``, its old rows.
+
+        All of these are views of the shared tensors; nothing waits for the device.
+        """
         txn.counters, txn.pattern = self.counters, self.pattern
         layout, slots = txn.layout, self.slots
         if saved and self._saved_slots is not None:

@@ -130,7 +130,7 @@ def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
 
 
 def check_state(layer: str, state: Tensor, shape: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a state of another rank than ``shape`` shows, or of another dtype than ``dtypes``."""
+    """Refuse, with a LayerError, a state of another rank than ``shape`` or not of ``dtypes``."""
     if state.ndim != shape.count(",") + 1 or state.dtype not in dtypes:
         raise LayerError(
             "LayerRef",

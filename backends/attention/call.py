@@ -173,9 +173,14 @@ def typed(plane: Plane) -> Tensor:
 def scales_of(
     ref: LayerRef, side: int, unread: Tensor, fresh: tuple[Tensor, ...] | None = None
 ) -> Scales:
-    """Find the scales of keys (``side`` 0) or values (1): cached rows', or those of ``fresh`` rows.
+    """Return the scales of keys (``side`` 0) or values (1), with their number and strides.
 
-    ``unread``, float32, stands in the place of scales if there are none.
+    Args:
+        ref: the layer.
+        side: 0 or 1.
+        unread: float32, stands in the place of scales if there are none; their number is 0 then.
+        fresh: staged rows by plane, if these rows' scales are wanted; None: those of the cache. The
+            number is -1 for scales that lie beside rows.
     """
     number = ref.planes[side].format
     if number.scales_in is not None:

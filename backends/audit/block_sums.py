@@ -36,13 +36,15 @@ _TILE: Final = 1024
 def sum_blocks(
     blocks: tl.tensor, pages: tl.tensor, key: tl.tensor, sums: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """Add the checksum of a page of a block: the program's first number is the block's.
+    """Add the two checksums of one page of one block to ``sums``. Grid: (n, num_pages).
+
+    A block outside the page's cache adds nothing.
 
     Args:
         blocks: int64 ``[n]``.
         pages: int64 ``[num_pages, _FIELDS]``.
         key: int64 ``[3]``.
-        sums: int64 ``[n, 2]``.
+        sums: int64 ``[n, 2]``, added to atomically.
         TILE: words that are read at a time.
     """
     number = tl.program_id(0)

@@ -71,7 +71,10 @@ class CodeFiles:
         return self._numba_files and str(self._numba_files.locator.get_cache_path())
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the compiled function for a signature; None if it has to be compiled."""
+        """Return the compiled function for a signature; None if it has to be compiled.
+
+        A file that is damaged, or cannot be read, counts as none.
+        """
         target.refresh()
         path = self._path(signature, target.codegen())
         if path is None:

@@ -168,10 +168,10 @@ def advance_call(
 
 
 def longest_of(operation: str, given: int | None, rows: int) -> int:
-    """Return the most rows of a request: those given, or all for which there is room.
+    """Return the most rows of a request: ``given``, or ``rows`` if that is None, but at least 1.
 
     Raises:
-        LayerError: they are more than ``MOST_ROWS``.
+        LayerError: it is more than ``MOST_ROWS``.
     """
     longest = max(1, rows) if given is None else given
     if longest > MOST_ROWS:

@@ -50,7 +50,10 @@ def results_folder() -> Path:
 
 
 def gpu_state() -> str | None:
-    """Read the clock, temperature and power of the first GPU; return None without a GPU."""
+    """Return clock, its limit, temperature, power, its limit of the first GPU; None without one.
+
+    As text: two numbers of MHz, degrees Celsius, two numbers of W.
+    """
     with _first_gpu() as found:
         if found is None:
             return None
@@ -78,9 +81,12 @@ def write(name: str, results: dict[str, Any]) -> Path:
 
 
 def commit_of(here: Path = Path(__file__).parent) -> str:
-    """Find the sources' commit: from git, or a file COMMIT beside them or up to two folders above.
+    """Return the sources' commit, 12 digits: from git, or from a file COMMIT.
 
-    An installed package may lie in a folder of somebody else's repository: git is asked only
+    That file is beside ``here`` or up to two folders above. "+changes" follows if tracked files
+    differ, results aside. "unknown" if there is neither.
+
+    An installed package may lie in a folder of another repository: git is asked only
     where it tracks this very file.
     """
     if _run("git", "-C", str(here), "ls-files", Path(__file__).name):

@@ -26,7 +26,10 @@ _ENGINES: Final = ("kvtxn bench vllm", "kvtxn bench soak")
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """Name the machine, the versions, the commit and the command of a result."""
+    """Return Markdown with the machine, the versions, the commit and the command of a result.
+
+    Without a full stop, so that more can follow.
+    """
     where = machine.get("gpu") or machine.get("processor")
     parts = [f"{where}", f"torch {machine['torch']}"]
     if "triton" in machine and "gpu" in machine:

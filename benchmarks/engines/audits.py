@@ -108,7 +108,7 @@ def memory(worker: Any) -> dict[str, int] | None:
 
 
 def complaints(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List what audits found: a line per cell and engine with violations, or with unjudged ones."""
+    """Return a line per cell and engine with violations, and one with requests not judged."""
     lines = []
     for cell in cells:
         where = f"{cell['scenario']}, context {cell['context']}, requests {cell['requests']}"

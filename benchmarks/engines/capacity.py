@@ -142,7 +142,7 @@ def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
 
 
 def caches_of(shape: Shape) -> Any:
-    """Describe a hybrid's caches for vLLM's planning."""
+    """Return a hybrid's caches as vLLM's planning takes them."""
     from ...integrations.vllm_plugin.internals.measuring import Layers
 
     states = shape.states
@@ -159,7 +159,12 @@ def caches_of(shape: Shape) -> Any:
 
 
 def common(cache: str, length: int) -> dict[str, Any]:
-    """Choose the arguments of vLLM that engines have with and without a model."""
+    """Return the arguments of vLLM that engines have with and without a model.
+
+    Args:
+        cache: a name of ``CACHES``.
+        length: tokens of the longest request.
+    """
     speculation = {
         "method": "ngram",
         "prompt_lookup_max": 3,
@@ -216,7 +221,10 @@ def work_of(length: int, reported: float) -> Work:
 
 
 def tabulated(rows: list[Mapping[str, Any]]) -> str:
-    """Draw a table: a line for each length and cache mode, stock beside the others."""
+    """Return a Markdown table, a line per length, cache mode and policy, beside stock's numbers.
+
+    "-" stands for numbers that one of the two lacks.
+    """
     lines = []
     for cache, length in dict.fromkeys((row["cache"], row["length"]) for row in rows):
         mine = {r["policy"]: r for r in rows if (r["cache"], r["length"]) == (cache, length)}

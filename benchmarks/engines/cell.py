@@ -85,7 +85,16 @@ def _turns(
 
 
 def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[str, Any]:
-    """Sum up one engine's rounds, and its extra rounds for the time to first token."""
+    """Sum up one engine's rounds, for the result file.
+
+    Args:
+        runs: the measured rounds.
+        short: extra rounds, which count for the time to first token alone.
+
+    Returns:
+        Tokens per second, and milliseconds to the first token and per token, over all rounds; then
+        each round's own numbers.
+    """
     speeds = [run.generated / run.seconds for run in runs]
     return {
         "tokens_per_s": {
@@ -127,7 +136,16 @@ def _latency(rounds: Iterable[Sequence[float]]) -> dict[str, float] | None:
 
 
 def progress(before: Counters, after: Counters) -> dict[str, Any]:
-    """Subtract two readings of the counters, and find the share of steps with a window."""
+    """Return by how much counters rose, by rank, and the share of steps with a window.
+
+    Args:
+        before: all counters of each rank.
+        after: the same, later; empty for an engine that has none.
+
+    Returns:
+        ``counters``: counters by name, gauges left out; ``coverage``: a share of rank 0, None if it
+        made no step.
+    """
     if not after:
         return {"counters": [], "coverage": None}
     ranks = [
@@ -144,7 +162,11 @@ def progress(before: Counters, after: Counters) -> dict[str, Any]:
 
 
 def against(mine: Sequence[Measured], stock: Sequence[Measured]) -> dict[str, Any]:
-    """Compare an engine with stock round by round: ratios, and equality of the tokens."""
+    """Compare an engine with stock round by round: ratios, and equality of the tokens.
+
+    Ratios are the engine's by stock's, as ``paired_stats.Compared``. There are none per token if a
+    round lacks such times.
+    """
     pairs = list(zip(mine, stock, strict=True))
     speeds = [(a.generated / a.seconds) / (b.generated / b.seconds) for a, b in pairs]
     counts = [((a.drafted, a.accepted), (b.drafted, b.accepted)) for a, b in pairs]

@@ -93,7 +93,7 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
 
 
 def repeat(llm: Any, work: Work) -> Measured:
-    """Run the work's requests once on an ``LLM``, and return times, counts and tokens."""
+    """Run the work's requests once on an ``LLM``; return seconds, counts, digest of the tokens."""
     if work.rates is not None:
         llm.collective_rpc(set_acceptance, args=(tuple(work.rates),))
     before = _counts(llm)
@@ -130,7 +130,10 @@ class Held:
 
 
 def hold(llm: Any, work: Work) -> Held:
-    """Run requests that arrive together, and count how many run at a time."""
+    """Run requests that arrive together to their end; return how many ran at a time, at most.
+
+    Also how many were preempted, and how many finished.
+    """
     engine, lengths = llm.llm_engine, work.lengths()
     before = _preempted(llm)
     for number, prompt in enumerate(work.prompts):

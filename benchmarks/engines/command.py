@@ -190,8 +190,9 @@ def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
 
 
 def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
-    """Choose the arguments of ``vllm.LLM``, the same for every policy.
+    """Return the arguments of ``vllm.LLM``, the same for every policy.
 
+    On a GPU the cache has room for all requests of the largest cell. ``--engine-args`` win.
     Configurations of models are written into ``folder``.
     """
     loads = vllm_options.points(args)

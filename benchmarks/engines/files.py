@@ -59,7 +59,7 @@ def publish(path: Path) -> list[Path]:
 
 
 def line(cell: Mapping[str, Any]) -> str:
-    """Describe a finished cell in one line, to print while the next cells run."""
+    """Return a finished cell as one line of text, to print while the next cells run."""
     parts = [", ".join(name(cell))]
     for label, engine in cell["engines"].items():
         speed = f"{label} {engine['tokens_per_s']['median']:.0f} tokens/s"

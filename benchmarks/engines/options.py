@@ -42,7 +42,7 @@ _LISTS: Final = "\n".join(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments; those in the plural take several values."""
+    """Add the suite's arguments to its parser; plural ones take several values."""
     parser.description, parser.epilog = _ABOUT, _LISTS
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("engines")
@@ -139,7 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that would have no effect, before an engine starts."""
+    """Refuse options that would have no effect, before an engine starts.
+
+    Raises:
+        ConfigError: there is one; the error names the first.
+    """
     loads = points(args)
     hybrid, policies = MODELS[args.model].shape.states is not None, set(args.policies)
     if policies - {"stock", *RECURRENT} if hybrid else policies & set(RECURRENT):

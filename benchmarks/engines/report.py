@@ -31,7 +31,10 @@ _MEMORY: Final = (
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Write a result up: speed, latency, counts of windows, and the conditions of the run."""
+    """Return a result as a Markdown page: speed, latency, counts of windows, audit, and conditions.
+
+    Sections without content are left out.
+    """
     settings, cells = result["settings"], result["cells"]
     parts = [f"# {settings['model']}, {settings['drafter']}, {settings['drafts']} drafts"]
     if cells:
@@ -49,7 +52,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def unmeasured(result: Mapping[str, Any]) -> str:
-    """List the requested cells that the result lacks, and the reason; "" if it has all."""
+    """Return Markdown that lists the requested cells without a result, and why; "" for none."""
     names = attrs.fields_dict(Point)
     measured = [{name: cell[name] for name in names} for cell in result["cells"]]
     wanted = [attrs.asdict(point) for point in asked(result["settings"])]
@@ -61,7 +64,7 @@ def unmeasured(result: Mapping[str, Any]) -> str:
 
 
 def speed(cells: Sequence[Cell]) -> str:
-    """Tabulate tokens per second of stock, and each policy's share of it in the same round.
+    """Return a table of stock's tokens per second, and each policy's share in the same round.
 
     Beside it stands the share of stock's time per token, without each request's first token, whose
     time scatters most. Last, the rounds of all cells together.
@@ -203,7 +206,7 @@ def latency(cells: Sequence[Cell]) -> str:
 
 
 def windows(cells: Sequence[Cell]) -> str:
-    """Tabulate the plug-in's counters of rank 0 over all measured rounds of each cell."""
+    """Return a table of the plug-in's counters of rank 0 over all measured rounds of each cell."""
     timed = any("host_us" in each for cell in cells for each in cell["engines"].values())
     rows = []
     for cell in cells:
@@ -231,7 +234,7 @@ def windows(cells: Sequence[Cell]) -> str:
 
 
 def clocked(result: Mapping[str, Any]) -> str:
-    """Tabulate the host time of windows by load and policy, for a result with ``--clock``."""
+    """Return a table of the host time of windows, in microseconds; the result has ``--clock``."""
     rows = []
     for cell in result["cells"]:
         for label in by_policy(cell):
@@ -267,7 +270,7 @@ def _reasons(count: Mapping[str, float], counter: str) -> str:
 
 
 def conditions(result: Mapping[str, Any]) -> str:
-    """List the machine, the engines' lines in the log, and the conditions of the run."""
+    """Return Markdown on the machine, the engines' lines in the log, and the run's conditions."""
     facts = result["conditions"]
     lines = [f"{machine_line(result['machine'])}."]
     lines += [f"{label}: `{line}`" for label, line in facts["announced"].items() if line]
@@ -285,7 +288,7 @@ def conditions(result: Mapping[str, Any]) -> str:
 
 
 def audit(result: Mapping[str, Any]) -> str:
-    """Tabulate rows read and violations by cell, with the host's time; then the memory."""
+    """Return a table of rows read and violations by cell, with the host's time; then the memory."""
     cells = result["cells"]
     engines = [
         (cell, label, engine)

@@ -228,7 +228,7 @@ class TritonAttn(BackendLoad):
         return found
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
-        """Make vLLM's metadata of the step."""
+        """Return vLLM's metadata of the step, over this block table."""
         none = torch.empty(0, device=self.device)
         return SimpleNamespace(
             num_actual_tokens=self.case.rows,
@@ -329,7 +329,12 @@ class FlashAttnMla(_Latent):
         return object.__new__(measuring.attention_of("FLASH_ATTN_MLA"))
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
-        """Make vLLM's metadata of the step, with FlashAttention's schedule."""
+        """Return vLLM's metadata of the step, with FlashAttention's schedule.
+
+        Args:
+            table: the block table.
+            by_slot: it has blocks of one row.
+        """
         heads, width, rotary = LATENT
         rows = self.case.drafts + 1
         schedule = measuring.schedule(

@@ -125,7 +125,7 @@ def commits(load: Workload) -> list[Step]:
 
 
 def undos(load: Workload) -> list[Step]:
-    """Return a save and a restore of rejected rows per window: undo's addition to stock."""
+    """Return a step per window that saves and restores rejected rows, as undo adds to stock."""
     executor = load.executor
     steps: list[Step] = []
     for window in load.windows:
@@ -142,9 +142,10 @@ def undos(load: Workload) -> list[Step]:
 
 
 def copies(size: int) -> list[Step]:
-    """Return plain copies of ``size`` bytes each, in contiguous pieces.
+    """Return steps that copy ``size`` contiguous bytes each, in buffers of their own; none for 0.
 
-    Torch gives a very large copy to a copy engine, which is slower than any kernel.
+    There are so many that a copy finds nothing in the GPU's cache. Torch gives a very large copy to
+    a copy engine, which is slower than any kernel, so it is cut into pieces.
     """
     if size == 0:
         return []
@@ -164,7 +165,7 @@ def copies(size: int) -> list[Step]:
 
 
 def stock_writes(load: Workload) -> list[Step]:
-    """Write all rows as vLLM does it, layer by layer; empty without vLLM."""
+    """Return a step per window that writes all rows as vLLM does; empty without vLLM."""
     if find_spec("vllm") is None:
         return []
     one = torch.ones(1, device="cuda")

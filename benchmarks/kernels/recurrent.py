@@ -229,7 +229,7 @@ def of_kernel(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def host_time(step: Step) -> float:
-    """Return the microseconds that the host needs for a call outside of a graph."""
+    """Return the median microseconds that the host needs for a call outside of a graph."""
     times = []
     for _ in range(_HOST_CALLS):
         if torch.cuda.is_available():
@@ -324,7 +324,7 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 
 def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tabulate the fast kernels against each of stock's kernels; "" if no row has them."""
+    """Return a list with a table of the fast kernels and stock's; [] if no row has them."""
     lines = []
     for row in rows:
         fast = row.get("fast") or {"of_stock": {}}

@@ -25,7 +25,7 @@ def sets_needed(bytes_per_step: int) -> int:
 
 
 def capture(steps: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Capture all steps in one graph, after two steps ran outside of it, and replay it once."""
+    """Run the first two steps, then capture all in one graph; replay it once, and return it."""
     for step in steps[:2]:
         step()
     torch.cuda.synchronize()

@@ -20,7 +20,14 @@ _RIDGE: Final = 1e-3
 
 
 def fit(model: Path, folder: Path) -> str:
-    """Fit a drafter for the Llama in a folder, and write it into another one, as vLLM reads it."""
+    """Fit a drafter for the Llama in ``model``; write it into ``folder``, as vLLM reads an EAGLE.
+
+    A linear map of embedding and hidden state to the next hidden state, by least squares over the
+    model's prompts and its own answers.
+
+    Returns:
+        The folder.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

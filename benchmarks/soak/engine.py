@@ -209,7 +209,11 @@ class HostUse:
 
 
 def host_use() -> HostUse:
-    """Read the host's memory and time of this process and of all its children."""
+    """Return the bytes and the processor seconds of this process and of all its children.
+
+    The bytes are memory of their own, without files; what the allocator can give back is given back
+    before.
+    """
     give_back()
     parents, sizes, ticks = dict[int, int](), dict[int, int](), dict[int, int]()
     for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):

@@ -276,7 +276,7 @@ def _grown(host: Slope, device: Slope, change: Slope) -> list[str]:
 
 
 def report(soaks: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the table of several soaks, each a result file; one column for each."""
+    """Return a Markdown table of soaks, a column for each result file, and their problems."""
     header, columns, lines = [""], list[list[str]](), []
     for found in soaks:
         pieces, settings = found["pieces"], found["settings"]

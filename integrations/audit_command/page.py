@@ -136,7 +136,11 @@ def _notes(found: Found, rank: int) -> list[str]:
 
 
 def page(values: Mapping[str, Any]) -> str:
-    """Return the HTML of a page with these data; without its script it has the verdict alone."""
+    """Return the HTML of a page with these data in it; without script it has the verdict.
+
+    Args:
+        values: as ``data`` returns them.
+    """
     text = (_FOLDER / "page.html").read_text(encoding="utf-8")
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
     # "<" as an escape: no text in the data can end the block.

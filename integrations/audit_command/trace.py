@@ -86,7 +86,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Make the job of a trace: prompts of the demo, one after the other in a small cache."""
+    """Make the job of a trace: prompts of the demo, one after the other, in 32 blocks."""
     texts = first_prompts(args.count)
     policy = {} if args.policy == "off" else {"policy": args.policy}
     arguments = {**PLAIN, "num_gpu_blocks_override": 32, "additional_config": {"kvtxn": policy}}

@@ -107,7 +107,7 @@ def judge(
     *,
     interrupted: bool = False,
 ) -> Verdict:
-    """Judge an engine.
+    """Judge an engine: exit code 1 with violations; 2 if nothing or not all was judged; else 0.
 
     Args:
         counters: the counters of each rank.
@@ -263,7 +263,7 @@ def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def tell(violation: Told) -> str:
-    """Describe one violation: the request that read, the row, and who wrote it."""
+    """Return a sentence on one violation: who read, which row, and who wrote it, if known."""
     request, found = violation["request"] or "a request", violation["found"]
     begin = f"In step {violation['step']} {request}"
     if violation["kind"] == "ranks":

@@ -119,7 +119,8 @@ async def prefix(client: EngineClient) -> None:
 async def preempt(client: EngineClient) -> None:
     """Make more requests than the cache has blocks for: some are preempted, and computed again.
 
-    Once a round all that run are, by a reset of the prefix cache.
+    Rounds until the budget is spent. Once in each, all that run are preempted, by a reset of the
+    prefix cache.
     """
 
     async def reset() -> None:

@@ -77,7 +77,7 @@ _DEFAULTS: Final = {
 
 
 def run(job: Job, progress: Callable[[int], None]) -> Result:
-    """Generate in a fresh process; ``progress`` is told how many prompts are done.
+    """Generate in a fresh process; ``progress`` gets the number of prompts that are done.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
@@ -105,7 +105,11 @@ _PATIENCE: Final = 1800.0
 
 
 def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
-    """Generate in the engine's process: report progress, then the result."""
+    """Generate in the engine's process: send how many prompts are done, then the result.
+
+    Args:
+        pipe: brings the job.
+    """
     job = pipe.recv()
     from vllm import LLM, SamplingParams
 

@@ -99,7 +99,7 @@ class AuditedEngines:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say how many workers were watched, what they read, and why others were not."""
+        """Print how many workers were watched, what they read, and why others were not."""
         self._take()
         terminalreporter.section("kvtxn audit")
         found = f"workers watched: {self._watched}, wrong reads: {self._violations}"

@@ -95,7 +95,10 @@ class EagerSteps:
             self._plan = Plan.build(*rows(), self.manager.device)
 
     def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
-        """Open the window of a planned step.
+        """Open the window of a planned step; nothing without a plan.
+
+        A step with more rows than the manager takes, or without slots, is counted as bypassed. Any
+        other failure counts as a fallback, or raises, as ``fail`` says.
 
         Args:
             find: returns the batch's slots by group, one per row, or per request for layers with a
@@ -124,7 +127,14 @@ class EagerSteps:
                 self.manager.bypass("max_rows")
 
     def commit(self, sampled: Callable[[], Tensor]) -> None:
-        """Commit the accepted drafts; ``sampled`` gives ids ``[num_requests, n]``, -1 for none."""
+        """Commit the accepted drafts, and end the step; without a window nothing.
+
+        If it fails, the step falls back, or the error is raised, as ``fail`` says.
+
+        Args:
+            sampled: returns the ids that were sampled, int ``[num_requests, n]``, -1 for none;
+                called only if they are wanted.
+        """
         window, plan = self.window, self._plan
         if window is None or plan is None:
             return
@@ -161,7 +171,10 @@ class EagerSteps:
         )
 
     def without_drafts(self, group: str, slots: Tensor) -> Tensor:
-        """Copy the batch's slots, with -1 for draft rows; the caller's slots stay as they are."""
+        """Return a copy of the batch's slots, with -1 for draft rows; made once per step and group.
+
+        While rows are written directly, ``slots`` themselves.
+        """
         if self._directly:
             return slots
         if group not in self._masked:

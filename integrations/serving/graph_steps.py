@@ -493,11 +493,11 @@ class PackedGraphSteps(GraphSteps):
         self._requests = self._index(tuple(which))
 
     def commit_ids(self, ids: Tensor) -> None:
-        """Make the accepted rows durable.
+        """Make the accepted rows durable; does not wait.
 
         Args:
             ids: int ``[num_requests, n]`` of the batch, on the device: sampled token ids, -1
-                where there is none.
+                where there is none. Ids beyond the vocabulary are no accepted drafts.
         """
         batch = None
         if self.states is not None:

@@ -38,7 +38,7 @@ class MetricsPage:
         self._shown: Final[dict[tuple[str, ...], float]] = {}
 
     def show(self, family: Family, engine: int, rank: int, found: Mapping[str, float]) -> None:
-        """Bring a family of metrics up to date.
+        """Bring a family up to date: gauges are set, counters rise by what was added since.
 
         Args:
             family: the family.

@@ -131,6 +131,8 @@ class PipelineSteps:
     def advance(self, batch: object, freed: Array | None) -> None:
         """Begin a step; the one whose acceptance comes now is committed next.
 
+        If it has no acceptance, its window is left without a commit.
+
         Args:
             batch: the batch whose acceptance comes, the object that ``begin`` was given; None if
                 none comes.

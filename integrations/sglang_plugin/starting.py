@@ -41,11 +41,14 @@ class RequiredError(KVTxnError, RuntimeError):
 def start(text: str) -> None:
     """Put hooks into SGLang in this process, if the settings ask for an audit.
 
+    A release that is not as expected gets none, and that is logged.
+
     Args:
         text: the settings.
 
     Raises:
-        SystemExit: see ``plugin.register``.
+        SystemExit: the settings are not valid, or the release is unknown, and the user wants no
+            engine without an audit.
     """
     try:
         settings = read_settings(text)
@@ -82,7 +85,11 @@ class Hooks:
         self._metrics: Metrics | None = None
 
     def around(self) -> dict[str, hook_points.Hook]:
-        """Return a function for each hook point that this release has, by its dotted name."""
+        """Return, by dotted name, the function for each hook point.
+
+        Those of ``OPTIONAL`` only as far as this release has them, those of ``CONTAINING`` only if
+        the user wants wrong reads contained.
+        """
         forward, run_batch, flush, release, _ = hook_points.HOOK_POINTS
         opens, state, weights = hook_points.OPTIONAL
         ours: dict[str, hook_points.Hook] = {

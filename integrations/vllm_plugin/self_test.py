@@ -332,7 +332,13 @@ def _counts(bench: Bench) -> list[int]:
 
 
 def decide_by_test(runner: HookedRunner, version: str) -> None:
-    """Test a hooked runner after its warm-up; unhook it if the test fails."""
+    """Test a hooked runner after its warm-up, once; unhook it if the test fails.
+
+    If it passes, the counters begin anew, and the windows are announced in the log.
+
+    Raises:
+        RequiredError: it fails, and the user wants no engine without kvtxn.
+    """
     steps = getattr(runner, "kvtxn", None)
     if steps is None or runner.kvtxn_announce is None:
         return  # kvtxn stays out already, or the test was passed before

@@ -157,7 +157,10 @@ class Findings:
         }
 
     def fingerprints(self, copy: CounterCopy | None = None) -> dict[int, dict[str, int]]:
-        """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
+        """Return, by step and group, the fingerprints of the last steps. Waits for the device.
+
+        Empty for a copy without fingerprints, or from before ``restart``.
+        """
         copy = self.copy_counters() if copy is None else copy
         _require_copy("fingerprints", copy)
         if copy.fingerprints is None or not self._is_of_now(copy):

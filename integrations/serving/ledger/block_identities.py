@@ -170,7 +170,7 @@ class BlockIdentities:
         return self._table.lookup(torch.tensor(contents))
 
     def contents(self, places: Iterable[Place]) -> dict[Place, Content]:
-        """Return the checksum of the bytes of each block; waits for the device."""
+        """Return two 64-bit checksums of each block's bytes; waits for the device."""
         blocks: dict[str, dict[int, None]] = {}
         for group, block in places:
             blocks.setdefault(group, {})[block] = None

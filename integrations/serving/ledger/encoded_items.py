@@ -87,7 +87,10 @@ class EncodedItems:
         return keep
 
     def note(self, watch: Watch) -> None:
-        """Tell the ledger how old the rows of the forward are that it has just noted."""
+        """Tell the ledger how old those rows of the forward are that earlier weights have encoded.
+
+        Call it once per forward, after the ledger has recorded the rows.
+        """
         rows, late, self.late, self._rows = self._rows, self.late, (), None
         names = [name for name, group in watch.groups.items() if not group.drafter]
         for each in late:

@@ -181,7 +181,14 @@ class TransferWatch:
         self._export(self._read(metadata).at_once)
 
     def begin(self, metadata: object) -> None:
-        """Note the blocks that the connector loads, and those to be stored after the step."""
+        """Note the blocks that the connector loads, and those to be stored after the step.
+
+        If the metadata do not say so, the bytes of all blocks that arrivals find are read now,
+        which waits.
+
+        Args:
+            metadata: the connector's, of the step.
+        """
         found = self._read(metadata)
         self._stores, self._opaque = found.stores, self._opaque or found.opaque
         for each in found.loads:

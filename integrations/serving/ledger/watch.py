@@ -186,7 +186,10 @@ class Watch:
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on: the engine has warmed up. On a CPU that is from the first step on."""
+        """Watch from now on: the engine has warmed up. On a CPU that is from the first step on.
+
+        Counts and reports of the warm-up are forgotten.
+        """
         self.begun = True
         if self._counters is None:
             return
@@ -248,7 +251,11 @@ class Watch:
         self.stopped = True
 
     def change(self, changes: Changes) -> None:
-        """Tell the ledger the changes that a step makes before its forward."""
+        """Tell the ledger the changes that a step makes before its forward; not once it stopped.
+
+        The step before is finished first: its bytes are sealed, and loads that failed are taken
+        back.
+        """
         if self.stopped:
             return
         if self.weights is not None:  # before rows come from outside: they may be of the new ones
@@ -579,7 +586,11 @@ class Watch:
         return self.ledger.recording() if isinstance(self.ledger, RecordingLedger) else None
 
     def counters(self) -> dict[str, float]:
-        """Return the audit's counters by Prometheus name; all ranks must call this."""
+        """Return the audit's counters by Prometheus name; all ranks must call this.
+
+        Waits for the device. If the ledger fails, the audit ends, and its own counters are left
+        out.
+        """
         self.compare_ranks()
         if self.transfers is not None:
             self._try(self.transfers.settle)

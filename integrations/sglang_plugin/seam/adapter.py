@@ -143,7 +143,9 @@ class Adapter:
     # -- hook A: the step --------------------------------------------------------------------
 
     def run_batch(self, run: Callable[[], Result], batch: ScheduleBatch) -> Result:
-        """Run one step of the scheduler.
+        """Run one step of the scheduler; return its result. The part hears of its begin and end.
+
+        If the part fails, the audit ends, and SGLang goes on.
 
         Args:
             run: SGLang's own ``run_batch``, with its arguments.

@@ -111,9 +111,12 @@ def retract(
 ) -> None:
     """Compute requests again, or end them; a request that SGLang fails to retract ends.
 
+    They leave all batches, give their rows back, and wait before all others. Requests without rows
+    are left alone. That one cannot even be ended is logged.
+
     Args:
         scheduler: SGLang's.
-        requests: the requests, and why one of them ends.
+        requests: the requests, and why each of them ends; None: it is computed again.
         batches: the batches that are under way.
     """
     here = {req: why for req, why in requests.items() if holds_rows(req)}
@@ -232,7 +235,10 @@ def rows_of_tree(scheduler: Scheduler, places: Callable[[Tensor], set[int]]) -> 
 
 
 def empty_tree(scheduler: Scheduler) -> None:
-    """Let all rows leave the tree that nobody has locked, and their copies on the host."""
+    """Let all rows and states leave the tree that nobody has locked, and their copies on the host.
+
+    Nothing happens without prefix sharing.
+    """
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     tree = scheduler.tree_cache

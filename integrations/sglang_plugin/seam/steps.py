@@ -74,7 +74,7 @@ class ForwardStep:
         return ["" if getattr(req, "beam_group", None) else req.rid for req in self.requests]
 
     def going_on(self) -> set[int]:
-        """Return the requests whose prompt goes on after the step: nothing is sampled for them."""
+        """Return the numbers of the requests whose prompt goes on: nothing is sampled for them."""
         if not self.extends:
             return set()
         before, new = self.batch.extend_prefix_lens_cpu, self.batch.extend_seq_lens_cpu

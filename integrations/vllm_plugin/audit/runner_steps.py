@@ -120,7 +120,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
     _copies: aligned_states.HostCopies | None = None
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
-        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        """Open a ledger over new caches; if a rank cannot have one, log why and return None."""
         runner, self._copies = self._runner, None
         watch = open_watch(runner, on_device=True)
         if watch is not None:
@@ -172,7 +172,11 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
     _metadata: Foreign = None
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
-        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        """Open a ledger over new caches; if a rank cannot have one, log why and return None.
+
+        Args:
+            is_ready: called in each step once its states and transfers can be read, too.
+        """
         runner = self._runner
         runner.kvtxn_requests, self._metadata, self.ready = {}, None, "planned"
         # With a connector, the ledger remembers requests that ended until it needs their lines.

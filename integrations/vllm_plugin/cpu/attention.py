@@ -276,7 +276,10 @@ class LentRowsMixin(WindowMixin):
         return attended
 
     def kvtxn_give_back(self) -> None:
-        """Put the bytes below the drafts back; not after a failure, when drafts are written."""
+        """Put the bytes below the drafts back; not after a failure, when drafts are written.
+
+        If that fails, the step falls back.
+        """
         hook, lent = self.kvtxn, self.kvtxn_before
         self.kvtxn_before = None
         if hook is None or lent is None or not hook.steps.deferring:

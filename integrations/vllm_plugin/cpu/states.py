@@ -123,7 +123,7 @@ def state_ref(layer: StateLayer) -> LayerRef:
 
 
 def operators_differ(modules: Sequence[object]) -> str | None:
-    """Say in a sentence how vLLM's operators differ from the known ones; None if they do not."""
+    """Return how vLLM's operators differ from the known ones, a sentence; None if they do not."""
     from ..internals.state_layers import kind_of
 
     kinds = {kind_of(module): type(module) for module in modules}
@@ -183,7 +183,10 @@ class States(Part):
         self.batch: StateBatch | None = None
 
     def caches_wanted(self) -> None:
-        """Let the layers keep one state per request, if the windows will hold the states."""
+        """Let the layers keep one state per request, if the windows will hold the states; once.
+
+        Called before the caches are made.
+        """
         runner = self._runner
         if runner.kvtxn_one_state:
             return

@@ -140,7 +140,7 @@ class SlotBuilder:
     kvtxn_capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: object) -> object:
-        """Build metadata for a graph that will serve every step of its shape."""
+        """Return metadata, with a ``Reading``, for a graph that serves every step of its shape."""
         self.kvtxn_capturing = True
         try:
             found: object = super().build_for_cudagraph_capture(  # type: ignore[misc]

@@ -75,7 +75,10 @@ class StateCaches(Part):
         return held_states.launches_differ(self._runner, fast=self._fast) or self._teller.unknown()
 
     def are_written_by_commits(self) -> bool:
-        """Tell whether commits will write the states; decided once, when the model is loaded."""
+        """Return whether commits will write the states; decided once, when the model is loaded.
+
+        If the layers are unknown to kvtxn, they will not, and the reason is logged.
+        """
         if not self._decided:
             runner = self._runner
             facts = self.facts(runner_facts(runner))
@@ -124,7 +127,7 @@ class StateCaches(Part):
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
-        """Let the layers read states; return what commits these, and fields for the log.
+        """Let the layers read the states; return the supplier that commits them, and log facts.
 
         Raises:
             KVTxnError: kvtxn does not know the model's recurrent layers.

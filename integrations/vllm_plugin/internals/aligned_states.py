@@ -355,7 +355,10 @@ class HostCopies:
         self._columns: dict[str, int] = {}
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Remember the columns of the states before vLLM has prepared a step."""
+        """Remember the column of each request's state; call it before vLLM prepares a step.
+
+        Requests that end, or begin anew in the step, are forgotten.
+        """
         self._columns = dict(self._runner.mamba_state_idx)
         told = scheduler_output
         for names in (
@@ -367,7 +370,10 @@ class HostCopies:
                 self._columns.pop(name, None)
 
     def take(self) -> dict[str, tuple[list[int], list[int]]]:
-        """Return the blocks that vLLM has copied from and to since, by group."""
+        """Return the blocks that vLLM has copied states from and to since ``begin``, by group.
+
+        Two lists of equal length each; empty for a group without copies.
+        """
         runner = self._runner
         found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._numbers}
         for name in runner.input_batch.req_ids:

@@ -61,7 +61,7 @@ def unwatched(config: VllmConfig) -> str | None:
 
 
 def uncontained(config: VllmConfig) -> str | None:
-    """Say why a scheduler cannot contain what the audit finds; None if it can."""
+    """Return why a scheduler cannot contain what the audit finds, a sentence; None if it can."""
     if config.parallel_config.pipeline_parallel_size > 1:
         return (
             "an engine with pipeline stages has begun its next step when the scheduler takes in "
@@ -219,7 +219,10 @@ def known_tokens(state: RequestContent) -> list[int]:
 
 
 def own_tokens(runner: RunnerV1, name: str) -> list[int]:
-    """Return a request's token ids up to the first position whose token the runner lacks."""
+    """Return a request's token ids up to the first position whose token the runner lacks.
+
+    Vectors of a prompt without tokens are zeros.
+    """
     state = runner.requests[name]
     prompt = state.prompt_token_ids
     tokens = _placeholders(state) if prompt is None else list(prompt)
@@ -393,7 +396,10 @@ class EncoderSteps:
         self._items: Final[dict[str, Sequence[Feature]]] = {}
 
     def read(self, told: SchedulerOutput) -> EncoderStep | None:
-        """Read a step; None as long as no request has an item. Call this for each step."""
+        """Return which outputs a step encodes, drops and uses. Call this for each step.
+
+        None as long as no request has an item, and nothing is dropped.
+        """
         for name in told.finished_req_ids:
             self._items.pop(name, None)
         for new in told.scheduled_new_reqs:

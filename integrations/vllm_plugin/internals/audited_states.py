@@ -96,7 +96,10 @@ def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
 
 
 def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
-    """Describe the pasts of convolutions, of which a step with drafts reads a part, by layer."""
+    """Return, by layer, the part of a convolution's past that a step with drafts reads.
+
+    Layers without a convolution are left out.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     drafts, dim = audited.most_drafts(runner), 2 if is_conv_state_dim_first() else 1

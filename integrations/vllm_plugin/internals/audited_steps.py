@@ -105,7 +105,13 @@ class StepReaderV1(GpuStepReader):
         return [(name, tables[int(name.partition(".")[2])]) for name in self._groups]
 
     def rows(self, prepared: Prepared) -> Rows:
-        """Read the rows of the forward that comes next."""
+        """Return the rows of the forward that comes next, after ``_prepare_inputs``.
+
+        The tensors are vLLM's own, which every step fills anew; nothing waits for the device.
+
+        Args:
+            prepared: what ``_prepare_inputs`` returned.
+        """
         runner, own = self._runner, self._own_tables()
         names = runner.input_batch.req_ids
         number = len(names)
@@ -221,7 +227,14 @@ class StepReaderV2(GpuStepReader):
     def rows(
         self, batch: InputBatchV2, prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
     ) -> Rows:
-        """Read the rows of the forward that comes next."""
+        """Return the rows of the forward that comes next.
+
+        The tensors are vLLM's own, which every step fills anew; nothing waits for the device.
+
+        Args:
+            batch: the step's.
+            prepared: what ``prepare_attn`` returned; the block tables of all groups come first.
+        """
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
         self._forget_unless((inputs.positions, inputs.input_ids, slots))

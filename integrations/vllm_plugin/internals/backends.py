@@ -204,7 +204,10 @@ class BatchArguments:
 
 
 def batch_arguments(metadata: FlashMetadata) -> BatchArguments | None:
-    """Prepare the arguments that all layers share; None if vLLM passes each layer its own."""
+    """Return the arguments that all layers share; None if vLLM passes each layer its own.
+
+    That is the case where a batch is not causal.
+    """
     if metadata.causal is not True:
         return None
     named = {

@@ -63,9 +63,9 @@ def window_rows(config: VllmConfig) -> int:
 
 
 def config_facts(config: VllmConfig) -> EngineFacts:
-    """Read a ``VllmConfig``; ``layers.target_layers`` adds facts of the loaded model.
+    """Return a ``VllmConfig``'s facts; ``layers.target_layers`` adds those of the loaded model.
 
-    Of a release that was not checked, nothing but its number and the device is read, unless the
+    Of a release that is not listed, nothing but its number and the device is read, unless the
     user sets ``unchecked``.
     """
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
@@ -209,7 +209,10 @@ FROM_MODEL: Final[Mapping[str, Callable[[TextConfig], bool]]] = {
 
 
 def expected_facts(config: VllmConfig) -> EngineFacts:
-    """Read a ``VllmConfig``; guess facts of its model, which is not loaded, by ``FROM_MODEL``."""
+    """Return the facts of a ``VllmConfig`` whose model is not loaded, by ``FROM_MODEL``.
+
+    Of a release that is not listed, as ``config_facts``.
+    """
     facts = config_facts(config)
     if not supported.is_listed(facts.version) and not facts.unchecked:
         return facts

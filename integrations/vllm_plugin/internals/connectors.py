@@ -78,7 +78,14 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
 
 
 def transfers(runner: Runner, metadata: object) -> Transfers:
-    """Return the blocks that a connector stores and loads in a step, read from its metadata."""
+    """Return the blocks that a connector stores and loads in a step, read from its metadata.
+
+    ``opaque`` is set if some part of the metadata is of a connector that kvtxn cannot read.
+
+    Args:
+        runner: the worker's runner.
+        metadata: of the connector, or of several in one.
+    """
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):
         if _has_jobs(part):

@@ -175,7 +175,7 @@ class _Call:
 
 
 def core_differs() -> str | None:
-    """Say in a sentence how vLLM's function differs from the known one; None if it does not."""
+    """Return how vLLM's function differs from the known one, a sentence; None if it does not."""
     from inspect import signature, unwrap
 
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
@@ -492,7 +492,13 @@ def hook_mixer(
     batch: Callable[[], StateBatch | None],
     verify: Callable[[StateRows], None],
 ) -> None:
-    """Let a layer verify drafts over copies of its states, and hand its rows to ``verify``."""
+    """Let a layer verify drafts over copies of its states, and hand its rows to ``verify``.
+
+    Args:
+        layer: a layer whose forward computes in place.
+        batch: returns the present step; None: vLLM's own forward runs.
+        verify: gets the draft rows of each step that has some.
+    """
     from vllm.forward_context import get_forward_context
 
     module: Any = layer.module

@@ -62,7 +62,7 @@ def sizes(runner: Any) -> Sizes:
 
 
 def begin(runner: Any, request: Dummy) -> dict[str, list[int]]:
-    """Compute the prompt of a new request in one step; returns the sampled token by request."""
+    """Compute the prompt of a new request in one step; return the sampled token by name."""
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
@@ -90,9 +90,15 @@ def verify(
     sampled: Mapping[str, list[int]],
     drafts: Mapping[str, list[int]],
 ) -> dict[str, list[int]]:
-    """Verify drafts in one step, after ``begin``; returns the tokens that each request gets.
+    """Verify drafts in one step, after ``begin``; return the tokens that each request gets.
 
     A step without these requests comes first, so that no runner takes their drafts from the device.
+
+    Args:
+        runner: the runner.
+        requests: of the step.
+        sampled: by name, what ``begin`` returned.
+        drafts: by name; a request without an entry has none.
     """
     from vllm.v1.core.sched.output import SchedulerOutput
 

@@ -40,6 +40,9 @@ def hook_engines(
         before_init: gets the engine's ``VllmConfig`` before any worker starts, or None if it is no
             argument; an exception of it stops the start.
         after_init: gets the engine once it is up.
+
+    Returns:
+        A function that undoes it.
     """
 
     def around(original: Callable[..., None]) -> Callable[..., None]:
@@ -213,7 +216,12 @@ class StepCounts:
     used: float = 0.0
 
     def add(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
-        """Count one step: vLLM's ``SchedulerStats`` and ``IterationStats``, None without any."""
+        """Count one step.
+
+        Args:
+            scheduler: vLLM's ``SchedulerStats``; None without any.
+            iteration: vLLM's ``IterationStats``; None without any.
+        """
         if scheduler is not None:
             self.steps += 1
             self.requests = scheduler.num_running_reqs + scheduler.num_waiting_reqs

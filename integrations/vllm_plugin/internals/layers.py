@@ -67,7 +67,11 @@ def draft_layers(runner: Runner) -> set[str]:
 
 
 def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
-    """Find the layers whose rows belong into windows, group by group, and the engine's facts."""
+    """Return the layers whose rows belong into windows, group by group, and the engine's facts.
+
+    Left out are layers with a state, the drafter's, and those that share another one's cache. A
+    layer that kvtxn cannot address is left out, too, and named in the facts as ``foreign_layer``.
+    """
     mine = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
     shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}

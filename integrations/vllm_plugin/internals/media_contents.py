@@ -132,7 +132,11 @@ def unfollow_media() -> None:
 
 
 def send_contents(request: EngineCoreRequest) -> None:
-    """Let a request take the hashes of its named items along, in its sampling parameters."""
+    """Put the hashes of a request's named items into its sampling parameters.
+
+    The names become plain text. Two contents under one name become one, of both. Without sampling
+    parameters nothing is sent.
+    """
     contents: dict[str, str] = {}
     for feature in request.mm_features or ():
         if isinstance(name := feature.mm_hash, Named):

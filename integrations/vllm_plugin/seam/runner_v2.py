@@ -44,7 +44,10 @@ class AdapterV2:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Tell the parts of new caches; those of a profiling run get no windows and no ledger."""
+        """Undo the hooks of the old caches, and make new ones, from a plan that the parts may change.
+
+        Those of a profiling run are planned by vLLM alone, and get no windows and no ledger.
+        """
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()
         if not is_profiling:

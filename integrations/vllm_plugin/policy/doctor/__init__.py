@@ -323,7 +323,7 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmCon
 
 
 def check_rows(max_rows: int | None, drafts: int) -> None:
-    """Refuse a ``max_rows`` with which no request could ever have a window."""
+    """Refuse, with a ConfigError, a ``max_rows`` with which no request could have a window."""
     rows = drafts + 1
     if drafts and max_rows is not None and max_rows < rows:
         raise ConfigError(
@@ -336,7 +336,7 @@ def check_rows(max_rows: int | None, drafts: int) -> None:
 
 
 def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
-    """Refuse the setting ``recurrent`` for a model whose layers it does not concern."""
+    """Refuse, with a ConfigError, ``recurrent`` for a model whose layers it does not concern."""
     if wanted.recurrent not in ("off", "auto") and facts.recurrent is None:
         raise ConfigError(
             _WHERE,
