@@ -49,7 +49,7 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
 
 
 def _check_apart(refs: Iterable[LayerRef]) -> None:
-    """Refuse layers of one group whose caches overlap.
+    """Refuse, with a LayerError, layers of one group whose caches overlap.
 
     Groups may share memory: an engine's allocator gives each block to one of them.
     """

@@ -399,7 +399,7 @@ def _check_together(ref: LayerRef, planes: tuple[Plane, ...]) -> None:
 
 
 def _check_apart(ref: LayerRef, what: str, planes: Iterable[Plane]) -> None:
-    """Refuse planes that overlap."""
+    """Refuse, with a LayerError, planes that overlap."""
     for one, other in combinations(planes, 2):
         if overlap(one.cells, other.cells):
             raise LayerError(

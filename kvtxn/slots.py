@@ -186,7 +186,11 @@ class SlotMappings:
         return group in self._own
 
     def by_group(self, slots: Slots) -> Mapping[str, OneMapping]:
-        """Return the ``slots`` argument of ``window`` by group; refuse one mapping for several."""
+        """Return the ``slots`` argument of ``window`` by group; empty for None.
+
+        Raises:
+            SlotMappingError: it is one mapping, and there are several groups.
+        """
         if slots is None:
             return {}
         if isinstance(slots, Mapping):
@@ -266,7 +270,7 @@ class SlotMappings:
         return (self._layout or self._resolve(count)).num_rows
 
     def _check_fit(self, group: str, kind: SlotKind, layout: RowLayout, count: int) -> None:
-        """Refuse a mapping of another length."""
+        """Refuse, with a SlotMappingError, a mapping of another length."""
         expected = layout.num_requests if kind.per_request else layout.num_rows
         if count != expected:
             per = "requests" if kind.per_request else "rows (draft_len + settled per request)"
@@ -382,6 +386,9 @@ class SlotMappings:
         """Refuse a second mapping of a group that differs from the first; mappings never merge.
 
         Device mappings are compared by address, not content: reading them would wait.
+
+        Raises:
+            SlotMappingError: it differs.
         """
         first, tensor = self._given[group], self._as_tensor(group, slots)
         second = [tensor, *self._bounds(group, slots, tensor.numel())]

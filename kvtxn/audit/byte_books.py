@@ -254,7 +254,7 @@ def _poisoned(poison: Any, groups: set[str]) -> frozenset[str]:
 
 
 def _check_window(ref: LayerRef, window: Any) -> None:
-    """Refuse a window that its layer's states do not have."""
+    """Refuse, with a LayerError, a window that its layer's states do not have."""
     if window is None:
         return
     fits = isinstance(window, Window) and 0 <= window.state < len(ref.states)

@@ -362,7 +362,7 @@ def _of_requests(step: Step, window: EndedWindow, numbers: Tensor, fill: int = 0
 
 
 def _check_groups(state: LedgerState, manager: TransactionManager) -> None:
-    """Refuse a manager whose groups the ledger does not have."""
+    """Refuse, with a ConfigError, a manager whose groups the ledger does not have."""
     for name, kind in manager.kinds.items():
         place = state.books.layout.places.get(name)
         same = False

@@ -184,7 +184,7 @@ def _first_of_each(values: Tensor) -> Tensor:
 
 
 def _require(tensor: Any, width: int, length: int | None = None) -> None:
-    """Refuse what is not int64 ``[length, width]`` on the host."""
+    """Refuse, with a ConfigError, what is not int64 ``[length, width]`` on the host."""
     is_tensor = isinstance(tensor, Tensor) and tensor.dtype is torch.int64 and tensor.is_cpu
     right = is_tensor and tensor.ndim == 2 and tensor.shape[1] == width
     if not right or (length is not None and len(tensor) != length):

@@ -161,7 +161,7 @@ class StepInput:
 def _check(
     source: StepBuffers, target: StepBuffers, first: Tensor, drafts: Tensor, number: int
 ) -> None:
-    """Refuse a step that does not lie inside all of its buffers."""
+    """Refuse, with a ConfigError, a step that does not lie inside all of its buffers."""
     several = [*source.tables, *target.tables, *(each for each in source.lengths if len(each))]
     room = min(
         *(len(source.starts) - 1, len(target.starts) - 1),

@@ -65,7 +65,11 @@ class GatedDelta(RankOne):
     key_dtype: torch.dtype = attrs.field(default=torch.float32, validator=one_of(*FLOATS))
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state of another rank, or whose heads are not a multiple of ``key_heads``."""
+        """Refuse a state of another rank, or whose heads are not a multiple of ``key_heads``.
+
+        Raises:
+            LayerError: it is another one.
+        """
         check_state(layer, state, "[num_states, num_heads, value_size, key_size]", FLOATS)
         check_heads(layer, "key_heads", self.key_heads, state.shape[1])
 

@@ -86,7 +86,11 @@ class Mamba2(RankOne):
     dtype: torch.dtype = attrs.field(default=torch.float32, validator=one_of(*FLOATS))
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state whose heads differ from A's, or are not a multiple of ``groups``."""
+        """Refuse a state whose heads differ from A's, or are not a multiple of ``groups``.
+
+        Raises:
+            LayerError: it is another one.
+        """
         check_state(layer, state, "[num_states, num_heads, head_size, state_size]", FLOATS)
         check_heads(layer, "groups", self.groups, state.shape[1])
         for name, constant in (("A", self.A), ("D", self.D)):

@@ -240,7 +240,11 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
 
     def returning(self, name: str) -> Arrival:
-        """Refuse to describe a request that the ledger has forgotten; it forgets none that runs."""
+        """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
+
+        Raises:
+            LookupError: always.
+        """
         raise LookupError(f"the ledger was not told of request {name!r}")
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:

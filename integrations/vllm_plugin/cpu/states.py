@@ -48,7 +48,11 @@ class OwnGatedDelta(Recurrence):
     dtype: torch.dtype
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state that is not float32 ``[num_states, num_heads, key_size, value_size]``."""
+        """Refuse a state that is not float32 ``[num_states, num_heads, key_size, value_size]``.
+
+        Raises:
+            LayerError: it is another one.
+        """
         expected = "float32 [num_states, num_heads, key_size, value_size]"
         _check(layer, state, expected, (torch.float32,))
 
@@ -82,7 +86,11 @@ class OwnMamba2(Recurrence):
     stored: torch.dtype
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state that is not ``[num_states, num_heads, head_size, state_size]``."""
+        """Refuse a state that is not ``[num_states, num_heads, head_size, state_size]``.
+
+        Raises:
+            LayerError: it is another one, or neither float32 nor bfloat16.
+        """
         expected = "float32 or bfloat16 [num_states, num_heads, head_size, state_size]"
         _check(layer, state, expected, (torch.float32, torch.bfloat16))
 

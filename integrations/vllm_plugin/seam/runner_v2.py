@@ -44,9 +44,10 @@ class AdapterV2:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Undo the hooks of the old caches, and make new ones, from a plan that the parts may change.
+        """Make new caches, after undoing the hooks of the old ones.
 
-        Those of a profiling run are planned by vLLM alone, and get no windows and no ledger.
+        The parts may change the plan. Caches of a profiling run are planned by vLLM alone, and get
+        no windows and no ledger.
         """
         self.kvtxn_parts.caches_dropped()
         self.kvtxn_undo.close()

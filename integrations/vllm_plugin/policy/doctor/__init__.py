@@ -312,7 +312,7 @@ _WHERE: Final = "additional_config['kvtxn']"
 
 
 def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig) -> None:
-    """Refuse settings that do not fit the engine.
+    """Refuse, with a ConfigError, settings that do not fit the engine.
 
     Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
     """
