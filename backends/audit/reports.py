@@ -84,7 +84,10 @@ def record_violation(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Add one violation to ``found``; the scalar arguments are its columns, see ``FIELDS``.
+    """Add one violation to ``found``, and count its kind; the scalars are columns, see ``FIELDS``.
+
+    The last three tokens' terms come from ``own``, and the writer from the journal: none if the row
+    was never written, or the journal has forgotten it.
 
     The tensors are those of ``compare_rows``.
 

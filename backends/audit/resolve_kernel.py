@@ -136,6 +136,10 @@ def resolve_rows(
 ) -> None:
     """Mark the rejected rows of one request, and count the others as its own. Grid: (requests,).
 
+    Writes ``REJECTED`` where slots lead, ``KEPT``, ``DURABLE`` and ``KNOWN`` of an admitted
+    request, and the digest of its next token, if one was sampled behind all that is known. Rows of
+    a request that was released are marked, too. ``OPEN`` becomes 0.
+
     Arguments are those of ``write_rows``, and:
         accepted: int ``[num_requests]``; -1: nothing was sampled.
         sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is

@@ -70,7 +70,7 @@ def due_rows(
     turn,
     every,
 ):
-    """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
+    """Return the slots that a step reads, but for its own rows, in their turn; int64 ``[n]``."""
     found = numpy.empty(0, numpy.int64)
     for _ in range(2):  # count them, then list them
         number = 0

@@ -38,9 +38,15 @@ add_arguments = vllm_options.add_arguments
 def run(args: argparse.Namespace) -> int:
     """Start the engines, measure every cell, write the result and print its files.
 
+    The result is written after each cell, and with the reason if a later one raises.
+
     Returns:
         0; or 1 if an audit found a violation, or could not judge every request: the standard
         error stream says which.
+
+    Raises:
+        ConfigError: options would have no effect.
+        Exception: what ended the run.
     """
     vllm_options.check(args)
     begin = time.time()

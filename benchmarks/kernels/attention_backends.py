@@ -118,7 +118,7 @@ class BackendLoad(abc.ABC):
     # -- work of a step besides its layers -----------------------------------------------
 
     def around(self) -> tuple[Tensor, Any]:
-        """Make the table by slot before the first layer, and commit after the last one.
+        """Launch what a step does around its layers: make the table by slot, then commit.
 
         Returns:
             The slots to write to, and the metadata by slot.

@@ -141,6 +141,9 @@ class GraphSteps:
     ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
+        A window of the step before that was not committed is aborted first. No window is opened
+        without drafts, or where the step is bypassed, which is counted.
+
         A step *recurs* if its batch has the same layout as the last one, whose rows and states can
         be committed by one captured launch, and its drafts are marked already. Its window is opened
         when somebody asks for it; the usual commit does not: it makes the launch, and the step is

@@ -156,7 +156,10 @@ class Epochs:
                 words.copy_(older(words, step))
 
     def keep(self, lines: Sequence[int]) -> None:
-        """Set the counts of requests that end aside, because other requests get their lines."""
+        """Move the counts of requests that end into ``Books.ended``; others get their lines.
+
+        They are added to the line of all that ended, too. Of too many, the oldest entries are lost.
+        """
         if not (lines and self._state.epoch):
             return
         books, where = self._books, self._state.upload(lines)

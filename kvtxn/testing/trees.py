@@ -122,7 +122,10 @@ def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
 
 
 def write_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """Write the rows of the paths to their row positions in the oracle, and take them in."""
+    """Write, in the oracle, the rows of the paths to the slots that a commit moves them to.
+
+    States take them in, too.
+    """
     taken = batch.taken_in([False] * batch.num_rows)
     for (request, _), row in zip(batch.owners, moved(batch, paths), strict=True):
         taken[request] += [] if row is None else [row]

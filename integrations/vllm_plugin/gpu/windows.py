@@ -369,7 +369,9 @@ def hook_attention(
     spare: Mapping[str, int],
     builders: Sequence[Foreign],
 ) -> None:
-    """Let the layers' attention read the windows, and compile its kernels.
+    """Let the layers' attention read the windows, and compile the kernels of tables by slot.
+
+    ``unhook_attention`` undoes it.
 
     Args:
         steps: the runner's steps, whose layers are the same.

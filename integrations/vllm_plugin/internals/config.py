@@ -355,8 +355,14 @@ def one_state_gain(config: VllmConfig, drafts: int, tokens: int) -> float:
     """Return how many times as many requests fit with one state block each as in stock.
 
     Every page of a hybrid's cache has the same bytes: a state with its past, or the rows of as many
-    tokens of attention as need that much room. So requests are counted in pages. A drafter's layers
-    are left out.
+    tokens of attention as need that much room. So requests are counted in pages, whose rows are
+    rounded up to vLLM's blocks. Where the prefix cache keeps states, each request has one more. A
+    drafter's layers are left out.
+
+    Args:
+        config: the engine's.
+        drafts: of each step, so many state blocks stock has besides.
+        tokens: of each request.
 
     Returns:
         1.0 or more; 1.0 if the model's configuration does not name its layers, or has no attention

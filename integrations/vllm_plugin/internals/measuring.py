@@ -32,6 +32,8 @@ from .state_layers import one_block_each
 def together(engine: VllmEngine, add: Callable[[], None]) -> float:
     """Let requests begin in one step, however long it takes to add them.
 
+    The engine goes on even if ``add`` raises.
+
     A core in a process of its own begins with the first request that reaches it. How many of the
     others join its first steps is then a race, and times to first token differ by a third between
     runs of the same work. So the core's scheduler is paused while requests are added. A core in
