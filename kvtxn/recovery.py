@@ -169,7 +169,9 @@ def commit_failed(
     error: Exception,
     sampled: Tensor | None = None,
 ) -> Failure:
-    """Finish a commit that failed and counted nothing, or restore the caches.
+    """Finish a commit that failed and counted nothing, or, as ``on_error`` says, restore the caches.
+
+    What can no longer be restored, since states are in, is finished in any case.
 
     ``before`` has the rows that the caches held before the commit, by layer name, if any were read
     or saved. ``sampled`` is what states of a supplier are to take in, which the failed commit was

@@ -53,7 +53,8 @@ def tile_for(
     """Choose the tile for a shape; measured on an H200.
 
     A tile holds a whole request if it is short, and fits in registers. Tensor cores take 16 queries
-    at a time, so each warp has 16 of its own.
+    at a time, so each warp has 16 of its own. Cached rows are cut into at most 64 slices, as many
+    as keep the processors busy.
 
     Args:
         shape: the layer and its requests.

@@ -62,7 +62,8 @@ def rows_of(
     """Load what a program needs of its request's rows: all at once, before anything is stored.
 
     It computes ``most`` rows from ``row`` on, and of its head the rows ``values``. All else is as
-    in ``verify_rows``. Returns x ``[VALUES]``, dt and decay of each row, float32.
+    in ``verify_rows``. Returns x ``[VALUES]``, dt after its bias and softplus, and the decay
+    ``exp(dt * A)`` of each of ``LONGEST`` rows, float32; x is 0 beyond ``most``.
     """
     rate = tl.load(A + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)

@@ -45,6 +45,9 @@ def rows_of_window(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | str | None:
     """Return the draft and settled rows of each request of a batch's window.
 
+    These are the requests up to the last one with drafts; without ``among_others`` each of them has
+    some.
+
     Args:
         drafts: see ``GraphSteps.begin``, not None.
         lengths: see there.
@@ -54,8 +57,9 @@ def rows_of_window(
         among_others: see ``GraphSteps``.
 
     Returns:
-        The draft rows and the settled rows; or the reason why the batch has no window; None
-        without drafts.
+        The draft rows and the settled rows; None without drafts; or why the batch has no window, as
+        a counter's label: the first that applies of "order", "long_query", "max_rows" and
+        "prompt_with_drafts".
 
     Raises:
         SlotMappingError: a request has more drafts than rows, or less than none.

@@ -25,7 +25,7 @@ _TOO_LARGE: Final = 1 << 31
 
 
 def positive(instance: object, attribute: Any, value: Any) -> None:
-    """Validate a size: an int of at least 1, or None where that is the default.
+    """Validate a size: an int from 1 to 2^31 - 1, or None where that is the default.
 
     Raises:
         ConfigError: it is something else.
@@ -46,7 +46,7 @@ def positive(instance: object, attribute: Any, value: Any) -> None:
 
 
 def whole(instance: object, attribute: Any, value: Any) -> None:
-    """Validate a number: an int of at least 0.
+    """Validate a number: an int from 0 to 2^31 - 1.
 
     Raises:
         ConfigError: it is something else.

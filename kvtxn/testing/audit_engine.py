@@ -259,7 +259,10 @@ class SmallEngine:
                 table.append(self.take(group))
 
     def publish(self, request: Request, end: int) -> None:
-        """Publish the blocks that are full at ``end``, as soon as the step is scheduled."""
+        """Let hashes find the blocks that are full at ``end``, as soon as the step is scheduled.
+
+        Each block is published once; the ledgers hear of it after ``write``. Rings publish nothing.
+        """
         size = max((g.block_size for g in self.row_groups), default=1)
         for group in self.row_groups:
             if group.ring is not None:
@@ -449,7 +452,10 @@ class SmallEngine:
         return request.computed
 
     def store_states(self, request: Request) -> None:
-        """Store a request's states and the rows before them: other requests need all of them."""
+        """Store a request's durable states and the rows before them, all together, by its tokens.
+
+        Nothing is stored where a group has a ring or a window: rows are missing there.
+        """
         end = self.durable(request)
         if not end or any(g.ring or g.window for g in self.row_groups):
             return

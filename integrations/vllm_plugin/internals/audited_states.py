@@ -34,7 +34,8 @@ def state_groups(runner: Runner) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
     Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
-    device which states it copies. Kinds of layers that nobody can read are left out.
+    device which states it copies. Left out are kinds of layers that kvtxn cannot read, and, if vLLM
+    speculates by a state block per draft, groups without such blocks.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
