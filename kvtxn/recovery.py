@@ -169,7 +169,7 @@ def commit_failed(
     error: Exception,
     sampled: Tensor | None = None,
 ) -> Failure:
-    """Finish a commit that failed and counted nothing, or, as ``on_error`` says, restore the caches.
+    """Finish a commit that failed and counted nothing, or restore the caches: see ``on_error``.
 
     What can no longer be restored, since states are in, is finished in any case.
 
