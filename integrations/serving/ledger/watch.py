@@ -186,10 +186,7 @@ class Watch:
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on: the engine has warmed up. On a CPU that is from the first step on.
-
-        Counts and reports of the warm-up are forgotten.
-        """
+        """Watch from now on: the engine is warm, or, on a CPU, begins. Forget what was counted before."""
         self.begun = True
         if self._counters is None:
             return
@@ -251,11 +248,7 @@ class Watch:
         self.stopped = True
 
     def change(self, changes: Changes) -> None:
-        """Tell the ledger the changes that a step makes before its forward; not once it stopped.
-
-        The step before is finished first: its bytes are sealed, and loads that failed are taken
-        back.
-        """
+        """Seal the step before; tell the ledger what a step changes before its forward."""
         if self.stopped:
             return
         if self.weights is not None:  # before rows come from outside: they may be of the new ones
@@ -588,7 +581,7 @@ class Watch:
     def counters(self) -> dict[str, float]:
         """Return the audit's counters by Prometheus name; all ranks must call this.
 
-        Waits for the device. If the ledger fails, the audit ends, and its own counters are left
+        Waits for the device. If the ledger fails, the audit ends, and the ledger's own are left
         out.
         """
         self.compare_ranks()
