@@ -186,7 +186,7 @@ class Watch:
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on: the engine is warm, or, on a CPU, begins. Forget what was counted before."""
+        """Watch from now on, and forget the warm-up. On a CPU that is from the first step on."""
         self.begun = True
         if self._counters is None:
             return
@@ -579,10 +579,9 @@ class Watch:
         return self.ledger.recording() if isinstance(self.ledger, RecordingLedger) else None
 
     def counters(self) -> dict[str, float]:
-        """Return the audit's counters by Prometheus name; all ranks must call this.
+        """Return the audit's counters by Prometheus name; waits. All ranks must call this.
 
-        Waits for the device. If the ledger fails, the audit ends, and the ledger's own are left
-        out.
+        If the ledger fails, the audit ends, and the ledger's own counters are left out.
         """
         self.compare_ranks()
         if self.transfers is not None:
