@@ -2,7 +2,8 @@
 
 Each engine has an adapter that overrides every method of the engine's runner once, and tells the
 list what happens. Windows, states and the ledger are parts: they hear it, each by itself, and none
-of them knows another one.
+of them knows another one. The list alone joins the ledger with the windows before it, see
+``Part.follow_windows``.
 
 A step goes ``step_begins``, ``requests_changed``, ``planned``, ``forward_begins``,
 ``forward_ended``, ``sampling_begins``, ``sampled``, ``step_ended``. A step without a forward, such
@@ -14,12 +15,14 @@ events of a step where its engine has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from ...errors import ConfigError
+from ...manager import TransactionManager
 from .step import Changes, Outputs, PlannedStep
 
 _Arguments = ParamSpec("_Arguments")
@@ -61,6 +64,32 @@ class Part:
 
     def profiling_caches_made(self) -> None:
         """Hear that caches exist for forwards that the engine runs to measure memory, no others."""
+
+    # -- windows that a ledger follows -------------------------------------------------------
+
+    def windows_manager(self) -> TransactionManager | None:
+        """Return the manager of the windows that the part opens over the present caches.
+
+        None if it opens none, or none that a ledger shall follow.
+        """
+        return None
+
+    def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
+        """Take the way to the manager whose windows end the steps.
+
+        The list calls this when it is made, if a part before this one may open windows.
+
+        Args:
+            manager: finds it, anew for each step: new caches have another one, or none.
+        """
+
+    def commit_nears(self, ids: Tensor | None, counts: Tensor | None) -> None:
+        """Hear what was sampled, before a part commits it; the list tells it ahead of ``sampled``.
+
+        Args:
+            ids: as for ``sampled``.
+            counts: as for ``sampled``.
+        """
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -206,6 +235,7 @@ _PLAIN_EVENTS: Final = (
     "forward_begins",
     "forward_ended",
     "sampling_begins",
+    "commit_nears",
     "sampled",
     "outcomes_arrive",
     "outcome_known",
@@ -220,25 +250,75 @@ _EVENTS_FOR_ALL: Final = ("outcomes_arrived", "step_failed")
 class Parts(Part):
     """A list of parts that hears every event for them, in its order.
 
-    Windows come before the ledger, which hears of an outcome once it is committed. Caches are let
-    go of in reverse, and so are the parts at the end.
+    Windows come before the ledger, which hears of an outcome once it is committed. Its steps end
+    with the windows of a part that has a ``windows_manager``. Caches are let go of in reverse, and
+    so are the parts at the end.
 
     If a part raises, the parts behind it do not hear the event. Only ``failed``, ``step_failed``,
     ``outcomes_arrived`` and ``released`` reach all of them, whichever part raises.
 
     Args:
         parts: the parts, the first one first.
+
+    Raises:
+        ConfigError: a part that follows windows comes before one that opens them.
     """
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: Final = tuple(parts)
         for events, together in ((_PLAIN_EVENTS, _each), (_EVENTS_FOR_ALL, _every)):
             for event in events:
-                calls = [getattr(part, event) for part in self._parts]
-                nothing = getattr(Part, event)
-                heard = [call for call in calls if getattr(call, "__func__", None) is not nothing]
-                if heard:
-                    setattr(self, event, heard[0] if len(heard) == 1 else partial(together, heard))
+                self._bind(event, self._heard(event), together)
+        if self._has_windows():
+            self.follow_windows(self.windows_manager)
+            self._bind("sampled", self._heard("commit_nears") + self._heard("sampled"), _each)
+
+    def _heard(self, event: str) -> list[Callable[..., None]]:
+        """Return an event's methods of the parts that override it."""
+        return [getattr(part, event) for part in self._parts if _overrides(part, event)]
+
+    def _bind(
+        self, event: str, heard: list[Callable[..., None]], together: Callable[..., None]
+    ) -> None:
+        """Let methods of parts hear an event in the list's place."""
+        if heard:
+            setattr(self, event, heard[0] if len(heard) == 1 else partial(together, heard))
+
+    def _has_windows(self) -> bool:
+        """Tell whether a part may open windows; refuse a ledger that comes before such a part."""
+        parts = [*_each_part(self._parts)]
+        opens = [part for part in parts if _overrides(part, "windows_manager")]
+        follows = [part for part in parts if _overrides(part, "follow_windows")]
+        if opens and follows and parts.index(follows[0]) < parts.index(opens[-1]):
+            raise ConfigError(
+                "Parts", "a part that follows windows comes before a part that opens them",
+                expected=f"{type(opens[-1]).__name__} before {type(follows[0]).__name__}",
+                got=", ".join(type(part).__name__ for part in parts),
+                hint="put the ledger behind the windows: it hears of an outcome once it is "
+                "committed",
+            )  # fmt: skip
+        return bool(opens)
+
+    def windows_manager(self) -> TransactionManager | None:
+        """Return the one manager that a part of the list has; None without any.
+
+        Raises:
+            ConfigError: there are several: a ledger follows one.
+        """
+        found = [each for part in self._parts if (each := part.windows_manager()) is not None]
+        if len(found) > 1:
+            raise ConfigError(
+                "Parts", "several parts have windows for a ledger to follow",
+                expected="one manager", got=f"{len(found)}",
+                hint="let one manager have the layers of all groups, or return None from the "
+                "method windows_manager of the other parts",
+            )  # fmt: skip
+        return found[0] if found else None
+
+    def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
+        """Hand the way to the manager to every part."""
+        for part in self._parts:
+            part.follow_windows(manager)
 
     def memory_wanted(self) -> int:
         """Return the bytes that all parts will take beside the caches."""
@@ -302,6 +382,20 @@ class Parts(Part):
         if ends:
             self.step_ended(output)
         return output
+
+
+def _each_part(parts: Iterable[Part]) -> Iterator[Part]:
+    """Go through parts and those of lists among them."""
+    for part in parts:
+        if isinstance(part, Parts):
+            yield from _each_part(part._parts)
+        else:
+            yield part
+
+
+def _overrides(part: Part, method: str) -> bool:
+    """Tell whether a part has a method of its own in the place of ``Part``'s."""
+    return getattr(getattr(part, method), "__func__", None) is not getattr(Part, method)
 
 
 def _each(heard: Iterable[Callable[..., None]], *arguments: object) -> None:

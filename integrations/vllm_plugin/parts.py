@@ -74,12 +74,12 @@ def _methods(
 def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
     """Make the windows of a runner on a CPU, and the states in them."""
     from .cpu.states import RowAndStateCaches, States
-    from .cpu.windows import RowCaches, Windows
+    from .cpu.windows import RowCaches, windows_of
 
     if not states:
-        return [Windows(runner, RowCaches(runner))]
+        return windows_of(runner, RowCaches(runner))
     held = States(runner)
-    return [Windows(runner, RowAndStateCaches(runner, held)), held]
+    return [*windows_of(runner, RowAndStateCaches(runner, held)), held]
 
 
 def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:

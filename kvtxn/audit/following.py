@@ -57,6 +57,8 @@ class Following:
         self._evicted: dict[Place, Tensor] = {}
         self._sampled: Tensor | None = None
         self._error: Exception | None = None
+        #: By group, the requests whose states the last window has left: bool ``[num_requests]``.
+        self._left: dict[str, Tensor] = {}
         self._hooks: Final = (manager.on_commit(self._committed), manager.on_abort(self._aborted))
         self.is_removed = False
 
@@ -71,6 +73,22 @@ class Following:
                 the window ends.
         """
         self._sampled = ids
+
+    def ended(self) -> Mapping[str, Tensor] | None:
+        """Tell whether a window has ended the step that was written last, and what it left.
+
+        Returns:
+            By group of states, bool ``[num_requests]``, the requests whose states the window's
+            commit has written; None if no window has ended the step.
+
+        Raises:
+            WindowStateError: a window ended without a step.
+            ConfigError: a window ended whose rows are not the step's.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return None if self._state.step is not None else self._left
 
     def remove(self) -> None:
         """Stop following the manager; the step under way needs a ``resolve`` then."""
@@ -99,9 +117,10 @@ class Following:
                 raise ConfigError(
                     "write", f"the step has slots in {place.group.name!r}, a group of states",
                     expected="no slots", got="slots",
-                    hint="leave the group out of Step.slots: the commit writes its states",
+                    hint="leave the group out of the step's slots: the commit writes its states",
                 )  # fmt: skip
         self._sampled = None
+        self._left = {}
         self._evicted.clear()
         if self._takes_back and step.drafts is not None:
             for ring in self._rings:
@@ -263,6 +282,7 @@ class Following:
             if name not in window.slots:
                 continue
             blocks = _of_requests(step, window, _blocks(window, place), fill=-1)
+            self._left[name] = blocks >= 0
             if not self._takes_back:  # the state has taken in every row, rejected ones too
                 spoilt = counts < drafts
                 self._put(place, blocks, spoilt & (blocks >= 0), REJECTED)
@@ -374,7 +394,7 @@ def _check_groups(state: LedgerState, manager: TransactionManager) -> None:
             raise ConfigError(
                 "follow", "the ledger's groups are not the manager's",
                 expected=f"{name!r}, {kind.name}, {manager.groups[name]} slots",
-                got="no such group" if place is None else repr(place.group),
+                got=repr([*state.books.layout.places] if place is None else place.group),
                 hint="name and describe the ledger's groups as the layers of LayerRef.group are",
             )  # fmt: skip
 

@@ -7,7 +7,11 @@ import inspect
 import pytest
 from kvtxn.integrations.serving.parts import Part, Parts
 
-EVENTS = [name for name, _ in inspect.getmembers(Part, inspect.isfunction)]
+from kvtxn import ConfigError
+
+#: No events: by these the list joins a ledger with windows.
+JOINING = ("windows_manager", "follow_windows")
+EVENTS = [name for name, _ in inspect.getmembers(Part, inspect.isfunction) if name not in JOINING]
 #: The part that hears these first is the last one.
 REVERSED = ("caches_dropped", "released")
 #: Every part hears these, whichever part raises.
@@ -97,3 +101,89 @@ def test_one_part_that_wants_one_state_per_request_is_enough():
 
     assert Parts([Part(), Wants()]).wants_one_state()
     assert not Parts([Part()]).wants_one_state()
+
+
+# -- windows and a ledger ----------------------------------------------------------------------
+
+
+class Opens(Part):
+    """Has a manager, or none; notes when it commits."""
+
+    def __init__(self, manager=None, log=None):
+        self.made, self.log = manager, log
+
+    def windows_manager(self):
+        return self.made
+
+    def sampled(self, ids, counts):
+        self.log.append("committed")
+
+
+class Follows(Part):
+    """Takes the way to a manager, and notes what it hears of an outcome."""
+
+    found = None
+
+    def __init__(self, log=None):
+        self.log = log
+
+    def follow_windows(self, manager):
+        self.found = manager
+
+    def commit_nears(self, ids, counts):
+        self.log.append(f"{ids} come")
+
+    def sampled(self, ids, counts):
+        self.log.append(f"{ids} came")
+
+
+@pytest.mark.parametrize("nest", [lambda *parts: [*parts], lambda one, two: [Parts([one]), two]])
+def test_a_list_joins_a_ledger_with_the_windows_before_it(nest):
+    """It finds the manager anew each time: new caches have another one, or none."""
+    windows, ledger = Opens(), Follows()
+    Parts(nest(windows, ledger))
+    for manager in (None, "of the first caches", "of new caches", None):
+        windows.made = manager
+        assert ledger.found() == manager
+
+
+def test_a_list_of_lists_joins_across_them():
+    windows, ledger = Opens("a manager"), Follows()
+    Parts([Parts([windows]), Parts([ledger])])
+    assert ledger.found() == "a manager"
+
+
+def test_a_ledger_hears_the_tokens_before_windows_commit_them():
+    log: list[str] = []
+    Parts([Opens(log=log), Follows(log)]).sampled("ids", None)
+    assert log == ["ids come", "committed", "ids came"]
+
+
+def test_one_of_the_two_alone_joins_nothing():
+    log: list[str] = []
+    ledger = Follows(log)
+    Parts([Part(), ledger]).sampled("ids", None)
+    Parts([Opens("a manager", log)]).sampled("ids", None)
+    assert ledger.found is None
+    assert log == ["ids came", "committed"]
+
+
+def test_windows_behind_their_ledger_are_refused():
+    """They would commit after the ledger has heard the outcome of the engine."""
+    for windows in (Opens("a manager"), Parts([Opens("a manager")])):
+        with pytest.raises(ConfigError, match="Opens before Follows"):
+            Parts([Follows(), windows])
+
+
+def test_a_list_without_windows_may_come_behind_a_ledger():
+    ledger = Follows()
+    Parts([ledger, Parts([Part()])])
+    assert ledger.found is None
+
+
+def test_two_managers_are_refused():
+    """A ledger follows one."""
+    ledger = Follows()
+    Parts([Opens("one"), Opens("two"), ledger])
+    with pytest.raises(ConfigError, match="several parts have windows"):
+        ledger.found()

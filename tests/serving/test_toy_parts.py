@@ -1,10 +1,10 @@
-"""A toy engine drives the parts that vLLM's runner on a CPU has: the windows and the ledger."""
+"""A toy engine drives the windows and the ledger as parts of one list, which joins the two."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 
 import attrs
 import numpy
@@ -15,8 +15,9 @@ from kvtxn.integrations.serving.ledger.part import LedgerPart
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.parts import Parts
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows, States, known
-from kvtxn.integrations.vllm_plugin.cpu.windows import Windows
+from kvtxn.integrations.serving.windows_part import WindowsPart
 from test_toy_engine import (
+    Faulty,
     HandsABlockOutTwice,
     KeepsAStaleRow,
     LosesAWrite,
@@ -83,16 +84,30 @@ class Planned:
         return torch.arange(len(self.read.tokens))
 
 
+class Rowed:
+    """What the engine brings for its windows; see ``WindowsReader``."""
+
+    steps: EagerSteps | None = None
+
+    def __init__(self, engine: EngineOfParts) -> None:
+        self.engine = engine
+
+    def open(self) -> EagerSteps:
+        ref = attrs.evolve(self.engine.manager.layers["full"], group="group.0")
+        manager = TransactionManager([ref], self.engine.manager.config)
+        return self.engine.steps_of(manager, VOCABULARY)
+
+    def slots(self, steps, inputs) -> Mapping[str, Tensor]:
+        return self.engine.planned.read.slots
+
+
 class Readers:
-    """What the engine brings for its parts; see ``Caches`` of the windows, and ``LedgerReader``."""
+    """What the engine brings for its ledger; see ``LedgerReader``."""
 
     watch: Watch | None = None
 
     def __init__(self, engine: EngineOfParts, ready: str) -> None:
         self.engine, self.ready = engine, ready
-
-    def slots(self, steps) -> Mapping[str, Tensor]:
-        return {"full": self.engine.planned.read.slots["group.0"]}
 
     def open(self, is_ready) -> Watch:
         self.is_ready = is_ready
@@ -130,18 +145,20 @@ class EngineOfParts(ToyEngine):
         ready: see ``LedgerReader``.
     """
 
+    steps_of = EagerSteps
+
     def __init__(self, model, policy, seed, fails=0.05, ready="forward") -> None:
         super().__init__(model, policy, seed, fails)
         self.following.remove()
         self.ledger = Noted()
-        rows = TransactionManager([self.manager.layers["full"]], self.manager.config)
-        self.steps = EagerSteps(rows, VOCABULARY)
-        runner = SimpleNamespace(kvtxn=self.steps, kvtxn_config=rows.config)
-        self.readers = Readers(self, ready)
-        ledger = LedgerPart(self.readers)
-        self.parts = Parts([Windows(runner, self.readers), ledger])
-        ledger.caches_made()
+        self.rowed, self.readers = Rowed(self), Readers(self, ready)
+        self.parts = Parts([WindowsPart(self.rowed), LedgerPart(self.readers)])
+        self.parts.caches_made()
         self.planned: Planned | None = None
+
+    @property
+    def steps(self) -> EagerSteps:
+        return self.rowed.steps
 
     def changes(self) -> Changes:
         noted, self.ledger = self.ledger, Noted()
@@ -226,12 +243,12 @@ class EngineOfParts(ToyEngine):
 
     def forward_of(self, step: Planned) -> Tensor:
         """Run the model; settled rows are written, and drafts as the window wants it."""
-        rows, ref = step.read, self.manager.layers["full"]
+        rows, ref = step.read, self.steps.manager.layers["full"]
         x = self.model.embed(rows.tokens, rows.positions)
         query, key, value = self.model.query_key_value("full", x)
         slots, fresh = rows.slots["group.0"], None
         if self.steps.deferring:
-            slots, fresh = self.steps.without_drafts("full", slots), (key, value)
+            slots, fresh = self.steps.without_drafts("group.0", slots), (key, value)
             self.steps.stage(ref, key, value)
         written = slots >= 0
         for cache, new in zip(self.caches["full"], (key, value), strict=True):
@@ -302,11 +319,46 @@ def test_a_step_may_be_read_before_its_forward_begins(ready):
     assert one["kvtxn_audit_rows_checked_total"] > 200
 
 
-#: The two that are left out commit what the engine does not keep; the ledger of parts hears of the
-#: engine's samples, and follows no manager.
+class OneDraftTooFew(EagerSteps):
+    """Commits one draft less than was accepted, once it is told to."""
+
+    plants = None
+
+    def commit(self, sampled):
+        super().commit(lambda: self.shortened(sampled()))
+
+    def shortened(self, ids: Tensor) -> Tensor:
+        can = (ids >= 0).sum(1) > 1  # a draft, and the next token
+        if self.window is None or not self.plants(can.any()):
+            return ids
+        ids, request = ids.clone(), int(can.nonzero()[0])
+        ids[request, 1:] = -1
+        return ids
+
+
+class CommitsTooFewThroughParts(Faulty):
+    """The windows keep one draft less than the engine goes on with."""
+
+    named = frozenset({("rejected", "full")})
+    besides = frozenset({("state", "state"), ("state", "")})
+    steps_of = OneDraftTooFew
+
+    def step(self):
+        self.steps.plants = self.plants
+        super().step()
+
+
+#: Where a draft too many is kept, its row is written again before it is read.
 FAULTS = [
     pytest.param(fault, policy, model, id=f"{fault.__name__}-{policy}-{'-'.join(model.layers)}")
-    for fault in (LosesAWrite, HandsABlockOutTwice, TableOffByOne, StateOfAnother, KeepsAStaleRow)
+    for fault in (
+        LosesAWrite,
+        CommitsTooFewThroughParts,
+        HandsABlockOutTwice,
+        TableOffByOne,
+        StateOfAnother,
+        KeepsAStaleRow,
+    )
     for policy, model in MODELS
     if model is HYBRID or fault is not StateOfAnother
 ]
@@ -333,3 +385,89 @@ def test_an_outcome_that_an_engine_does_not_say_is_refused():
     assert known(counts) is counts
     with pytest.raises(KVTxnError, match="does not say what was sampled"):
         known(None)
+
+
+# -- windows and ledger as one list joins them -------------------------------------------------
+
+
+def too_few(model=ROWS):
+    """An engine whose windows keep one draft too few once it is planted."""
+    fault = (CommitsTooFewThroughParts, EngineOfParts)
+    return type("TooFew", fault, {})(model, "deferred", 4, fails=0)
+
+
+def kinds(engine):
+    """The kind and the group of each violation so far; the audit has not ended."""
+    watch = engine.readers.watch
+    assert not watch.stopped
+    return [(each["kind"], each["group"]) for each in watch.report()]
+
+
+def run_until_planted(engine):
+    """Serve until the fault is there, and some steps more."""
+    for _ in range(100):
+        serve(engine, 1)
+        if engine.planted:
+            return serve(engine, 3)
+    pytest.fail("no fault was planted")
+
+
+def test_new_caches_are_joined_anew():
+    """The ledger follows the manager that there is: windows over old caches have gone."""
+    engine = too_few()
+    engine.named, engine.events["steps"] = frozenset(), -10
+    serve(engine, 10)
+    old = engine.steps.manager
+    engine.parts.caches_dropped()
+    for request in [*engine.running]:
+        engine.leave(request)
+    engine.snapshots.clear()
+    engine.free["full"], engine.ledger = list(range(BLOCKS["full"])), Noted()
+    engine.used.clear()
+    engine.parts.caches_made()
+    assert engine.steps.manager is not old
+    assert kinds(engine) == []
+    run_until_planted(engine)
+    assert ("rejected", "group.0") in kinds(engine)
+
+
+def test_windows_of_steps_that_nobody_watches_are_left_alone():
+    """As while a watch has not begun, or while it is taken away for steps of no request."""
+    engine = too_few()
+    engine.events["steps"] = -1000
+    serve(engine, 10)
+    watch = engine.readers.watch
+    engine.readers.watch = None
+    before = engine.steps.manager.snapshot()
+    serve(engine, 10)
+    after = engine.steps.manager.snapshot()
+    assert after["kvtxn_windows_total"] > before["kvtxn_windows_total"]
+    assert after["kvtxn_hook_errors_total"] == 0
+    assert not watch.stopped
+    assert watch.report() == []
+
+
+def test_a_ledger_without_windows_hears_what_was_sampled():
+    """The list has nothing to join, as where another process has the windows."""
+    engine = EngineOfParts(ROWS, "deferred", 1)
+    ledger = LedgerPart(engine.readers)
+    engine.parts = Parts([WindowsPart(engine.rowed), Parts([]), ledger])
+    ledger.follow_windows(lambda: None)
+    ledger.caches_made()
+    check_texts(engine, serve(engine, 30))
+    assert kinds(engine) == []
+    assert engine.readers.watch.counters()["kvtxn_audit_rows_checked_total"] > 200
+
+
+def test_windows_over_groups_that_the_ledger_lacks_end_the_audit_alone(caplog):
+    """The log names the groups and what to do; texts are as before."""
+    engine = EngineOfParts(ROWS, "deferred", 1)
+    refs = [attrs.evolve(ref, group="pages") for ref in engine.steps.manager.layers.values()]
+    engine.rowed.steps = EagerSteps(TransactionManager(refs, engine.manager.config), VOCABULARY)
+    engine.rowed.slots = lambda steps, inputs: {"pages": engine.planned.read.slots["group.0"]}
+    with caplog.at_level(logging.ERROR, logger="kvtxn"):
+        check_texts(engine, serve(engine, 20))
+    assert engine.readers.watch.stopped
+    (line,) = [line for line in caplog.messages if "audit_inactive" in line]
+    for word in ("pages", "group.0", "LayerRef.group"):
+        assert word in line

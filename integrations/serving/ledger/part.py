@@ -13,9 +13,11 @@ from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
+from ....manager import TransactionManager
 from ..parts import Part
 from ..step import Arrival, Changes, Outputs, PlannedStep, Rows, States
 from .encoded_items import EncodedItems, Read
+from .followed_windows import no_manager
 from .rank_agreement import Wrong
 from .violation_log import AuditError
 from .watch import Watch
@@ -73,6 +75,9 @@ class LedgerReader(Protocol):
 class LedgerPart(Part):
     """Tells the watch which rows and states a forward writes and reads, and what became of drafts.
 
+    Behind windows in a list of parts, it lets the watch follow them: the end of a step's window is
+    the end of the ledger's step, and what was sampled is compared with it.
+
     Args:
         reader: reads the engine's steps, and keeps the watch.
 
@@ -89,6 +94,10 @@ class LedgerPart(Part):
         #: The watch was told of a forward that has not ended.
         self._in_forward = False
         self._encoded = EncodedItems()
+        #: Finds the manager of the windows that the watch follows.
+        self._manager: Callable[[], TransactionManager | None] = no_manager
+        #: The outcome of the step as ``commit_nears`` has read it; None before.
+        self._outcome: tuple[Tensor, Tensor] | None = None
 
     def _tell(self, tell: Callable[[Watch], None]) -> None:
         """Call a function with the watch, if there is one; its error ends the audit alone."""
@@ -100,16 +109,27 @@ class LedgerPart(Part):
 
     def caches_dropped(self) -> None:
         """Let go of the watch over the caches that go."""
-        self.reader.watch = None
+        self._drop_watch()
 
     def caches_made(self) -> None:
         """Open a ledger over new caches, or log why there is none."""
         self._planned, self._encoded = None, EncodedItems()
-        self.reader.watch = self.reader.open(self.is_ready)
+        self.reader.watch = watch = self.reader.open(self.is_ready)
+        if watch is not None:
+            watch.windows.find = self._manager
 
     def released(self) -> None:
         """Stop watching."""
+        self._drop_watch()
+
+    def _drop_watch(self) -> None:
+        if self.reader.watch is not None:
+            self.reader.watch.windows.remove()
         self.reader.watch = None
+
+    def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
+        """Let the watch over the next caches follow the windows of a manager."""
+        self._manager = manager
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -148,7 +168,7 @@ class LedgerPart(Part):
             self._tell_forward(step, {})
 
     def _tell_forward(self, step: PlannedStep, inputs: Mapping[str, object]) -> None:
-        self._unsampled, self._in_forward = step, True
+        self._unsampled, self._in_forward, self._outcome = step, True, None
         read: Read = partial(self.reader.read, step, inputs)
         if self._encoded.late:
             read = self._encoded.keeping(read)
@@ -178,6 +198,17 @@ class LedgerPart(Part):
         if step is not None and watch is not None and watch.scrub is not None:
             watch.hear(partial(_tell_outputs, step, outputs))
 
+    def commit_nears(self, ids: Tensor | None, counts: Tensor | None) -> None:
+        """Tell the watch the tokens of a step that it follows, before its window ends."""
+        watch = self.reader.watch
+        if ids is not None and self._unsampled is not None and watch and watch.windows:
+            self._tell(partial(self._read_tokens, ids, counts))
+
+    def _read_tokens(self, ids: Tensor, counts: Tensor | None, watch: Watch) -> None:
+        self._outcome = self.reader.sampled(ids, counts)
+        if self._outcome is not None:
+            watch.windows.commit_nears(*self._outcome)
+
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
         """Tell the watch which drafts were accepted, unless ``outcome_kept`` comes with the ids."""
         if ids is not None:
@@ -193,7 +224,9 @@ class LedgerPart(Part):
             self._tell(partial(self._read_sampled, ids, counts))
 
     def _read_sampled(self, ids: Tensor, counts: Tensor | None, watch: Watch) -> None:
-        found = self.reader.sampled(ids, counts)
+        found, self._outcome = self._outcome, None
+        if found is None:
+            found = self.reader.sampled(ids, counts)
         if found is not None:
             watch.sampled(*found)
 

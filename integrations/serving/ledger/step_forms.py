@@ -171,16 +171,22 @@ def prepare_states(ledger: Ledger, lines: Tensor, states: States) -> None:
         ledger.carry(states.copies)
 
 
-def leave_states(ledger: Ledger, lines: Tensor, states: States) -> None:
+def leave_states(ledger: Ledger, lines: Tensor, states: States, left: Mapping[str, Tensor]) -> None:
     """Tell the ledger which states the engine or a commit writes once drafts are decided.
 
     Args:
         ledger: the ledger.
         lines: int64 ``[num_requests]``, the lines of the step's requests.
         states: those of the step.
+        left: bool ``[num_requests]`` by group, the requests of whose states the ledger knows it
+            from a window.
     """
-    if states.leaves:
-        ledger.leave(lines, states.leaves)
+    leaves = {
+        name: blocks.masked_fill(left[name], -1) if name in left else blocks
+        for name, blocks in states.leaves.items()
+    }
+    if leaves:
+        ledger.leave(lines, leaves)
     if states.ends:
         ledger.leave(lines, states.ends, states.end_at)
 

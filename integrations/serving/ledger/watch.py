@@ -31,6 +31,7 @@ from ....audit.repeated_work import RepeatedWork
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..step import NO_CHANGES, Arrival, Changes, Room, Rows, States
+from .followed_windows import FollowedWindows
 from .late_counters import COPY_SOON, LateCounters
 from .rank_agreement import RankAgreement, RankReport, Ranks, Wrong
 from .step_forms import (
@@ -97,6 +98,7 @@ class Watch:
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter writes rows of its own after the sampling; bytes are known then.
         under_way: the step that was told last, until it has come to its end.
+        windows: those that may end a step in place of ``sampled``.
         found: logs the violations that the ledger finds, and remembers them.
         finds_more: waits for a step and tells if more was found; None: waits for all, to contain.
         repeated: counts requests that were put back, and the rows that they compute again.
@@ -138,6 +140,7 @@ class Watch:
             every, max_requests=most + 1, max_length=room.length, key=shared_key or key,
             stale="count" if stale == "count" else "alarm", device=device,
         )  # fmt: skip
+        self.windows: Final = FollowedWindows(self.ledger)
         self.left_out: Sequence[str] = ()
         self.kept_states: Mapping[str, int] = {}
         self.shared_key: Final = shared_key
@@ -245,6 +248,7 @@ class Watch:
             why = f"the audit failed: {error!r}"
             log.error("kvtxn.audit_inactive", rank=self._rank, why=why, exc_info=error)
             self._own |= RankReport(failure=repr(error))
+        self.windows.remove()
         self.stopped = True
 
     def change(self, changes: Changes) -> None:
@@ -340,6 +344,7 @@ class Watch:
         if not self.stopped:
             try:
                 rows, states = read()
+                self.windows.begin()
                 self._forward(rows, returning, states)
             except Exception as error:
                 self.stop(error)
@@ -381,7 +386,7 @@ class Watch:
         return self._batch[1]
 
     def sampled(self, number: Tensor, ids: Tensor) -> None:
-        """Tell the ledger which drafts were accepted, and which tokens come next.
+        """Tell the ledger which drafts were accepted and which tokens come next, or a window has.
 
         Args:
             number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
@@ -393,7 +398,9 @@ class Watch:
         if self.stopped or (behind and not self._awaits):  # its step is not watched
             return
         self._awaits = False
-        self.ledger.resolve(number, ids, besides=1)
+        left = self.windows.end()
+        if left is None:
+            self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             step = self._unsealed[0]
             self._unsealed = (step, number, 1) if behind else (step, self.ledger.kept(step), 0)
@@ -402,13 +409,9 @@ class Watch:
         if not behind and self.transfers is not None and self.transfers.unsettled:
             self._settle_loads()
             self._say()
-        self._leave()
-
-    def _leave(self) -> None:
-        """Tell the ledger which states windows commit, now that the drafts are decided."""
         states, self._leaving = self._leaving, None
         if states is not None and self.under_way is not None:
-            leave_states(self.ledger, self.under_way.lines, states)
+            leave_states(self.ledger, self.under_way.lines, states, left or {})
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
@@ -436,6 +439,7 @@ class Watch:
     def take_back(self) -> None:
         """Mark a failed step's rows as unwritten: the prefix cache has their blocks already."""
         step, self.under_way, self._awaits = self.under_way, None, False
+        self.windows.remove()
         if step is not None and not self.stopped:
             self._unsealed = None
             if self.transfers is not None:

@@ -279,7 +279,7 @@ class RowAndStateCaches(RowCaches):
         undo.callback(hook_states(steps, states, lambda: self._states.batch))
         return steps, {"states": len(states), "state_blocks": 1}
 
-    def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
+    def slots(self, steps: EagerSteps, inputs: Mapping[str, object]) -> Mapping[str, Tensor] | str:
         """Find the slots of rows and of states, by group."""
         rows = row_slots(steps)
         if isinstance(rows, str):

@@ -15,7 +15,7 @@ from ....config import TxnConfig
 from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
-from ...serving.step import PlannedStep, drafts_and_ends, known
+from ...serving.windows_part import WindowsPart
 from ..internals import batches
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
@@ -25,10 +25,25 @@ from . import attention, cache_layout
 
 
 class RowCaches:
-    """Caches of attention, with a row per token."""
+    """Caches of attention, with a row per token; see ``WindowsReader``."""
 
     def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
+
+    @property
+    def steps(self) -> EagerSteps | None:
+        """The runner's ``kvtxn``; a self-test takes them away for a while."""
+        steps: EagerSteps | None = self._runner.kvtxn
+        return steps
+
+    @steps.setter
+    def steps(self, steps: EagerSteps | None) -> None:
+        self._runner.kvtxn = steps
+
+    def open(self) -> EagerSteps | None:
+        """Make steps over new caches, or log why there are none."""
+        steps: EagerSteps | None = open_steps(self._runner, self.facts, self.make_steps)
+        return steps
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
         """Add the facts that are known only once the caches exist: none."""
@@ -52,7 +67,7 @@ class RowCaches:
             attention.hook_attention(steps, layers)
         return steps, {}
 
-    def slots(self, steps: EagerSteps) -> Mapping[str, Tensor] | str:
+    def slots(self, steps: EagerSteps, inputs: Mapping[str, object]) -> Mapping[str, Tensor] | str:
         """Find the slots of the step, by group."""
         return row_slots(steps)
 
@@ -64,55 +79,20 @@ def row_slots(steps: EagerSteps) -> Mapping[str, Tensor] | str:
     return batches.step_slots(layers, reads_window=manager.policy == "deferred")
 
 
-class Windows(Part):
-    """Opens a window for each step with drafts, and commits the accepted ones.
+class UnheardErrors(Part):
+    """Ends this rank's process after an error of a window that vLLM would not hear of."""
 
-    The steps are the runner's ``kvtxn``; a self-test takes them away for a while.
-    """
-
-    def __init__(self, runner: HookedRunnerV1, caches: RowCaches) -> None:
+    def __init__(self, runner: HookedRunnerV1) -> None:
         self._runner = runner
-        self._caches = caches
-
-    def caches_dropped(self) -> None:
-        """Forget the steps over the caches that go."""
-        self._runner.kvtxn = None
-
-    def caches_made(self) -> None:
-        """Make steps over new caches, or log why there are none."""
-        self._runner.kvtxn = open_steps(self._runner, self._caches.facts, self._caches.make_steps)
-
-    def step_begins(self) -> None:
-        """Abort a window that an abandoned step left open."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.abandon()
-
-    def planned(self, step: PlannedStep) -> None:
-        """Note which rows of the step are drafts, for ``forward_begins``."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.plan(lambda: drafts_and_ends(step.rows()))
-
-    def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Open the step's window."""
-        steps = self._runner.kvtxn
-        if steps is not None:
-            steps.begin(lambda: self._caches.slots(steps))
-
-    def failed(self, error: BaseException) -> None:
-        """Abort the step's window."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.abandon()
-
-    def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the drafts that the sampled ids accept."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.commit(lambda: known(ids))
 
     def raised(self, error: Exception) -> None:
-        """End this rank's process after an error of a window that vLLM would not hear of."""
+        """End the process, if need be."""
         end_unheard(self._runner, error)
 
-    def released(self) -> None:
-        """Abort a window that is still open."""
-        if self._runner.kvtxn is not None:
-            self._runner.kvtxn.abandon()
+
+def windows_of(runner: HookedRunnerV1, caches: RowCaches) -> list[Part]:
+    """Return the parts that make the windows of a runner.
+
+    The ledger follows none of them: as on a GPU, it hears what vLLM has sampled, without a hook.
+    """
+    return [WindowsPart(caches, followed=False), UnheardErrors(runner)]
