@@ -114,7 +114,22 @@ class Window:
         self._mappings.operation = "stage"
 
     def _map(self, group: str, slots: OneMapping) -> None:
-        """Set a group's slots; under ``undo`` save the rows that they hold."""
+        """Set a group's slots; under ``undo`` save the rows that they hold.
+
+        If that is interrupted, the group has no slots: rows written to slots that are not saved
+        could not be taken back.
+        """
+        try:
+            self._set_slots(group, slots)
+        except BaseException:
+            if not self._life.state.is_final:
+                self._mappings.forget(group)
+                self._only_holds = False
+                if self._life.txn is not None:
+                    self._life.txn.slots.pop(group, None)
+            raise
+
+    def _set_slots(self, group: str, slots: OneMapping) -> None:
         context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
         if life.txn is None:

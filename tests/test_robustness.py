@@ -274,6 +274,32 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupt_while_saving_leaves_the_group_without_slots(manager_with, end):
+    """A caller that catches it and goes on gets its rejected drafts taken back all the same."""
+    interrupts = [KeyboardInterrupt]
+
+    def save(self, txn, group):
+        if interrupts:
+            raise interrupts.pop()
+        return TorchExecutor.save(self, txn, group)
+
+    manager = manager_with("undo", save=save)
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    w = manager.window(2)
+    with pytest.raises(KeyboardInterrupt):
+        w.stage(layers[0], *rows(3), SLOTS)
+    assert w.state is WindowState.OPEN
+    with pytest.raises(SlotMappingError, match="has no slot mapping"):
+        w.stage(layers[0], *rows(3))
+    for ref in layers:
+        w.stage(ref, *rows(3), SLOTS)
+    w.commit(0) if end == "commit" else w.abort()
+    assert w.state is (WindowState.COMMITTED if end == "commit" else WindowState.ABORTED)
+    assert changed_slots(layers, before) == [{0}] * 6
+
+
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
 def test_an_interrupt_after_the_commits_work_claims_nothing(layers, monkeypatch, policy):
     """No label says yet that the rows are committed, and none may say that they are not."""
