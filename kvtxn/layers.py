@@ -242,7 +242,8 @@ class LayerRef:
           its dtype.
 
         No state is written before the commit, and none by an abort: settled rows are taken in with
-        the accepted drafts, in all layers, or not at all.
+        the accepted drafts, in all layers, or not at all. Only ``direct``, the control, holds
+        nothing back: it writes selected states when they are staged, and an abort leaves them.
 
         Args:
             name: unique among the manager's layers.

@@ -87,6 +87,9 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
     before: LayerRows = txn.saved
     counted = txn.counters.clone() if context.may_stop_halfway else None
     try:
+        if isinstance(accepted, SampledIds):
+            ids = context.executor.capabilities.takes_ids
+            accepted = context.acceptance.counted(accepted, txn.layout, takes_ids=ids)
         if context.reads_back and txn.waits:
             layers = state_replay.moved(txn.staged.values())
             before = read_layers((layer.ref for layer in layers), txn.slots)

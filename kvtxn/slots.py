@@ -255,6 +255,11 @@ class SlotMappings:
         self._own[group] = own
         return own
 
+    def forget(self, group: str) -> None:
+        """Forget a group's mapping, so that it may be given anew; unknown groups are ignored."""
+        for known in (self._own, self._given, self.crossings):
+            known.pop(group, None)
+
     def reach(self, group: str) -> list[int]:
         """Count each request's rows up to its last one with a slot, for a group with slots.
 

@@ -160,6 +160,11 @@ class Stager:
             self.layout_token = None
         return layer
 
+    def take_alone(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
+        """Take one layer's rows after ``take`` failed: copies of these rows, in no fixed buffer."""
+        self.layout_token = None
+        return StagedLayer(ref, tuple(row.detach().clone() for row in stored_rows(ref, parts)))
+
     def _take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
         rows = stored_rows(ref, parts)
         if self._holds and self._mode != "reference":

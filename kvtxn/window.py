@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import attention, recovery
-from .commit_input import Accepted, SampledIds, as_accepted, as_counts
+from .commit_input import Accepted, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
 from .errors import (
@@ -114,7 +114,22 @@ class Window:
         self._mappings.operation = "stage"
 
     def _map(self, group: str, slots: OneMapping) -> None:
-        """Set a group's slots; under ``undo`` save the rows that they hold."""
+        """Set a group's slots; under ``undo`` save the rows that they hold.
+
+        If that is interrupted, the group has no slots: rows written to slots that are not saved
+        could not be taken back.
+        """
+        try:
+            self._set_slots(group, slots)
+        except BaseException:
+            if not self._life.state.is_final:
+                self._mappings.forget(group)
+                self._only_holds = False
+                if self._life.txn is not None:
+                    self._life.txn.slots.pop(group, None)
+            raise
+
+    def _set_slots(self, group: str, slots: OneMapping) -> None:
         context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
         if life.txn is None:
@@ -193,8 +208,7 @@ class Window:
             raise
         txn = life.txn
         assert txn is not None  # a group has its slots from here on
-        layer = context.stager.take(ref, parts)
-        self._write_staged(txn, layer)
+        layer = self._take_in(txn, ref, parts)
         if life.state is not WindowState.DIRECT:
             txn.staged[ref.name] = layer if txn.holds_rows else StagedLayer(ref, ())
         del life.missing[ref.name]
@@ -205,6 +219,21 @@ class Window:
         self._context.metrics.layer_calls += txn.layout.num_rows
         if not self._life.missing:
             self._life.go(Event.STAGE_LAST)
+
+    def _take_in(self, txn: Txn, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
+        """Take one layer's rows, and write those that are written at staging."""
+        stager, life = self._context.stager, self._life
+        try:
+            layer, failure = stager.take(ref, parts), None
+        except KVTxnError:
+            raise
+        except Exception as error:  # such as no memory for a buffer of ``max_rows``
+            layer, failure = stager.take_alone(ref, parts), error
+        if failure is None or life.state is WindowState.DIRECT:
+            self._write_staged(txn, layer)
+        else:
+            life.go_direct("stage", failure, layer)
+        return layer
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
         """Call the executor's ``stage``, which writes the rows that are written at staging."""
@@ -331,9 +360,6 @@ class Window:
         direct = life.state is WindowState.DIRECT
         try:
             given = as_accepted(accepted, txn.layout, context.device)
-            if isinstance(given, SampledIds):
-                ids = context.executor.capabilities.takes_ids
-                given = context.acceptance.counted(given, txn.layout, takes_ids=ids)
             context.stager.check_unchanged(recovery.held_layers(context, txn) if direct else None)
         except KVTxnError as error:
             error.state = life.state.name

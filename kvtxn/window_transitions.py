@@ -90,7 +90,7 @@ def after(state: WindowState, event: Event) -> WindowState:
 
 
 def as_markdown() -> str:
-    """Render the table as Markdown for the README; a test compares the two."""
+    """Render the table as Markdown for ``docs/windows.md``; a test compares the two."""
     events = list(Event)
     lines = [
         "| state | " + " | ".join(f"`{event.value}`" for event in events) + " |",

@@ -14,6 +14,7 @@ from kvtxn import (
     AcceptanceError,
     LayerError,
     LayerRef,
+    SampledIds,
     SlotMappingError,
     StagedTwiceError,
     TransactionManager,
@@ -21,7 +22,9 @@ from kvtxn import (
     WindowState,
     WindowStateError,
 )
+from kvtxn.acceptance import Acceptance
 from kvtxn.lifecycle import Lifecycle
+from kvtxn.staging import Stager
 from kvtxn.testing import registered
 
 SLOTS = [0, 1, 2]
@@ -270,8 +273,94 @@ def test_an_interrupt_while_restoring_still_restores(manager_with):
     assert manager.current is None
 
 
+def ring_layers(count=2):
+    made = torch.randn(count, 2, 2, 4, 2, 8)
+    return [LayerRef.ring(f"ring.{i}", *pair, window=4) for i, pair in enumerate(made)]
+
+
+@pytest.mark.parametrize("make", [make_layers, ring_layers])
+def test_rows_for_which_there_is_no_buffer_are_written_directly(manager_with, monkeypatch, make):
+    """No memory for a buffer of ``max_rows`` is no reason to lose an accepted row."""
+    refs = make()
+    manager = manager_with(refs=refs)
+    before = copies(refs)
+    monkeypatch.setattr(Stager, "_keep", boom)
+    staged = {ref.name: rows(3) for ref in refs}
+    with manager.window(2, SLOTS) as w:
+        for ref in refs:
+            given = [part.clone() for part in staged[ref.name]]
+            w.stage(ref, *given)
+            given[0].zero_()  # the caller's buffer is free again, as with copies
+        w.commit(1)
+    assert (w.state, w.fallback_reason) == (WindowState.FELL_BACK, "stage")
+    for ref in refs:
+        key, value = staged[ref.name]
+        for cache, part in ((ref.key_cache, key), (ref.value_cache, value)):
+            assert torch.equal(cache[0, :2], part[:2].to(cache.dtype))
+    if make is ring_layers:  # the rejected row would have evicted a live one
+        assert changed_slots(refs, before) == [{0, 1}] * 4
+
+
+def test_rows_for_which_there_is_no_buffer_can_end_the_window(manager_with, monkeypatch):
+    manager = manager_with(on_error="raise")
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    monkeypatch.setattr(Stager, "_keep", boom)
+    with pytest.raises(RuntimeError, match="boom"), manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+    assert w.state is WindowState.ABORTED
+    assert all(slots <= {0} for slots in changed_slots(layers, before))
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+@pytest.mark.parametrize("on_error", ["fallback", "raise"])
+def test_ids_that_cannot_be_counted(manager_with, monkeypatch, policy, on_error):
+    """The counting is a part of the commit: accepted rows are written, or all are taken back."""
+    manager = manager_with(policy, on_error)
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    monkeypatch.setattr(Acceptance, "counted", boom)
+    w = manager.window(2, SLOTS)
+    stage_all(w, layers)
+    ids = SampledIds(torch.tensor([[5, 6, -1]]))
+    if on_error == "raise":
+        with pytest.raises(RuntimeError, match="boom"):
+            w.commit(ids)
+    else:
+        w.commit(ids)
+    falls_back = on_error == "fallback"
+    assert w.state is (WindowState.FELL_BACK if falls_back else WindowState.ABORTED)
+    assert changed_slots(layers, before) == [{0, 1} if falls_back else {0}] * 6
+
+
 def interrupt(*_, **__):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupt_while_saving_leaves_the_group_without_slots(manager_with, end):
+    """A caller that catches it and goes on gets its rejected drafts taken back all the same."""
+    interrupts = [KeyboardInterrupt]
+
+    def save(self, txn, group):
+        if interrupts:
+            raise interrupts.pop()
+        return TorchExecutor.save(self, txn, group)
+
+    manager = manager_with("undo", save=save)
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    w = manager.window(2)
+    with pytest.raises(KeyboardInterrupt):
+        w.stage(layers[0], *rows(3), SLOTS)
+    assert w.state is WindowState.OPEN
+    with pytest.raises(SlotMappingError, match="has no slot mapping"):
+        w.stage(layers[0], *rows(3))
+    for ref in layers:
+        w.stage(ref, *rows(3), SLOTS)
+    w.commit(0) if end == "commit" else w.abort()
+    assert w.state is (WindowState.COMMITTED if end == "commit" else WindowState.ABORTED)
+    assert changed_slots(layers, before) == [{0}] * 6
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
