@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AcceptanceError, CapacityError, ConfigError
+from ..host_values import described
 from .books import Books, Sizes
 from .digest import MAX_POSITION, Key
 from .groups import Group, Layout
@@ -53,11 +54,6 @@ def _invalid(operation: str, name: str, values: Any, expected: str) -> ConfigErr
         operation, f"{name} is not valid", expected=expected, got=_short(values),
         hint="nothing was changed",
     )  # fmt: skip
-
-
-def described(tensor: Tensor) -> str:
-    """Return the dtype and shape of a tensor, for a message; a nested one has no shape."""
-    return f"{tensor.dtype} {'nested' if tensor.is_nested else list(tensor.shape)}"
 
 
 def tokens_besides(operation: str, besides: Any) -> int:

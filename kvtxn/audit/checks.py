@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
-from ..host_values import to_device
-from .arguments import described
+from ..host_values import described, to_device
 from .books import Books
 from .groups import Place
 from .rows import Batch, fill_first, first_of
@@ -77,12 +76,11 @@ def ints(
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
-        got = described(values) if isinstance(values, Tensor) else type(values).__name__
         raise error(
             operation,
             f"{name} is not valid",
             expected=f"int {shape}",
-            got=got,
+            got=described(values),
             hint="nothing was changed",
         )
     return given
@@ -282,15 +280,12 @@ def _fits(
         and tensor.layout is torch.strided
     ):
         return tensor
-    got = type(tensor).__name__
-    if isinstance(tensor, Tensor):
-        got = f"{described(tensor)} on {tensor.device}"
     rest = ", blocks" * (dimensions - 1)
     raise ConfigError(
         operation,
         f"{name} is not valid",
         expected=f"int [{length or 'n'}{rest}] on {books.words.device}",
-        got=got,
+        got=described(tensor, where=True),
         hint="see kvtxn.audit.Step and Stretch; nothing was changed",
     )
 
