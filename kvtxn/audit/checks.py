@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
 from ..host_values import described, to_device
+from .arguments import invalid
 from .books import Books
 from .groups import Place
 from .rows import Batch, fill_first, first_of
@@ -39,13 +40,7 @@ def whole(operation: str, name: str, value: Any, low: int, high: int) -> int:
         number: int = value.__index__()
         if low <= number <= high:
             return number
-    raise ConfigError(
-        operation,
-        f"{name} is not valid",
-        expected=f"an int from {low} to {high}",
-        got=repr(value),
-        hint="nothing was changed",
-    )
+    raise invalid(operation, name, f"an int from {low} to {high}", repr(value))
 
 
 def ints(
@@ -76,13 +71,7 @@ def ints(
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
-        raise error(
-            operation,
-            f"{name} is not valid",
-            expected=f"int {shape}",
-            got=described(values),
-            hint="nothing was changed",
-        )
+        raise invalid(operation, name, f"int {shape}", described(values), error)
     return given
 
 
@@ -120,13 +109,9 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
         low, high = (int(number) for number in given.aminmax())
         again = distinct and len(given.unique()) < len(given)
         if low < 0 or high >= end or again:
-            raise ConfigError(
-                operation,
-                f"{name} is not valid",
-                expected=f"{'distinct ' * distinct}ints from 0 to {end - 1}",
-                got=given.tolist() if again else low if low < 0 else high,
-                hint="nothing was changed",
-            )
+            expected = f"{'distinct ' * distinct}ints from 0 to {end - 1}"
+            got = given.tolist() if again else low if low < 0 else high
+            raise invalid(operation, name, expected, got)
     return given.long()
 
 
