@@ -1,8 +1,8 @@
-"""Count the accepted drafts of each request from token ids.
+"""Count the accepted drafts of each request from sampled token ids.
 
-Two sources: sampled ids with placeholders, or draft and target ids to compare. Three modes with
-the same result: ``loop`` is the readable reference and works on the host; ``vectorized`` never
-leaves the device; ``graph`` replays ``vectorized`` as one CUDA graph per shape.
+Three modes with the same result: ``loop`` is the readable reference and works on the host;
+``vectorized`` never leaves the device; ``graph`` replays ``vectorized`` as one CUDA graph per
+shape.
 
 Speculative sampling accepts a prefix of each request's drafts and adds one
 token of the target's own (Leviathan et al., 2023, arXiv:2211.17192), so ``n``
@@ -11,19 +11,20 @@ sampled ids mean ``n - 1`` accepted drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
+import attrs
 import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from .commit_input import SIGNED, SampledIds, check_ids, check_settings
-from .config import ACCEPTANCE_MODES
+from .commit_input import SampledIds, check_ids
+from .config import AcceptanceMode
 from .cuda_graphs import capture
-from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
+from .errors import BackendUnavailableError
 from .host_values import to_device
-from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
+from .layout import RowLayout
 
 #: On the host a Python loop beats torch's dispatch up to about this many ids.
 _LOOP_UP_TO: Final = 64
@@ -43,19 +44,10 @@ class Acceptance:
 
     Raises:
         BackendUnavailableError: ``"graph"`` without a CUDA device.
-        ConfigError: the mode is unknown.
     """
 
-    def __init__(self, mode: str = "auto", device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-        if not isinstance(mode, str) or mode not in ACCEPTANCE_MODES:
-            raise ConfigError(
-                "Acceptance",
-                f"no mode is called {mode!r}",
-                expected=f"one of {', '.join(map(repr, ACCEPTANCE_MODES))}",
-                got=repr(mode),
-                hint="choose one of them",
-            )
+    def __init__(self, mode: AcceptanceMode, device: torch.device) -> None:
+        self.device = device
         if mode == "graph" and self.device.type != "cuda":
             raise BackendUnavailableError(
                 "Acceptance",
@@ -66,22 +58,12 @@ class Acceptance:
         self._graphs: LRUCache[tuple[object, ...], _Graph] = LRUCache(_MAX_GRAPHS)
         self._seen: LRUCache[tuple[object, ...], bool] = LRUCache(_MAX_GRAPHS)
 
-    def from_ids(
-        self,
-        sampled: Tensor,
-        draft_len: Lengths,
-        *,
-        placeholder: int = -1,
-        vocab_size: int | None = None,
-    ) -> Tensor:
-        """Count the accepted drafts of each request from sampled ids.
+    def from_ids(self, sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
+        """Count the accepted drafts of each request.
 
         Args:
-            sampled: int ``[num_requests, num_columns]``: accepted drafts, then one token that
-                the target chose, then placeholders. Any number of columns, zero included.
-            draft_len: drafts per request: an int, a sequence, or int ``[num_requests]``.
-            placeholder: the id that stands for "no token".
-            vocab_size: ids at or above it count as "no token", too.
+            sampled: the ids; more of them than a request can have accepted are left out.
+            draft_len: drafts per request.
 
         Returns:
             int64 ``[num_requests]``, each in ``[0, draft_len]``. In graph mode the buffer is
@@ -90,42 +72,19 @@ class Acceptance:
         Raises:
             AcceptanceError: wrong rank, dtype, or number of requests.
         """
-        check_ids("from_ids", sampled)
-        check_settings("from_ids", placeholder, vocab_size)
-        limit = self._limit(draft_len, sampled.shape[0])
-        settings = (placeholder, vocab_size)
-        return self._run("ids", _ids_loop, _ids_vector, (sampled, limit), settings)
-
-    def from_match(self, draft_ids: Tensor, target_ids: Tensor, draft_len: Lengths) -> Tensor:
-        """Count the accepted drafts of each request under greedy verification.
-
-        These are the drafts before the first one that differs from the target's choice.
-
-        Args:
-            draft_ids: int ``[num_requests, num_columns]``; columns beyond ``draft_len`` are
-                ignored.
-            target_ids: int ``[num_requests, any number of columns]``: the target's choice at each
-                draft's position; a draft without a column is not accepted.
-            draft_len: as for ``from_ids``.
-
-        Returns:
-            int64 ``[num_requests]``, each in ``[0, draft_len]``.
-
-        Raises:
-            AcceptanceError: wrong rank, dtype, or number of requests.
-        """
-        check_ids("from_match", draft_ids)
-        check_ids("from_match", target_ids)
-        if draft_ids.shape[0] != target_ids.shape[0]:
-            raise AcceptanceError(
-                "from_match",
-                "draft_ids and target_ids differ in requests",
-                expected=draft_ids.shape[0],
-                got=target_ids.shape[0],
-            )
-        limit = self._limit(draft_len, draft_ids.shape[0])
-        tensors = (draft_ids, target_ids, limit)
-        return self._run("match", _match_loop, _match_vector, tensors, ())
+        ids = sampled.ids
+        check_ids(ids, len(draft_len))
+        limit = to_device(draft_len, self.device, torch.int64)
+        key = (tuple(ids.shape), ids.dtype, sampled.placeholder, sampled.vocab_size)
+        mode = self._choose(key, ids.numel()) if self.mode == "auto" else self.mode
+        if mode == "loop":
+            return _by_loop(sampled, draft_len)
+        if mode == "graph":
+            graph = self._graphs.get(key)
+            if graph is None:
+                graph = self._graphs[key] = _Graph(sampled, limit)
+            return graph.replay(ids, limit)
+        return _on_device(sampled, limit)
 
     def counted(
         self, sampled: SampledIds, layout: RowLayout, *, takes_ids: bool
@@ -137,54 +96,7 @@ class Acceptance:
         """
         if takes_ids and self.mode in ("auto", "graph"):
             return sampled
-        settings = {"placeholder": sampled.placeholder, "vocab_size": sampled.vocab_size}
-        return self.from_ids(sampled.ids, layout.draft_len, **settings)  # type: ignore[arg-type]
-
-    def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
-        if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
-            if draft_len.shape != (num_requests,) or draft_len.dtype not in SIGNED:
-                raise AcceptanceError(
-                    "acceptance",
-                    "draft_len does not fit the ids",
-                    expected=f"int [{num_requests}]",
-                    got=f"{draft_len.dtype} {list(draft_len.shape)}",
-                )
-            return draft_len
-        try:
-            lengths = spread_lengths(
-                "draft_len", parse_lengths("draft_len", draft_len), num_requests
-            )
-        except SlotMappingError as error:
-            raise AcceptanceError(
-                "acceptance",
-                error.problem,
-                expected=error.expected,
-                got=error.got,
-                hint="pass drafts per request, as an int or one int each",
-            ) from None
-        return to_device(lengths, self.device, torch.int64)
-
-    def _run(
-        self,
-        what: str,
-        loop: Callable[..., Tensor],
-        vector: Callable[..., Tensor],
-        tensors: tuple[Tensor, ...],
-        settings: tuple[int | None, ...],
-    ) -> Tensor:
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        key = (what, *shapes, *settings)
-        mode = (
-            self._choose(key, sum(t.numel() for t in tensors)) if self.mode == "auto" else self.mode
-        )
-        if mode == "loop":
-            return loop(*tensors, *settings)
-        if mode == "graph":
-            graph = self._graphs.get(key)
-            if graph is None:
-                graph = self._graphs[key] = _Graph(vector, tensors, settings)
-            return graph.replay(tensors)
-        return vector(*tensors, *settings)
+        return self.from_ids(sampled, layout.draft_len)
 
     def _choose(self, key: tuple[object, ...], size: int) -> str:
         """Choose the mode of "auto" for a shape; a graph needs a shape that was seen before."""
@@ -201,60 +113,32 @@ class Acceptance:
 
 
 class _Graph:
-    """A captured call: inputs are copied to fixed buffers, and the output buffer is reused."""
+    """A captured count: inputs are copied to fixed buffers, and the output buffer is reused."""
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        tensors: tuple[Tensor, ...],
-        settings: tuple[Any, ...],
-    ) -> None:
-        self._inputs = [tensor.clone() for tensor in tensors]
-        self._output = function(*self._inputs, *settings)  # warm-up outside the capture
+    def __init__(self, sampled: SampledIds, limit: Tensor) -> None:
+        fixed = attrs.evolve(sampled, ids=sampled.ids.clone())
+        self._inputs = [fixed.ids, limit.clone()]
+        self._output = _on_device(fixed, self._inputs[1])  # warm-up outside the capture
 
         def run() -> None:
-            self._output = function(*self._inputs, *settings)
+            self._output = _on_device(fixed, self._inputs[1])
 
         self._graph = capture(run)
 
-    def replay(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        torch._foreach_copy_(self._inputs, list(tensors))
+    def replay(self, ids: Tensor, limit: Tensor) -> Tensor:
+        torch._foreach_copy_(self._inputs, [ids, limit])
         self._graph.replay()
         return self._output
 
 
-def _ids_loop(
-    sampled: Tensor, draft_len: Tensor, placeholder: int, vocab_size: int | None
-) -> Tensor:
+def _by_loop(sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
+    placeholder, vocab_size = sampled.placeholder, sampled.vocab_size
     counts = []
-    for ids, drafts in zip(sampled.tolist(), draft_len.tolist(), strict=True):
+    for ids, drafts in zip(sampled.ids.tolist(), draft_len, strict=True):
         tokens = [i for i in ids if i != placeholder and (vocab_size is None or i < vocab_size)]
         counts.append(max(0, min(len(tokens) - 1, drafts)))
-    return torch.tensor(counts, dtype=torch.int64, device=sampled.device)
+    return torch.tensor(counts, dtype=torch.int64, device=sampled.ids.device)
 
 
-def _ids_vector(
-    sampled: Tensor, draft_len: Tensor, placeholder: int, vocab_size: int | None
-) -> Tensor:
-    counts = SampledIds(sampled, placeholder, vocab_size).counts()
-    return torch.minimum(counts, draft_len).clamp(min=0)
-
-
-def _match_loop(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> Tensor:
-    counts = []
-    rows = zip(draft_ids.tolist(), target_ids.tolist(), draft_len.tolist(), strict=True)
-    for drafts, targets, length in rows:
-        count = 0
-        for draft, target in list(zip(drafts, targets, strict=False))[:length]:
-            if draft != target:
-                break
-            count += 1
-        counts.append(count)
-    return torch.tensor(counts, dtype=torch.int64, device=draft_ids.device)
-
-
-def _match_vector(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> Tensor:
-    columns = min(draft_ids.shape[1], target_ids.shape[1])
-    same = draft_ids[:, :columns] == target_ids[:, :columns]
-    prefix = same.to(torch.int64).cumprod(1).sum(1)
-    return torch.minimum(prefix, draft_len).clamp(min=0)
+def _on_device(sampled: SampledIds, limit: Tensor) -> Tensor:
+    return torch.minimum(sampled.counts(), limit).clamp(min=0)

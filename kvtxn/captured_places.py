@@ -11,7 +11,7 @@ from torch import Tensor
 from .errors import LayerError, SlotMappingError
 from .host_values import described, is_plain
 from .layers import LayerRef, Plane
-from .memory_overlap import begin, end, overlap, overlaps_itself
+from .memory_overlap import begin, end, near_pairs, overlap, overlaps_itself
 from .recurrence import RowPart
 from .row_io import LayerRows
 
@@ -94,12 +94,9 @@ def _check_distinct(rows: LayerRows, max_rows: int) -> None:
     """Refuse tensors in which two rows, or two elements of a row, share memory."""
     parts = [(part[:max_rows], name) for name, each in rows.items() for part in each]
     shared = next((name for part, name in parts if overlaps_itself(part)), None)
-    parts.sort(key=lambda pair: begin(pair[0]))
-    reach: list[tuple[Tensor, str]] = []  # tensors that end behind the beginning of the next one
-    for part, name in parts if shared is None else ():
-        reach = [(other, owner) for other, owner in reach if end(other) > begin(part)]
-        shared = next((f"{o} and {name}" for other, o in reach if overlap(other, part)), shared)
-        reach.append((part, name))
+    if shared is None:
+        pairs = near_pairs(parts)
+        shared = next((f"{o} and {n}" for (one, o), (two, n) in pairs if overlap(one, two)), None)
     if shared is not None:
         raise LayerError(
             "captured_windows",

@@ -244,20 +244,15 @@ def _refuse_path(layout: RowLayout, got: object) -> NoReturn:
 def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -> SampledIds:
     """Return the ids on ``device``; ids of the host are copied there without a wait."""
     ids = sampled.ids
-    check_ids("commit", ids)
-    check_settings("commit", sampled.placeholder, sampled.vocab_size)
-    elsewhere = ids.device != device
-    if ids.shape[0] != layout.num_requests or (elsewhere and not ids.is_cpu):
-        raise AcceptanceError(
-            "commit",
-            "sampled ids do not fit the window",
-            expected=f"[{layout.num_requests}, num_columns] on {device}",
-            got=f"{list(ids.shape)} on {ids.device}",
-            hint="one line of ids per request of the window",
-        )
+    check_ids(ids, layout.num_requests)
+    _check_settings(sampled.placeholder, sampled.vocab_size)
     if ids.is_cpu:
         _check_sampled(sampled, layout)
-    return attrs.evolve(sampled, ids=to_device(ids, device, ids.dtype)) if elsewhere else sampled
+    else:
+        _check_device(ids, device)
+    if ids.device == device:
+        return sampled
+    return attrs.evolve(sampled, ids=to_device(ids, device, ids.dtype))
 
 
 def _check_sampled(sampled: SampledIds, layout: RowLayout) -> None:
@@ -275,26 +270,26 @@ def _check_sampled(sampled: SampledIds, layout: RowLayout) -> None:
             )
 
 
-def check_ids(operation: str, ids: Tensor) -> None:
-    """Refuse, with an AcceptanceError, token ids that are not signed ints in two dimensions."""
+def check_ids(ids: Tensor, num_requests: int) -> None:
+    """Refuse, with an AcceptanceError, token ids that are not a line of signed ints per request."""
     shaped = isinstance(ids, Tensor) and is_plain(ids) and ids.ndim == 2
-    if not shaped or ids.dtype not in SIGNED:
+    if not shaped or ids.dtype not in SIGNED or ids.shape[0] != num_requests:
         raise AcceptanceError(
-            operation,
+            "commit",
             "token ids are malformed",
-            expected="signed int [num_requests, num_columns]",
+            expected=f"signed int [{num_requests}, num_columns]",
             got=described(ids),
             hint="add the request dimension, or pass counts to commit() directly",
         )
 
 
-def check_settings(operation: str, placeholder: object, vocab_size: object) -> None:
-    """Refuse, with an AcceptanceError, a placeholder or vocabulary size that is not an int."""
+def _check_settings(placeholder: object, vocab_size: object) -> None:
+    """Refuse a placeholder or vocabulary size that is not an int."""
     for name, value in (("placeholder", placeholder), ("vocab_size", vocab_size)):
         optional = name == "vocab_size" and value is None
         if not optional and (not isinstance(value, int) or isinstance(value, bool)):
             raise AcceptanceError(
-                operation,
+                "commit",
                 f"{name} is not valid",
                 expected="an int" if name == "placeholder" else "an int, or None",
                 got=repr(value),

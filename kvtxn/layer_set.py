@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import LayerError
 from .layers import LayerRef, Plane, SlotKind
-from .memory_overlap import begin, end, overlap
+from .memory_overlap import begin, near_pairs, overlap
 
 
 def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
@@ -53,21 +53,16 @@ def _check_apart(refs: Iterable[LayerRef]) -> None:
 
     Groups may share memory: an engine's allocator gives each block to one of them.
     """
-    places = [(ref, plane) for ref in refs for plane in ref.planes]
-    places.sort(key=lambda place: begin(place[1].cells))
-    near: list[tuple[LayerRef, Plane]] = []
-    for ref, plane in places:
-        near = [place for place in near if end(place[1].cells) > begin(plane.cells)]
-        for other, theirs in near:
-            if other is not ref and other.group == ref.group and _share(theirs, plane):
-                raise LayerError(
-                    "TransactionManager",
-                    f"layers {other.name!r} and {ref.name!r} share one cache, or overlap",
-                    expected="distinct memory for every layer of a group",
-                    got=f"{begin(plane.cells) - begin(theirs.cells)} bytes from one to the other",
-                    hint="list a shared cache once, under the layer that writes it",
-                )
-        near.append((ref, plane))
+    places = [(plane.cells, (ref, plane)) for ref in refs for plane in ref.planes]
+    for (theirs, (other, one)), (own, (ref, plane)) in near_pairs(places):
+        if other is not ref and other.group == ref.group and _share(one, plane):
+            raise LayerError(
+                "TransactionManager",
+                f"layers {other.name!r} and {ref.name!r} share one cache, or overlap",
+                expected="distinct memory for every layer of a group",
+                got=f"{begin(own) - begin(theirs)} bytes from one to the other",
+                hint="list a shared cache once, under the layer that writes it",
+            )
 
 
 def _share(one: Plane, other: Plane) -> bool:

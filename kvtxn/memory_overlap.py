@@ -9,9 +9,13 @@ starts is a number whose digits are differences of their indices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
+Named = tuple[Tensor, T]
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -38,6 +42,19 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     distance, rest = divmod(begin(other) - begin(one), one.element_size())
     dims = sorted(zip(one.stride(), one.shape, other.shape, strict=True), reverse=True)
     return rest == 0 and _reached(distance, [dim for dim in dims if dim[1:] != (1, 1)])
+
+
+def near_pairs(parts: Iterable[Named[T]]) -> Iterator[tuple[Named[T], Named[T]]]:
+    """Yield each two tensors of which one begins before the other ends, the one before it first.
+
+    Args:
+        parts: tensors, each with what names it.
+    """
+    near: list[Named[T]] = []
+    for part in sorted(parts, key=lambda each: begin(each[0])):
+        near = [other for other in near if end(other[0]) > begin(part[0])]
+        yield from ((other, part) for other in near)
+        near.append(part)
 
 
 def begin(tensor: Tensor) -> int:

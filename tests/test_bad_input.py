@@ -22,7 +22,6 @@ from kvtxn import (
     WindowState,
     WindowStateError,
 )
-from kvtxn.acceptance import Acceptance
 from kvtxn.commit_input import as_accepted
 from kvtxn.layout import RowLayout
 
@@ -105,12 +104,11 @@ def test_settings_that_are_no_words(field):
 
 
 def test_other_words_that_are_none(manager):
-    """The same of ``written_by``, ``kv_dtype`` and the mode of acceptance."""
+    """The same of ``written_by`` and ``kv_dtype``."""
     cache = torch.zeros(2, 4, 1, 2)
     for call in (
         lambda: manager.window(1, [0, 1], written_by=SEVERAL),
         lambda: LayerRef("a", cache, cache.clone(), kv_dtype=SEVERAL),
-        lambda: Acceptance(SEVERAL),
     ):
         with pytest.raises(KVTxnError, match="expected"):
             call()

@@ -239,30 +239,20 @@ def _fresh_arguments(call: AttnCall, unread: Tensor) -> dict[str, Any]:
 
 def _cache_arguments(ref: LayerRef, unread: Tensor) -> dict[str, Any]:
     """Return the kernel's arguments about cached rows, by name; equal in every window."""
-    key, value = ref.planes[:2]
-    k_scale, v_scale = (scales_of(ref, side, unread) for side in (0, 1))
-    k_block, k_slot, k_head, k_step = key.cells.stride()
-    v_block, v_slot, v_head, v_step = value.cells.stride()
-    return {
-        "k_cache": typed(key),
-        "k_cache_block": k_block,
-        "k_cache_slot": k_slot,
-        "k_cache_head": k_head,
-        "K_CACHE_STEP": k_step,
-        "k_scale": k_scale.numbers,
-        "k_scale_block": k_scale.strides[0],
-        "k_scale_slot": k_scale.strides[1],
-        "k_scale_head": k_scale.strides[2],
-        "K_SCALES": k_scale.count,
-        "v_cache": typed(value),
-        "v_cache_block": v_block,
-        "v_cache_slot": v_slot,
-        "v_cache_head": v_head,
-        "V_CACHE_STEP": v_step,
-        "v_scale": v_scale.numbers,
-        "v_scale_block": v_scale.strides[0],
-        "v_scale_slot": v_scale.strides[1],
-        "v_scale_head": v_scale.strides[2],
-        "V_SCALES": v_scale.count,
-        "num_blocks": key.cells.shape[0],
-    }
+    found: dict[str, Any] = {"num_blocks": ref.planes[0].cells.shape[0]}
+    for side, name in enumerate("kv"):
+        plane, scale = ref.planes[side], scales_of(ref, side, unread)
+        block, slot, head, step = plane.cells.stride()
+        found |= {
+            f"{name}_cache": typed(plane),
+            f"{name}_cache_block": block,
+            f"{name}_cache_slot": slot,
+            f"{name}_cache_head": head,
+            f"{name.upper()}_CACHE_STEP": step,
+            f"{name}_scale": scale.numbers,
+            f"{name}_scale_block": scale.strides[0],
+            f"{name}_scale_slot": scale.strides[1],
+            f"{name}_scale_head": scale.strides[2],
+            f"{name.upper()}_SCALES": scale.count,
+        }
+    return found

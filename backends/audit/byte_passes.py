@@ -57,6 +57,10 @@ class TritonBytePasses(BytePasses):
         self._recurs: Final = recurs
         self._groups: Final = groups
         self._key: Final = key
+        own = books.books
+        lines, columns = own.own.shape
+        #: As in ``TritonPasses``: what kernels have to know of the books.
+        self._sizes: Final = (columns, lines, len(own.journal), len(own.found))
         self._table: Final = table
         self._plan: Final = BytePlan.of(books)
         device = books.seals.device
@@ -86,7 +90,7 @@ class TritonBytePasses(BytePasses):
             step.lines, step.starts, first_of(books, step), self._or_none(step.positions), tables,
             sources, self._groups, self._plan.groups, books.words, self.books.seals, books.facts,
             books.counters, self._work, self._counts, self.books.compared, step.num_rows,
-            *self._sizes()[:2], self.books.every, CAPACITY, step.first is None, self.splits,
+            *self._sizes[:2], self.books.every, CAPACITY, step.first is None, self.splits,
         )  # fmt: skip
         recurs = self._recurs("tables", step.tables) and self._recurs("sources", step.sources)
         grid = (len(step.lines), len(self._groups), self.splits)
@@ -106,7 +110,7 @@ class TritonBytePasses(BytePasses):
             step.lines, step.starts, first_of(books, step), self._or_none(step.drafts), accepted,
             self._table("slots", step.slots, torch.int64), self._groups, self._plan.groups,
             books.words, self.books.seals, books.facts, books.counters, self._work, self._counts,
-            step.num_rows, *self._sizes()[:2], self.books.every, CAPACITY, besides,
+            step.num_rows, *self._sizes[:2], self.books.every, CAPACITY, besides,
             step.drafts is not None, _ROWS,
         )  # fmt: skip
         recurs, grid = self._recurs("slots", step.slots), (len(step.lines), len(self._groups), 1)
@@ -122,7 +126,7 @@ class TritonBytePasses(BytePasses):
         arguments = (
             self._plan.layers, self._plan.planes, self._key, self.books.seals, self._work,
             self._counts, books.own, books.facts, books.journal, books.found, books.counters,
-            *self._sizes(), CAPACITY, len(self._groups), self.programs, _NUMBERS, _WORDS,
+            *self._sizes, CAPACITY, len(self._groups), self.programs, _NUMBERS, _WORDS,
         )  # fmt: skip
         grid = (self.programs, self._plan.num_layers, 1)
         self._doing.first(self._any_step, grid, arguments, recurs=True)
@@ -141,11 +145,6 @@ class TritonBytePasses(BytePasses):
             self._table("tables", step.tables, torch.int32, step), self._groups,
             self._plan.groups, books.words, self.books.nans, books.own, books.facts, books.journal,
             books.found, books.counters, len(step.lines), step.num_rows, flat.shape[1],
-            *self._sizes(), len(self._groups), _NUMBERS, _NUMBERS,
+            *self._sizes, len(self._groups), _NUMBERS, _NUMBERS,
         )  # fmt: skip
         self._finding.launch((len(flat), 1, 1), arguments)
-
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Return columns of ``own``, lines, journal entries, and violations that can wait."""
-        books = self.books.books
-        return (*reversed(books.own.shape), len(books.journal), len(books.found))  # type: ignore[return-value]

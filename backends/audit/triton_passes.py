@@ -82,7 +82,8 @@ class TritonPasses(Passes):
         self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_rows, 5, device)
         lines, columns = books.own.shape
-        self._constants: Final = (columns, lines, len(books.journal), len(books.found))
+        #: Columns of ``own``, lines, journal entries, and violations that can wait.
+        self._sizes: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
         self._unread: Final = none
         padding = torch.full((1,), -1, device=device)
@@ -105,7 +106,7 @@ class TritonPasses(Passes):
         packed, seals, books = self._staging.put(pieces), change.seals, self.books
         arguments = (
             packed, self._key, books.own, books.facts, books.words, self._or_unread(seals),
-            *begun, handed, len(change.released), *self._sizes()[:2], seals is not None, _TOKENS,
+            *begun, handed, len(change.released), *self._sizes[:2], seals is not None, _TOKENS,
         )  # fmt: skip
         kind = seals is None, packed.data_ptr() % ALIGNED
         self._changing.launch((requests + handed + 1, 1, 1), arguments, kind, _VARY)
@@ -128,7 +129,7 @@ class TritonPasses(Passes):
             self._or_unread(step.parents), step.tokens, self._or_unread(step.drafts),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.owners, books.own, books.facts, books.journal, books.counters,
-            books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
+            books.fingerprints, requests, step.num_rows, *self._sizes[:3],
             step.drafts is not None, step.positions is not None, _are_trees(step),
             step.first is None, self._num_groups, _ROWS,
         )  # fmt: skip
@@ -145,7 +146,7 @@ class TritonPasses(Passes):
             step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
             self._groups, books.words, books.owners, books.own, books.facts, books.journal,
-            books.found, books.counters, books.ages, step.num_rows, *self._sizes(),
+            books.found, books.counters, books.ages, step.num_rows, *self._sizes,
             step.told is not None, step.first is None, self._num_groups, _ENTRIES,
         )  # fmt: skip
         recurs = self._as_they_are("sources", step.sources)
@@ -191,7 +192,7 @@ class TritonPasses(Passes):
             lines, low, high, self._table("tables", tables, torch.int32, read),
             self._groups, books.words, books.own, books.facts, books.journal, books.found,
             books.counters, books.ages, -1 if kind is None else KIND_NUMBER[kind], num_rows,
-            *self._sizes(), kind is None, kind == "exported", self._num_groups, self.splits,
+            *self._sizes, kind is None, kind == "exported", self._num_groups, self.splits,
             _ENTRIES,
         )  # fmt: skip
 
@@ -215,7 +216,7 @@ class TritonPasses(Passes):
             step.lines, step.starts, first_of(books, step), step.tokens,
             self._or_unread(step.drafts), accepted, self._or_unread(ids),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
-            books.own, books.facts, books.counters, step.num_rows, *self._sizes()[:2],
+            books.own, books.facts, books.counters, step.num_rows, *self._sizes[:2],
             0 if ids is None else ids.shape[1], besides, REJECTED, step.drafts is not None,
             _are_trees(step), self._num_groups, _DRAFTS,
         )  # fmt: skip
@@ -230,10 +231,6 @@ class TritonPasses(Passes):
         """
         held = self._held[what]
         return all(held[name] is tensor for name, tensor in tensors.items())
-
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Return columns of ``own``, lines, journal entries, and violations that can wait."""
-        return self._constants
 
     def _or_unread(self, tensor: Tensor | None) -> Tensor:
         return self._unread if tensor is None else tensor

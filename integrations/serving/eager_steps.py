@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ...commit_input import SampledIds
 from ...config import TxnConfig
 from ...errors import CapacityError, KVTxnError
 from ...layers import LayerRef
@@ -143,9 +144,8 @@ class EagerSteps:
             return
         try:
             with self._guard("commit"):
-                accepted = self.manager.acceptance.from_ids(
-                    sampled()[plan.requests], plan.draft_len, vocab_size=self._vocab_size
-                )
+                ids = SampledIds(sampled()[plan.requests], vocab_size=self._vocab_size)
+                accepted = self.manager.acceptance.from_ids(ids, plan.draft_len)
                 window.commit(accepted)
         finally:
             self.abandon()
@@ -417,9 +417,8 @@ class StateSteps(EagerSteps):
         most = max(sum(rows.draft_len), 1)
         config = TxnConfig(policy="deferred", backend="torch", max_rows=most, on_error="raise")
         manager = TransactionManager([ref], config)
-        accepted = manager.acceptance.from_ids(
-            sampled[list(rows.requests)], rows.draft_len, vocab_size=self._vocab_size
-        )
+        ids = SampledIds(sampled[list(rows.requests)], vocab_size=self._vocab_size)
+        accepted = manager.acceptance.from_ids(ids, rows.draft_len)
         with manager.window(rows.draft_len, rows.slots, settled=0) as window:
             window.stage(ref, rows.parts)
             window.commit(accepted)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AcceptanceError, CapacityError, ConfigError
+from ..errors import AcceptanceError, CapacityError, ConfigError, KVTxnError
+from ..host_values import described
 from .books import Books, Sizes
 from .digest import MAX_POSITION, Key
 from .groups import Group, Layout
@@ -34,7 +35,7 @@ def listed(operation: str, name: str, values: Any, expected: str) -> tuple[Any, 
             return tuple(values.tolist() if hasattr(values, "tolist") else values)
         except (TypeError, RuntimeError):  # a tensor without dimensions, or without values
             pass
-    raise _invalid(operation, name, values, expected)
+    raise invalid(operation, name, expected, _short(values))
 
 
 def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any, Any]:
@@ -45,19 +46,15 @@ def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any
     """
     if values is None or isinstance(values, Mapping):
         return values or {}
-    raise _invalid(operation, name, values, expected)
+    raise invalid(operation, name, expected, _short(values))
 
 
-def _invalid(operation: str, name: str, values: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        operation, f"{name} is not valid", expected=expected, got=_short(values),
-        hint="nothing was changed",
-    )  # fmt: skip
-
-
-def described(tensor: Tensor) -> str:
-    """Return the dtype and shape of a tensor, for a message; a nested one has no shape."""
-    return f"{tensor.dtype} {'nested' if tensor.is_nested else list(tensor.shape)}"
+def invalid(
+    operation: str, name: str, expected: str, got: object, error: type[KVTxnError] = ConfigError
+) -> KVTxnError:
+    """Return the error of an argument that is something else than expected."""
+    hint = "nothing was changed"
+    return error(operation, f"{name} is not valid", expected=expected, got=got, hint=hint)
 
 
 def tokens_besides(operation: str, besides: Any) -> int:

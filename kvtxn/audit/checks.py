@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
-from ..host_values import to_device
-from .arguments import described
+from ..host_values import described, to_device
+from .arguments import invalid
 from .books import Books
 from .groups import Place
 from .rows import Batch, fill_first, first_of
@@ -40,13 +40,7 @@ def whole(operation: str, name: str, value: Any, low: int, high: int) -> int:
         number: int = value.__index__()
         if low <= number <= high:
             return number
-    raise ConfigError(
-        operation,
-        f"{name} is not valid",
-        expected=f"an int from {low} to {high}",
-        got=repr(value),
-        hint="nothing was changed",
-    )
+    raise invalid(operation, name, f"an int from {low} to {high}", repr(value))
 
 
 def ints(
@@ -77,14 +71,7 @@ def ints(
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
-        got = described(values) if isinstance(values, Tensor) else type(values).__name__
-        raise error(
-            operation,
-            f"{name} is not valid",
-            expected=f"int {shape}",
-            got=got,
-            hint="nothing was changed",
-        )
+        raise invalid(operation, name, f"int {shape}", described(values), error)
     return given
 
 
@@ -122,13 +109,9 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
         low, high = (int(number) for number in given.aminmax())
         again = distinct and len(given.unique()) < len(given)
         if low < 0 or high >= end or again:
-            raise ConfigError(
-                operation,
-                f"{name} is not valid",
-                expected=f"{'distinct ' * distinct}ints from 0 to {end - 1}",
-                got=given.tolist() if again else low if low < 0 else high,
-                hint="nothing was changed",
-            )
+            expected = f"{'distinct ' * distinct}ints from 0 to {end - 1}"
+            got = given.tolist() if again else low if low < 0 else high
+            raise invalid(operation, name, expected, got)
     return given.long()
 
 
@@ -282,15 +265,12 @@ def _fits(
         and tensor.layout is torch.strided
     ):
         return tensor
-    got = type(tensor).__name__
-    if isinstance(tensor, Tensor):
-        got = f"{described(tensor)} on {tensor.device}"
     rest = ", blocks" * (dimensions - 1)
     raise ConfigError(
         operation,
         f"{name} is not valid",
         expected=f"int [{length or 'n'}{rest}] on {books.words.device}",
-        got=got,
+        got=described(tensor, where=True),
         hint="see kvtxn.audit.Step and Stretch; nothing was changed",
     )
 

@@ -45,7 +45,7 @@ TARGET_AGE: Final = (1 << 32) - 1
 #: A term's word has the token in its low bits and the position above them.
 TOKEN_BITS: Final = 40
 MAX_POSITION: Final = 1 << (64 - TOKEN_BITS - 1)
-#: Ids from here on stand for positions without a token, such as part of an image: ``embedded_id``.
+#: Ids from here on stand for positions without a token, such as part of an image: ``embedded_ids``.
 EMBEDDED: Final = 1 << (TOKEN_BITS - 1)
 
 _MASK: Final = (1 << 64) - 1
@@ -142,21 +142,19 @@ class Key:
         word ^= self.words[0]
         return word & ((1 << TOKEN_BITS) - 1), word >> TOKEN_BITS
 
-    def embedded_id(self, content: int, index: int = 0) -> int:
-        """Return an id for a position that holds a part of ``content`` instead of a token.
+    def embedded_ids(self, contents: Tensor, index: Tensor) -> Tensor:
+        """Return ids for positions that hold parts of some content instead of a token.
 
         A step feeds vectors there, so its token is not compared; the id says which content the
         rows after it depend on. Two contents share an id with a chance of 2^-39 per position.
 
         Args:
-            content: a hash of an image, a sound, or anything else that is embedded.
-            index: the number of this position among the positions of ``content``.
-        """
-        mixed = self._permute((self._permute(content & _MASK) + index) & _MASK)
-        return EMBEDDED | (mixed >> (64 - TOKEN_BITS + 1))
+            contents: int64 ``[n]``, a hash of an image, a sound, or anything else that is embedded.
+            index: int64 ``[n]``, the number of each position among those of its content.
 
-    def embedded_ids(self, contents: Tensor, index: Tensor) -> Tensor:
-        """Return ``embedded_id`` of many positions, int64 ``[n]``; both are int64 ``[n]``."""
+        Returns:
+            int64 ``[n]``, from ``EMBEDDED`` on.
+        """
         mixed = self.permute(self.permute(contents) + index)
         return EMBEDDED | _shifted(mixed, 64 - TOKEN_BITS + 1)
 

@@ -15,7 +15,7 @@ from . import books as book
 from .digest import REJECTED, UNWRITTEN, as_word
 from .groups import Place
 from .ledger_state import LedgerState
-from .rows import first_of, word_at
+from .rows import first_of, set_chosen, word_at
 from .step import Step
 
 
@@ -209,8 +209,7 @@ class Following:
 
     def _set(self, fact: int, lines: Tensor, values: Tensor) -> None:
         """Set a fact of the requests with these lines; a line of -1 is skipped."""
-        facts, line = self._state.books.facts[fact], lines.clamp(min=0)
-        facts.index_add_(0, line, torch.where(lines >= 0, values - facts[line], 0))
+        set_chosen(self._state.books.facts[fact], lines.clamp(min=0), lines >= 0, values)
 
     def _put_evicted_back(
         self, step: Step, counts: Tensor, unsettled: Tensor | None = None
@@ -257,8 +256,7 @@ class Following:
         where, inside = _words_at(place, slots, len(chosen))
         for known in (self._state.books.words, self._state.seals):
             if known is not None:
-                # A sum modulo 2^64: rows that are not chosen add nothing, wherever they point.
-                known.index_add_(0, where, torch.where(inside & chosen, words - known[where], 0))
+                set_chosen(known, where, inside & chosen, words)
             words = UNWRITTEN  # nothing is sealed now
 
     def _leave_states(self, step: Step, window: EndedWindow, lines: Tensor, counts: Tensor) -> None:

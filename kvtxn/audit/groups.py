@@ -9,6 +9,7 @@ group has its own view of the pool's blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -24,40 +25,29 @@ WORD_BYTES: Final = 8
 _TOO_LARGE: Final = 1 << 31
 
 
-def positive(instance: object, attribute: Any, value: Any) -> None:
-    """Validate a size: an int from 1 to 2^31 - 1, or None where that is the default.
+def positive(instance: object, attribute: Any, value: Any, least: int = 1) -> None:
+    """Validate a size: an int from ``least`` to 2^31 - 1, or None where that is the default.
 
     Raises:
         ConfigError: it is something else.
     """
     if value is None and attribute.default is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _TOO_LARGE:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _TOO_LARGE:
         owner = {"Sizes": "Ledger", "ByteBooks": "Scrub"}.get(
             type(instance).__name__, type(instance).__name__
         )
         raise ConfigError(
             owner,
-            f"{attribute.name} must be a positive int",
-            expected=f"an int from 1 to {_TOO_LARGE - 1}",
+            f"{attribute.name} must be {'a positive int' if least else 'an int of at least 0'}",
+            expected=f"an int from {least} to {_TOO_LARGE - 1}",
             got=repr(value),
             hint=f"see kvtxn.audit.{owner}",
         )
 
 
-def whole(instance: object, attribute: Any, value: Any) -> None:
-    """Validate a number: an int from 0 to 2^31 - 1.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if type(value) is not int or not 0 <= value < _TOO_LARGE:
-        owner = type(instance).__name__
-        raise ConfigError(
-            owner, f"{attribute.name} must be an int of at least 0",
-            expected=f"an int from 0 to {_TOO_LARGE - 1}", got=repr(value),
-            hint=f"see kvtxn.audit.{owner}",
-        )  # fmt: skip
+#: Validates a number: an int from 0 to 2^31 - 1; raises as ``positive`` does.
+whole: Final = partial(positive, least=0)
 
 
 def _text(instance: object, attribute: Any, value: Any) -> None:

@@ -19,9 +19,8 @@ import attrs
 
 from ..errors import KVTxnError
 
-#: Blocks that a store remembers, and about what one takes on disk with its index.
+#: Blocks that a store remembers; each takes about 256 bytes on disk, with its index.
 MOST_BLOCKS: Final = 1 << 20
-BYTES_PER_BLOCK: Final = 256
 
 #: The store's format, as SQLite's ``user_version``.
 _VERSION: Final = 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .arguments import described
+from ..host_values import described
 from .digest import RESERVED, Key, signed
 
 #: Blocks that a table remembers by default.
@@ -191,6 +191,6 @@ def _require(tensor: Any, width: int, length: int | None = None) -> None:
         raise ConfigError(
             "IdentityTable", "the tensor does not fit",
             expected=f"int64 [{'n' if length is None else length}, {width}] on the host",
-            got=described(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__,
+            got=described(tensor),
             hint="give one row per block; nothing was changed",
         )  # fmt: skip

@@ -17,6 +17,7 @@ from . import checks
 from .arguments import listed, mapped
 from .digest import TARGET_AGE, as_word, older
 from .ledger_state import LedgerState
+from .rows import set_chosen
 from .violation import NOBODY
 
 #: Of a row that is moved it is known who wrote it if that is among so many of the latest rows.
@@ -121,9 +122,7 @@ class Moves:
         groups, slot = self._groups_of("age", [*given], states=False), self._stacked("age", given)
         there = (slot >= 0) & (slot < groups.slots)
         where, words = groups.word_at(torch.where(there, slot, 0)), self._books.words
-        before = words[where]
-        more = torch.where(there, older(before, epochs) - before, 0)
-        words.index_add_(0, where.flatten(), more.flatten())
+        set_chosen(words, where, there, older(words[where], epochs))
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
@@ -234,9 +233,7 @@ class Moves:
         if self._state.seals is not None:
             put.append((self._state.seals, where, torch.zeros_like(slot)))
         for known, at, new in put:
-            # Sums modulo 2^64: what is not chosen adds nothing, wherever it points to.
-            more = torch.where(there, new - known[at], 0)
-            known.index_add_(0, at.flatten(), more.flatten())
+            set_chosen(known, at, there, new)
         self._journal(groups, torch.where(there, where, NOBODY), writer)
 
     def _journal(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:

@@ -196,6 +196,15 @@ def word_at(place: Place, slot: Tensor) -> Tensor:
     return place.base + slot // size * place.stride + slot % size
 
 
+def set_chosen(known: Tensor, where: Tensor, chosen: Tensor, new: Tensor | int) -> None:
+    """Set the chosen ones of some numbers in ``known``, no two of them at one place; never waits.
+
+    It is a sum modulo 2^64: what is not chosen adds nothing, wherever it points.
+    """
+    more = torch.where(chosen, new - known[where], 0)
+    known.index_add_(0, where.flatten(), more.flatten())
+
+
 def slot_at(place: Place, where: int) -> int:
     """Return the slot whose word has an index in ``Books.words``."""
     within = where - place.base

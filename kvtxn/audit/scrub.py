@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..host_values import described
 from ..layers import LayerRef
 from . import byte_books, checks
-from .arguments import described, listed, tokens_besides
+from .arguments import listed, tokens_besides
 from .byte_books import EVERY, ByteBooks, Window
 from .groups import Group, Place
 from .ledger import Ledger
@@ -209,12 +210,10 @@ class Scrub:
         right = right and not outputs.is_nested and (rows.is_cpu or rows.device == outputs.device)
         device = self.books.seals.device
         if not right or len(outputs) != len(rows) or outputs.device != device:
-            got = type(outputs).__name__
-            if isinstance(outputs, Tensor):
-                got = f"{described(outputs)} on {outputs.device}"
             raise ConfigError(
                 operation, "outputs are not valid",
-                expected=f"float [{len(rows)}, ...] on {device}", got=got,
+                expected=f"float [{len(rows)}, ...] on {device}",
+                got=described(outputs, where=True),
                 hint="pass logits, and the row of the step that each of them belongs to",
             )  # fmt: skip
         outputs = outputs[:, None] if outputs.ndim == 1 else outputs

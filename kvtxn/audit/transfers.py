@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..host_values import described
 from . import books as book
 from . import checks
-from .arguments import described
 from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
@@ -270,7 +270,7 @@ class RowTransfers:
                 raise ConfigError(
                     operation, "digests are not those of the rows",
                     expected=f"int64 [{end - first}], not on the device meta",
-                    got=f"{described(given)} on {given.device}",
+                    got=described(given, where=True),
                     hint="give what export returned for these rows; nothing was changed",
                 )  # fmt: skip
             words = given.to(self._state.device, non_blocking=True)

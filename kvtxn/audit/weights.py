@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..host_values import HostCopy
 from .arguments import mapped
 from .digest import EPOCH, RESERVED
 from .ledger import Ledger
@@ -37,14 +38,12 @@ class _Sample:
 
     Attributes:
         step: the step before which they were taken.
-        hashes: int64 ``[num_weights]`` on the host; valid after ``copied``.
-        copied: on a GPU, the event after the copy.
+        hashes: int64 ``[num_weights]``.
         told: the weights of which somebody said since the sample before that they had changed.
     """
 
     step: int
-    hashes: Tensor
-    copied: torch.cuda.Event | None
+    hashes: HostCopy
     told: frozenset[str]
 
 
@@ -151,19 +150,12 @@ class WeightWatch:
         if self._sample is not None:  # of fewer steps than one takes to arrive
             self._judge(self._sample)
         hashes = torch.stack([self._hash(each.now()) for each in self._weights.values()])
-        event = None
-        if hashes.is_cuda:
-            host = torch.empty_like(hashes, device="cpu", pin_memory=True)
-            hashes, event = host.copy_(hashes, non_blocking=True), torch.cuda.Event()
-            event.record()
-        self._sample = _Sample(self._steps, hashes, event, frozenset(self._told_since))
+        self._sample = _Sample(self._steps, HostCopy.of(hashes), frozenset(self._told_since))
         self._told_since.clear()
 
     def _judge(self, sample: _Sample) -> None:
         """Compare a sample with the one before; a change that nobody told begins an epoch, too."""
-        if sample.copied is not None:
-            sample.copied.synchronize()
-        self._sample, before, self._known = None, self._known, sample.hashes.tolist()
+        self._sample, before, self._known = None, self._known, sample.hashes.wait().tolist()
         for number, name in enumerate(self._weights):
             same = before is None or before[number] == self._known[number]
             if not same and name not in sample.told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -122,41 +123,21 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
     given, scales = zip(*made, strict=True)
     if sides < len(planes):
         given = tuple(scale_view(spec, plane, memories[plane.memory]) for plane in planes[sides:])
+    if spec.layout in LATENT and spec.kind != "recurrent":
+        views[0] = views[0].squeeze(2)
+    key, value = views[0], views[1] if len(views) > 1 else None
+    k_scale, v_scale = given[0], given[1] if len(given) > 1 else None
+    named: dict[str, Any] = {"group": spec.group, "kv_dtype": spec.fmt.kv_dtype}
     if spec.kind == "recurrent":
         ref = LayerRef.recurrent(name, *(view.squeeze(1) for view in views), group=spec.group)
     elif spec.kind == "ring":
-        ref = LayerRef.ring(
-            name,
-            views[0].squeeze(2) if spec.layout in LATENT else views[0],
-            None if spec.layout in LATENT else views[1],
-            window=spec.window or spec.ring_size,
-            ring_size=spec.ring_size,
-            group=spec.group,
-            k_scale=given[0],
-            v_scale=None if spec.layout in LATENT else given[1],
-            kv_dtype=spec.fmt.kv_dtype,
-        )
+        named |= {"window": spec.window or spec.ring_size, "ring_size": spec.ring_size}
+        ref = LayerRef.ring(name, key, value, k_scale=k_scale, v_scale=v_scale, **named)
     elif spec.layout in LATENT:
-        ref = LayerRef.latent(
-            name,
-            views[0].squeeze(2),
-            group=spec.group,
-            scale=given[0],
-            kv_dtype=spec.fmt.kv_dtype,
-        )
+        ref = LayerRef.latent(name, key, scale=k_scale, **named)
     else:
-        tables = [table(plane) for plane in planes]
-        ref = LayerRef(
-            name,
-            views[0],
-            views[1],
-            group=spec.group,
-            k_scale=given[0],
-            v_scale=given[1],
-            kv_dtype=spec.fmt.kv_dtype,
-            key_offsets=tables[0],
-            value_offsets=tables[1],
-        )
+        named["key_offsets"], named["value_offsets"] = map(table, planes[:2])
+        ref = LayerRef(name, key, value, k_scale=k_scale, v_scale=v_scale, **named)
     return TestCache(spec, ref, memories, planes, scales)
 
 

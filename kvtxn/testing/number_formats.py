@@ -67,7 +67,7 @@ class NumberFormat:
             return [row.reshape(-1).tolist() for row in stored]
         code = encode_int8 if self.dtype is torch.int8 else _fp8_encoder(self.dtype)
         return [
-            [code(_divide(x, scales[head])) for head, values in enumerate(row) for x in values]
+            [code(float32(x / scales[head])) for head, values in enumerate(row) for x in values]
             for row in rows.to(torch.float32).tolist()
         ]
 
@@ -82,9 +82,9 @@ class NumberFormat:
         codes, scales = [], []
         for row in rows.to(torch.float32).tolist():
             largest = [max((abs(x) for x in h if math.isfinite(x)), default=0.0) for h in row]
-            scales.append([max(_float32(top / limit), _float32(1e-6)) for top in largest])
+            scales.append([max(float32(top / limit), float32(1e-6)) for top in largest])
             heads = zip(row, scales[-1], strict=True)
-            codes.append([code(_divide(x, scale)) for values, scale in heads for x in values])
+            codes.append([code(float32(x / scale)) for values, scale in heads for x in values])
         return codes, scales
 
     def decode(self, words: Sequence[int], scales: Sequence[float]) -> list[list[float]]:
@@ -122,17 +122,10 @@ FORMATS: Final[dict[str, NumberFormat]] = {
 }
 
 
-def _float32(value: float) -> float:
-    """Round to the nearest float32."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _divide(value: float, scale: float) -> float:
-    """Divide as float32 does: the quotient in double, then rounded once."""
-    if not math.isfinite(value):
-        return value
+def float32(value: float) -> float:
+    """Round to the nearest float32: the one rounding of a sum, product or quotient of two."""
     try:
-        return _float32(value / scale)
+        return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
 

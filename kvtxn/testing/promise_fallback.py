@@ -27,17 +27,18 @@ _CALLS: Final = {
 }
 
 #: Faults: every method, at every moment, at each of its calls.
-FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
+_FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
 
-_named = pytest.mark.parametrize(
-    ("at", "when", "nth"), FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in FAULTS]
+#: Lets a test run once with each of them.
+every_fault = pytest.mark.parametrize(
+    ("at", "when", "nth"), _FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in _FAULTS]
 )
 
 
 class Fallback(KitBase):
     """No failure of an executor loses an accepted row."""
 
-    @_named
+    @every_fault
     def test_nothing_accepted_is_lost(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
@@ -64,7 +65,7 @@ class Fallback(KitBase):
         assert flat["kvtxn_fallbacks_total"] == 1
         assert flat["kvtxn_windows_total_fell_back"] == 1
 
-    @_named
+    @every_fault
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_an_error_surfaces_after_restoring(
         self, kit: Kit, policy: str, at: str, when: str, nth: int

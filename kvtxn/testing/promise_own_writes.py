@@ -58,6 +58,19 @@ def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
     return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 24} | rest))
 
 
+#: Two layers whose queries are grouped, and whose keys and values differ in one.
+_GROUPED: Final = (
+    _spec(fmt="fp32", size=8),
+    _spec(fmt="fp32", heads=1, size=8, value_size=4),
+)
+
+
+def _two_groups(layout: str, fmt: str) -> list[LayerSpec]:
+    """Describe two layers of one layout and format, with blocks of their own."""
+    other = _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48)
+    return [_spec(layout, fmt, size=8), other]
+
+
 #: Layouts and formats: every pair for staged rows, fewer for rows in the cache.
 _STORED: Final = [
     *itertools.product(["deferred"], FORMATS, KEY_VALUE),
@@ -92,11 +105,7 @@ class OwnWrites(KitBase):
     ) -> None:
         """Grouped queries over mixed lengths, with sliding windows and soft caps, are right."""
         kit.need("attention")
-        specs = [
-            _spec(fmt="fp32", size=8),
-            _spec(fmt="fp32", heads=1, size=8, value_size=4),
-        ]
-        rig = kit.rig(policy, specs)
+        rig = kit.rig(policy, _GROUPED)
         attend_and_compare(rig, *PASTS[past], attention_tolerance, SETTINGS[how])
 
     @pytest.mark.parametrize("how", [{}, {"sliding_window": 90}], ids=["plain", "window-90"])
@@ -126,10 +135,7 @@ class OwnWrites(KitBase):
     ) -> None:
         """Own rows are read as the cache would store them: quantised once, scaled back."""
         kit.need("attention")
-        specs = [
-            _spec(layout, fmt, size=8),
-            _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=40),
-        ]
+        specs = _two_groups(layout, fmt)
         rig = kit.rig(policy, specs)
         for payload in ("native", "cast"):
             attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, payload)
@@ -173,13 +179,9 @@ class TreeAttention(KitBase):
     ) -> None:
         """Grouped queries, sliding windows and soft caps over uneven trees."""
         kit.need("attention", "trees")
-        specs = [
-            _spec(fmt="fp32", size=8),
-            _spec(fmt="fp32", heads=1, size=8, value_size=4),
-        ]
         settled, forest = FORESTS[past]
         batch = lengths(settled, forest), _TREE_PASTS[past]
-        rig = kit.rig(policy, specs)
+        rig = kit.rig(policy, _GROUPED)
         attend_and_compare(rig, *batch, attention_tolerance, SETTINGS[how], forest=forest)
 
     @pytest.mark.parametrize("layout", KEY_VALUE)
@@ -189,10 +191,7 @@ class TreeAttention(KitBase):
     ) -> None:
         """Staged rows are read as the cache would store them, in groups of their own."""
         kit.need("attention", "trees")
-        specs = [
-            _spec(layout, fmt, size=8),
-            _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48),
-        ]
+        specs = _two_groups(layout, fmt)
         rig = kit.rig("deferred", specs)
         settled, forest = FORESTS["late-branch"]
         batch = lengths(settled, forest), _TREE_PASTS["late-branch"]

@@ -63,11 +63,7 @@ class EvictingTrees(KitBase):
         for _ in range(5):
             settled, forest = _forest(rig)
             batch = rig.batch(lengths(settled, forest))
-            with rig.open(batch, forest) as window:
-                rig.stage(window, batch, range(staged))
-                window.abort()
-            rig.expect_aborted(batch, range(staged))
-            rig.check(f"aborted after {staged} layers")
+            rig.abort(batch, range(staged), f"aborted after {staged} layers", forest)
 
     @pytest.mark.parametrize("when", ["before", "middle", "after"])
     @pytest.mark.parametrize("at", ["save", "stage", "commit"])

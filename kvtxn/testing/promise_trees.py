@@ -22,7 +22,7 @@ from .faults import InjectedFault
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
 from .promise_device import no_host_sync
-from .promise_fallback import FAULTS, either
+from .promise_fallback import either, every_fault
 from .promise_hooks import Offloader
 from .rig import SIMPLE, Rig
 from .trees import (
@@ -94,11 +94,7 @@ class Trees(KitBase):
         rig = kit.rig(policy, SIMPLE)
         for settled, forest in FORESTS.values():
             batch = rig.batch(lengths(settled, forest))
-            with rig.open(batch, forest) as window:
-                rig.stage(window, batch, range(staged))
-                window.abort()
-            rig.expect_settled(batch, range(staged))
-            rig.check(f"aborted after {staged} layers")
+            rig.abort(batch, range(staged), f"aborted after {staged} layers", forest)
 
     def test_a_tree_waits(self, kit: Kit) -> None:
         """Under deferred no node is in the cache before commit, and no rejected node after."""
@@ -175,9 +171,7 @@ class Trees(KitBase):
                 rig.manager.window([2, 0], [1, 2, 3, 4], tree=tree)
             assert rig.manager.current is None
 
-    @pytest.mark.parametrize(
-        ("at", "when", "nth"), FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in FAULTS]
-    )
+    @every_fault
     def test_a_tree_survives_a_fallback(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layers import LayerRef
 from ..recurrent import GatedDelta, Mamba2, Recurrence, ShortConv
 from .caches import GUARD, noise
-from .number_formats import FORMATS, NumberFormat
+from .number_formats import FORMATS, NumberFormat, float32
 
 #: Families of recurrences, as specs name them.
 FAMILIES: Final = ("gated_delta", "kda", "mamba2", "short_conv")
@@ -86,17 +86,6 @@ class ReplayedSpec:
     group: str = "state"
     num_states: int = 9
     kind: str = attrs.field(default="replayed", init=False)
-
-
-def float32(value: float) -> float:
-    """Round to the nearest float32: the one rounding of a sum or product of two.
-
-    Beyond the range it is an infinity of the same sign.
-    """
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
 
 
 def word_of(value: float, fmt: NumberFormat) -> int:

@@ -270,10 +270,14 @@ class Rig:
         self.check(f"{when} after commit of {list(counts if kept is None else kept)}")
 
     def abort(
-        self, batch: Batch, layers: Sequence[int] | None = None, when: str = "aborted"
+        self,
+        batch: Batch,
+        layers: Sequence[int] | None = None,
+        when: str = "aborted",
+        forest: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Stage layers, all of them or these, abort the window, and compare the caches."""
-        with self.open(batch) as window:
+        with self.open(batch, forest) as window:
             self.stage(window, batch, layers)
             window.abort()
         assert window.state is WindowState.ABORTED

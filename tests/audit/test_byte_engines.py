@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine
-from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, live, new_ledger
+from ledger_kit.bytes import BYTE_MUTANTS, ByteEngine
+from ledger_kit.life import GROUPS, MAX_LENGTH, live, new_ledger
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8]
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from kvtxn import ConfigError
-from kvtxn.audit import Ledger, ReadAges, RowGroup, StateGroup, Step
-from kvtxn.audit.books import AGES
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import (
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import (
     GROUPS,
     ages_of,
     live,
@@ -18,7 +14,11 @@ from kvtxn.testing.audit_life import (
     new_model,
     said,
 )
-from kvtxn.testing.audit_mutants import MUTANTS
+from ledger_kit.mutants import MUTANTS
+
+from kvtxn import ConfigError
+from kvtxn.audit import Ledger, ReadAges, RowGroup, StateGroup, Step
+from kvtxn.audit.books import AGES
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = "kvtxn_audit_rows_read_by_age"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import GROUPS, live, new_engine, new_ledger, new_model, said
+from ledger_kit.model import LedgerModel
 
 from kvtxn.audit import Ledger, RowGroup, StateGroup
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, new_model, said
-from kvtxn.testing.audit_model import LedgerModel
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -282,5 +282,5 @@ def test_content_that_is_embedded_keeps_its_ids():
     ledger.admit("r", [1, 0, 0], embedded={1: 5, 2: 5})
     ledger.publish("r", "a", [1], 2, 3)
     (told,) = ledger.violations()
-    ids = [ledger.books.key.embedded_id(5, position) for position in (1, 2)]
+    ids = ledger.books.key.embedded_ids(torch.tensor([5, 5]), torch.tensor([1, 2])).tolist()
     assert told.as_dict()["expected"] == [1, *ids]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
-
-from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, new_model, said
-from kvtxn.testing.audit_mutants import MUTANTS
+from ledger_kit.life import GROUPS, live, new_engine, new_ledger, new_model, said
+from ledger_kit.mutants import MUTANTS
 
 
 def fits(mutant, name):

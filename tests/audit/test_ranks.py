@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import GROUPS as ENGINES
+from ledger_kit.life import live, new_engine, new_ledger
 
 from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step, compare_ranks
 from kvtxn.audit.books import FINGERPRINTS
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import GROUPS as ENGINES
-from kvtxn.testing.audit_life import live, new_engine, new_ledger
 
 GROUPS = (RowGroup("full", 4, 10), RowGroup("other", 4, 10), StateGroup("mamba", 6))
 KEY = Key.derived("the ranks' secret")

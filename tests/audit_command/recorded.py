@@ -7,11 +7,11 @@ from typing import Any
 from kvtxn.integrations.audit_command import page
 from kvtxn.integrations.audit_command.jobs import Found
 from kvtxn.integrations.audit_command.verdict import judge_found
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import GROUPS, live
 
 from kvtxn.audit import RecordingLedger, RowGroup
 from kvtxn.audit.recording import HAPPENINGS
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import GROUPS, live
 
 PLAIN = (RowGroup("group.0", 4, 40),)
 

@@ -11,10 +11,10 @@ import pytest
 import recorded
 import torch
 from kvtxn.integrations.audit_command import page
+from ledger_kit.mutants import KeepsOneRowTooMany
 
 from kvtxn.audit import RecordingLedger, RowGroup, Step
 from kvtxn.audit.recording import RUN_FIELDS
-from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
 
 BLOCK = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 #: Anything that would make a browser look for another resource.

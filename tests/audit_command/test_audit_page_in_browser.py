@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import recorded
+from ledger_kit.mutants import KeepsOneRowTooMany, LoadsAnotherBlock
 
 from kvtxn.audit import RecordingLedger, RowGroup, Step
-from kvtxn.testing.audit_mutants import KeepsOneRowTooMany, LoadsAnotherBlock
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 torch = pytest.importorskip("torch")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import recorded
 from kvtxn.integrations.audit_command.verdict import MEANING, judge, judge_found, tell
+from ledger_kit.mutants import KeepsOneRowTooMany
 
 from kvtxn.audit import KINDS
-from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
 
 VIOLATION = {
     "kind": "foreign", "step": 37, "request": "session 5", "group": "group.0", "layer": None,

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 from kvtxn.integrations.audit_command import svg
+from ledger_kit.engine import SmallEngine
 
 from kvtxn.audit import RecordingLedger, RowGroup
-from kvtxn.testing.audit_engine import SmallEngine
 
 GROUPS = (RowGroup("group.0", 16, 40),)
 

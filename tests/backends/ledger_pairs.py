@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
+from ledger_kit.life import new_ledger
 
 from kvtxn.audit import Step
-from kvtxn.testing.audit_life import new_ledger
 
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses

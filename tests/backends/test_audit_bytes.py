@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
+from ledger_kit.bytes import BYTE_MUTANTS, ByteEngine, ReadsARowTooMany
+from ledger_kit.life import GROUPS, MAX_LENGTH, live, new_ledger
 
 from kvtxn import LayerRef
 from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step, Window
 from kvtxn.audit.checksum import checksum
 from kvtxn.audit.torch_passes import TorchPasses
-from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine, ReadsARowTooMany
-from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, live, new_ledger
 
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
@@ -249,8 +250,8 @@ COUNT_COMPILED = """
 import os
 import sys
 from kvtxn.backends.audit_numba import NumbaPasses, byte_rows
-from kvtxn.testing.audit_bytes import ByteEngine
-from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, live, new_ledger
+from ledger_kit.bytes import ByteEngine
+from ledger_kit.life import GROUPS, MAX_LENGTH, live, new_ledger
 def counts():
     names = "add_checksums", "due_rows", "due_states", "slots_left"
     return [len(getattr(byte_rows, name).signatures) for name in names]
@@ -274,7 +275,8 @@ for name, ledger in ledgers.items():
 def test_nothing_is_compiled_in_a_step():
     """Everything is when the scrub is made; in processes of their own, where nothing is yet."""
     command = [sys.executable, "-c", COUNT_COMPILED]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    where = Path(__file__).parent.parent
+    ran = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 

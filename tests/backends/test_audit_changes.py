@@ -9,12 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 from kernels_here import importing_kernels
+from ledger_kit.life import new_ledger
 from ledger_pairs import DEVICE, assert_equal_books, pair  # noqa: F401
 
 from kvtxn.audit import Admission
 from kvtxn.audit.books import DURABLE, SERIAL
 from kvtxn.errors import CapacityError, ConfigError
-from kvtxn.testing.audit_life import new_ledger
 
 with importing_kernels():
     from kvtxn.backends.audit import staging

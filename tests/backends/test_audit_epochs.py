@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels_here import ON_GPU
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import ages_of, live, new_engine, new_model, said
 from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
-
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import ages_of, live, new_engine, new_model, said
 
 __all__ = ["pair"]
 

@@ -7,9 +7,9 @@ import inspect
 import pytest
 import torch
 from kernels_here import importing_kernels
+from ledger_kit.life import new_ledger
 
 from kvtxn.audit import Step
-from kvtxn.testing.audit_life import new_ledger
 
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses, compare_kernel, resolve_kernel, write_kernel

@@ -9,14 +9,14 @@ import attrs
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import GROUPS, live, new_engine, new_ledger, said
+from ledger_kit.mutants import MUTANTS
 from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
 
 from kvtxn.audit import Step, Stretch
 from kvtxn.audit.books import FINGERPRINTS, JOURNALLED, KEPT
 from kvtxn.audit.rows import first_of
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
-from kvtxn.testing.audit_mutants import MUTANTS
 
 with importing_kernels():
     pass

@@ -5,12 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from ledger_kit.life import new_ledger
 from ledger_pairs import DEVICE, assert_equal_books, pair
 
 from kvtxn import ConfigError
 from kvtxn.audit import Step
 from kvtxn.audit.rows import first_of
-from kvtxn.testing.audit_life import new_ledger
 
 __all__ = ["pair"]
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from kernels_here import ON_GPU
 from kvtxn.backends.audit_numba import NumbaPasses
+from ledger_kit.bytes import BYTE_MUTANTS, ByteEngine
+from ledger_kit.engine import SmallEngine
+from ledger_kit.life import GROUPS, live, new_engine, said
 from ledger_pairs import DEVICE, PASSES, assert_equal_books, pair
 from test_audit_bytes import BACKENDS, assert_equal_bytes, in_torch, twin
 
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, RecordingLedger, RowGroup, Step, Stretch
 from kvtxn.audit.lengths import report_lengths
-from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine
-from kvtxn.testing.audit_engine import SmallEngine
-from kvtxn.testing.audit_life import GROUPS, live, new_engine, said
 
 __all__ = ["pair"]
 

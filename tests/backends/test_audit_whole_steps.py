@@ -8,12 +8,12 @@ import attrs
 import pytest
 import torch
 from kvtxn.backends.audit_numba import NumbaPasses
+from ledger_kit.life import new_ledger
 
 from kvtxn.audit import Step
 from kvtxn.audit.step_input import StepBuffers
 from kvtxn.audit.torch_passes import TorchPasses
 from kvtxn.errors import AcceptanceError, ConfigError
-from kvtxn.testing.audit_life import new_ledger
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from ..audit.books import AGES
-from ..audit.groups import Group
-from ..audit.step import Step
+from kvtxn.audit.books import AGES
+from kvtxn.audit.groups import Group
+from kvtxn.audit.step import Step
 
 #: (pool, block, offset in the block).
 Word = tuple[str, int, int]

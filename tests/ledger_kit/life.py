@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ..audit import Ledger, RowGroup, StateGroup
-from ..audit.groups import Group
-from .audit_engine import SmallEngine
-from .audit_model import Finding, LedgerModel, finding_of
+from kvtxn.audit import Ledger, RowGroup, StateGroup
+from kvtxn.audit.groups import Group
+
+from .engine import SmallEngine
+from .model import Finding, LedgerModel, finding_of
 
 #: Groups of layers, by a name for the kind of engine.
 GROUPS: Final[Mapping[str, Sequence[Group]]] = {

@@ -3,7 +3,7 @@
 The engine manages requests, blocks and drafts like an LLM engine, with random tokens in place of a
 model, and reports each step to one or several ledgers. It stores blocks outside, under their
 tokens, and loads them again. Each operation in which an engine can go wrong is a method, which
-``audit_mutants`` overrides.
+``mutants`` overrides.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..audit.groups import Group, RowGroup, StateGroup
-from ..audit.step import Step
-from .audit_blocks import NULL_BLOCK, OutOfBlocks, Part, Pool, Request
+from kvtxn.audit.groups import Group, RowGroup, StateGroup
+from kvtxn.audit.step import Step
+
+from .blocks import NULL_BLOCK, OutOfBlocks, Part, Pool, Request
 
 #: The fields of a step that say where its rows stand.
 _WAYS: Final = (("positions",), ("first",), ("first", "positions"))

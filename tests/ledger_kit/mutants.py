@@ -8,9 +8,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, ClassVar, Final
 
-from ..audit.groups import Group, RowGroup, StateGroup
-from .audit_blocks import NULL_BLOCK, OutOfBlocks, Part, Request
-from .audit_engine import SmallEngine
+from kvtxn.audit.groups import Group, RowGroup, StateGroup
+
+from .blocks import NULL_BLOCK, OutOfBlocks, Part, Request
+from .engine import SmallEngine
 
 
 class Mutant(SmallEngine):

@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from ..audit import Ledger, Scrub
-from ..audit.groups import Group, RowGroup, StateGroup
-from ..audit.rows import Batch, first_visible
-from ..audit.step import Step
-from ..formats import words
-from ..layers import LayerRef
-from .audit_blocks import Request
-from .audit_engine import SmallEngine
+from kvtxn.audit import Ledger, Scrub
+from kvtxn.audit.groups import Group, RowGroup, StateGroup
+from kvtxn.audit.rows import Batch, first_visible
+from kvtxn.audit.step import Step
+from kvtxn.formats import words
+from kvtxn.layers import LayerRef
+
+from .blocks import Request
+from .engine import SmallEngine
 
 
 class Payload(list[Any]):

@@ -1,0 +1,1 @@
+"""What ledgers are tested with: a small engine, a dict model of the ledger, and faulty engines."""
