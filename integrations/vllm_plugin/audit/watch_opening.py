@@ -34,6 +34,7 @@ from ..internals import layers as attention_layers
 from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
 from ..internals.hooks import mix_in
+from ..internals.request_blocks import RequestBlocks
 from ..internals.runner_protocols import Runner
 from ..internals.spare_blocks import CachePlan
 from ..policy.settings import PluginSettings
@@ -319,13 +320,14 @@ def follow_transfers(
         checksums = connectors.BlockBytes(runner, ledger.books.key).checksums
         for name in [*watch.groups, *state_sizes]:  # a kernel is compiled now, and not in a step
             checksums(name, [0])
+        requests = runner.kvtxn_requests = RequestBlocks()
         transfers = TransferWatch(
             ledger,
             watch.groups,
             state_sizes,
-            partial(connectors.transfers, runner),
+            partial(connectors.transfers, runner, requests),
             checksums,
-            partial(connectors.tables_of, runner),
+            requests.tables,
             watch.stop,
             _shared_identities(runner, watch),
         )
