@@ -135,6 +135,7 @@ def open_watch(
         _compare_bytes(runner, watch, on_device=on_device)
     follow_transfers(runner, watch, mixin)
     follow_weights(runner, watch)
+    follow_adapters(runner, watch)
     if on_device:
         try:
             _follow_copies(runner, watch)
@@ -400,6 +401,17 @@ def follow_weights(runner: HookedRunner, watch: Watch) -> None:
         every = runner.kvtxn_settings.weights_every
         watch.weights = WeightWatch(watch.ledger, engine_weights.parameters(runner), every)
         runner.kvtxn_undo.callback(engine_weights.follow_loads(runner, watch.weights.changed))
+    except Exception as error:
+        watch.stop(error)
+
+
+def follow_adapters(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch hear of adapters that are loaded; if that fails, the audit ends.
+
+    Without it, an adapter would count as the files that lie there when a request comes.
+    """
+    try:
+        runner.kvtxn_undo.callback(audited.follow_adapters(runner))
     except Exception as error:
         watch.stop(error)
 

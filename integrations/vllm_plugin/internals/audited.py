@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Final
 
@@ -316,6 +316,12 @@ def _adapters(runner: Runner) -> Adapters:
     """Return a runner's ``Adapters``, made at the first call."""
     known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
     return known
+
+
+def follow_adapters(runner: Runner) -> Callable[[], None]:
+    """Hear of each adapter that a runner's worker loads; return the undo."""
+    manager = getattr(runner, "lora_manager", None)
+    return (lambda: None) if manager is None else _adapters(runner).follow(manager)
 
 
 def _media(runner: Runner) -> Media:
