@@ -54,6 +54,10 @@ class RunnerSteps(Generic[HookedRunnerT]):
         self._runner.kvtxn_audit = watch
 
     def begin(self) -> None:
+        """Note what can be known before the step changes anything."""
+        self._note_blocks()
+
+    def _note_blocks(self) -> None:
         """Note which blocks the step's requests have, if a connector may take them."""
         watch = self.watch
         if watch is not None and watch.transfers is not None:
@@ -137,7 +141,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
 
     def begin(self) -> None:
         """Note the requests' blocks, and the columns of states before vLLM moves them."""
-        super().begin()
+        self._note_blocks()
         copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
         if copies is not None and watch is not None:
             watch.hear(lambda _: copies.begin(scheduled))
@@ -224,7 +228,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         if watch is not None and watch.transfers is not None:
             leaving = connectors.metadata_of(self._runner.kvtxn_scheduled)
             watch.transfers.tell(partial(watch.transfers.flush, leaving))
-        super().begin()
+        self._note_blocks()
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
         """Read the rows of the step that is about to run, and its states if any are watched."""
