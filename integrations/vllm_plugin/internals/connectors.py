@@ -90,9 +90,9 @@ def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Tran
             flushed = getattr(part, "jobs_to_flush", None) or ()
             for job_id, job in part.store_jobs.items():
                 into = found.at_once if job_id in flushed else found.stores
-                into.extend(_job(runner, number, job, job.src_spec, job.dst_spec))
+                into.extend(_job(runner, requests, number, job, job.src_spec, job.dst_spec))
             for job in part.load_jobs.values():
-                found.loads.extend(_job(runner, number, job, job.dst_spec, job.src_spec))
+                found.loads.extend(_job(runner, requests, number, job, job.dst_spec, job.src_spec))
         elif _has_blocks(part):
             found.stores.extend(_loose(requests, part.store_gpu_blocks))
         elif _names_slots(part):
@@ -131,9 +131,18 @@ def _names_slots(part: object) -> TypeGuard[SlotTransfers]:
 
 
 def _job(
-    runner: Runner, part: int, job: OffloadingJob, spec: BlockList, store: object
+    runner: Runner,
+    requests: RequestBlocks,
+    part: int,
+    job: OffloadingJob,
+    spec: BlockList,
+    store: object,
 ) -> Iterator[Handed]:
-    """Read the blocks of an offloading job, which has them group by group."""
+    """Read the blocks of an offloading job, which has them group by group.
+
+    It says which number the first block of a group has. Blocks that the store has already, and
+    those that nobody could load from there, are left out in between.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
     groups = range(len(spec.group_sizes))
@@ -146,11 +155,24 @@ def _job(
     keys = [(part, place) for place in places] if alone and len(places) == len(blocks) else None
     for number, size, begin in zip(numbers, spec.group_sizes, spec.block_indices, strict=True):
         if size:
-            these = slice(at, at + size)
-            own = None if keys is None else keys[these]
-            name = f"group.{number}"
-            yield Handed(name, blocks[these], int(begin), str(job.req_id), keys=own)
+            name, columns = str(job.req_id), [int(begin)]
+            for block in blocks[at + 1 : at + size]:
+                columns.append(requests.column(name, number, block, columns[-1]))
+            for run in _runs(columns):
+                these = slice(at + run.start, at + run.stop)
+                own = None if keys is None else keys[these]
+                first = columns[run.start]
+                yield Handed(f"group.{number}", blocks[these], first, name, keys=own)
         at += size
+
+
+def _runs(columns: Sequence[int]) -> Iterator[range]:
+    """Yield the places of columns that follow each other without a gap."""
+    begin = 0
+    for at in range(1, len(columns) + 1):
+        if at == len(columns) or columns[at] != columns[at - 1] + 1:
+            yield range(begin, at)
+            begin = at
 
 
 def _has_tiers(settings: object) -> bool:

@@ -87,3 +87,17 @@ class RequestBlocks:
         if request is None or self._latest.get(request.name) is not request:
             return None
         return request.name, group, column
+
+    def column(self, name: str, group: int, block: int, after: int) -> int:
+        """Return the next column behind another one in which a request has a block.
+
+        Without any it is the very next: somebody names a block that is not the request's.
+        """
+        tables = self.tables(name)
+        rest = tables[group][after + 1 :] if tables else []
+        if block in rest:
+            return after + 1 + rest.index(block)
+        owner = self.owner(block)  # of a request that has ended
+        if owner is not None and owner[1] == group and owner[2] > after:
+            return owner[2]
+        return after + 1

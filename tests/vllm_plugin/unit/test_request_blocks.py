@@ -110,3 +110,37 @@ def test_neighbouring_blocks_of_a_request_are_handed_over_together(requests):
         ("c", "group.0", [3, 9], 0),
     ]
     assert found.loads == []
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_job_leaves_out_blocks_between_its_first_and_its_last(requests, ended):
+    """Those that the store has, or that nobody could load; it says where the first one lies."""
+    requests.hear(scheduled(grown=[("a", ([9, 10], [11]))]))
+    if ended:
+        requests.hear(scheduled(gone=["a"]))
+    places = SimpleNamespace(block_ids=[20, 21, 22, 23, 24])
+    spec = SimpleNamespace(block_ids=[2, 4, 5, 10, 11], group_sizes=[4, 1], block_indices=[1, 1])
+    job = SimpleNamespace(req_id="a", src_spec=spec, dst_spec=places)
+    config = SimpleNamespace(
+        kv_cache_groups=[None, None], hisparse_host_num_blocks=None,
+        prefix_cacheable_group_ids=(0, 1),
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        kv_cache_config=config, vllm_config=SimpleNamespace(kv_transfer_config=None)
+    )
+    found = connectors.transfers(
+        runner, requests, SimpleNamespace(store_jobs={1: job}, load_jobs={})
+    ).stores
+    assert [(each.group, each.blocks, each.begin) for each in found] == [
+        ("group.0", [2], 1),
+        ("group.0", [4, 5], 3),
+        ("group.0", [10], 6),
+        ("group.1", [11], 1),
+    ]
+    assert [each.keys for each in found] == [[(0, 20)], [(0, 21), (0, 22)], [(0, 23)], [(0, 24)]]
+
+
+def test_a_job_names_a_block_that_is_not_the_request_s(requests):
+    """It counts as the next one: the rows under that hash are others."""
+    assert requests.column("a", 0, 6, 2) == 3
+    assert requests.column("nobody", 0, 30, 2) == 3
