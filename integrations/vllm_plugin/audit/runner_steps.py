@@ -14,7 +14,6 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import Tensor
 
 from ...serving.ledger.rank_agreement import Wrong
-from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ...serving.step import Arrival, PlannedStep, Rows, States
 from ..internals import (
@@ -29,7 +28,6 @@ from ..internals import (
     scheduling,
 )
 from ..internals.batches import PlannedV1, PlannedV2
-from ..internals.engine_protocols import SchedulerOutput
 from ..internals.hooks import follow, mix_in
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
 from .watch_opening import join_stages, new_state_reader, open_watch
@@ -56,7 +54,16 @@ class RunnerSteps(Generic[HookedRunnerT]):
         self._runner.kvtxn_audit = watch
 
     def begin(self) -> None:
-        """Do nothing before a step; a kind of runner overrides it."""
+        """Note what can be known before the step changes anything."""
+        self._note_blocks()
+
+    def _note_blocks(self) -> None:
+        """Note which blocks the step's requests have, if a connector may take them."""
+        watch = self.watch
+        if watch is not None and watch.transfers is not None:
+            runner = self._runner
+            hear = partial(connectors.hear, runner.kvtxn_requests, runner.kvtxn_scheduled)
+            watch.transfers.tell(hear)
 
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
@@ -133,7 +140,8 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(runner, watch)
 
     def begin(self) -> None:
-        """Note the columns of states before vLLM moves them."""
+        """Note the requests' blocks, and the columns of states before vLLM moves them."""
+        self._note_blocks()
         copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
         if copies is not None and watch is not None:
             watch.hear(lambda _: copies.begin(scheduled))
@@ -178,7 +186,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
             is_ready: called in each step once its states and transfers can be read, too.
         """
         runner = self._runner
-        runner.kvtxn_requests, self._metadata, self.ready = {}, None, "planned"
+        self._metadata, self.ready = None, "planned"
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited.lines(runner) if connectors.connector() is None else None
         lacking = audited.lacking(runner)
@@ -222,12 +230,9 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         """Note which blocks a connector takes before the step hands them to others."""
         watch = self.watch
         if watch is not None and watch.transfers is not None:
-            scheduled = self._runner.kvtxn_scheduled
-            watch.transfers.tell(partial(self._note_leaving, scheduled, watch.transfers))
-
-    def _note_leaving(self, scheduled: SchedulerOutput, transfers: TransferWatch) -> None:
-        transfers.flush(connectors.metadata_of(scheduled))
-        audited.note_requests(self._runner.kvtxn_requests, scheduled)
+            leaving = connectors.metadata_of(self._runner.kvtxn_scheduled)
+            watch.transfers.tell(partial(watch.transfers.flush, leaving))
+        self._note_blocks()
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
         """Return the rows and states of the step that is about to run; None if none is watched."""

@@ -34,6 +34,7 @@ from ..internals import layers as attention_layers
 from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
 from ..internals.hooks import mix_in
+from ..internals.request_blocks import RequestBlocks
 from ..internals.runner_protocols import Runner
 from ..internals.spare_blocks import CachePlan
 from ..policy.settings import PluginSettings
@@ -141,6 +142,7 @@ def open_watch(
         _compare_bytes(runner, watch, on_device=on_device)
     follow_transfers(runner, watch, mixin)
     follow_weights(runner, watch)
+    follow_adapters(runner, watch)
     if on_device:
         try:
             _follow_copies(runner, watch)
@@ -337,13 +339,14 @@ def follow_transfers(
         checksums = connectors.BlockBytes(runner, ledger.books.key).checksums
         for name in [*watch.groups, *state_sizes]:  # a kernel is compiled now, and not in a step
             checksums(name, [0])
+        requests = runner.kvtxn_requests = RequestBlocks()
         transfers = TransferWatch(
             ledger,
             watch.groups,
             state_sizes,
-            partial(connectors.transfers, runner),
+            partial(connectors.transfers, runner, requests),
             checksums,
-            partial(connectors.tables_of, runner),
+            requests.tables,
             watch.stop,
             _shared_identities(runner, watch),
         )
@@ -416,6 +419,17 @@ def follow_weights(runner: HookedRunner, watch: Watch) -> None:
         every = runner.kvtxn_settings.weights_every
         watch.weights = WeightWatch(watch.ledger, engine_weights.parameters(runner), every)
         runner.kvtxn_undo.callback(engine_weights.follow_loads(runner, watch.weights.changed))
+    except Exception as error:
+        watch.stop(error)
+
+
+def follow_adapters(runner: HookedRunner, watch: Watch) -> None:
+    """Let a watch hear of adapters that are loaded; if that fails, the audit ends.
+
+    Without it, an adapter would count as the files that lie there when a request comes.
+    """
+    try:
+        runner.kvtxn_undo.callback(audited.follow_adapters(runner))
     except Exception as error:
         watch.stop(error)
 

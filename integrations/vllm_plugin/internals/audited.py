@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress
 from typing import Final
 
@@ -211,13 +211,6 @@ def _placeholders(state: RequestContent) -> list[int]:
     return [0] * len(state.prompt_embeds)
 
 
-def known_tokens(state: RequestContent) -> list[int]:
-    """Return the token ids that vLLM has of a request, placeholders included."""
-    if hasattr(state, "output_token_ids"):
-        return [*(state.prompt_token_ids or ()), *state.output_token_ids]
-    return tokens_of(state)
-
-
 def own_tokens(runner: RunnerV1, name: str) -> list[int]:
     """Return a request's token ids up to the first position whose token the runner lacks.
 
@@ -314,10 +307,6 @@ class PutBack:
         """Return the rows that a request which comes had; None if it was not put back."""
         return self._rows.pop(name, None)
 
-    def __contains__(self, name: str) -> bool:
-        """Tell whether a request was put back and has not come again."""
-        return name in self._rows
-
 
 def _rows_after(told: SchedulerOutput, name: str) -> int | None:
     """Return the rows that a request has after a step, drafts included; None if it took no part."""
@@ -339,15 +328,16 @@ def _put_back(runner: Runner) -> PutBack:
     return known
 
 
-def is_put_back(runner: Runner, name: str) -> bool:
-    """Tell whether a request was put back and has not come again; its blocks are others' now."""
-    return name in _put_back(runner)
-
-
 def _adapters(runner: Runner) -> Adapters:
     """Return a runner's ``Adapters``, made at the first call."""
     known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
     return known
+
+
+def follow_adapters(runner: Runner) -> Callable[[], None]:
+    """Hear of each adapter that a runner's worker loads; return the undo."""
+    manager = getattr(runner, "lora_manager", None)
+    return (lambda: None) if manager is None else _adapters(runner).follow(manager)
 
 
 def _media(runner: Runner) -> Media:
@@ -520,39 +510,3 @@ def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Ar
     return arrival_of(
         *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids), had
     )
-
-
-@attrs.define(eq=False)
-class Told:
-    """A request as the scheduler told the V2 runner of it.
-
-    Attributes:
-        came: the request as it came.
-        tables: its blocks by group.
-        computed: the tokens that were computed of it, or are under way, when the step was planned.
-    """
-
-    came: NewRequest
-    tables: list[list[int]]
-    computed: int
-
-
-def note_requests(known: dict[str, Told], scheduler_output: SchedulerOutput) -> None:
-    """Bring a list of a V2 runner's requests up to date, which keeps none itself.
-
-    Args:
-        known: by name, the requests and their blocks; changed in place.
-        scheduler_output: a step, in which requests come, grow, end or are preempted.
-    """
-    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
-    for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
-        known.pop(name, None)
-    for new in told.scheduled_new_reqs:
-        tables = [list(blocks) for blocks in new.block_ids]
-        known[new.req_id] = Told(new, tables, new.num_computed_tokens)
-    every = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-    for name, grown, computed in every:
-        if name in known:
-            known[name].computed = computed
-            for own, more in zip(known[name].tables, grown or (), strict=grown is not None):
-                own += more

@@ -7,7 +7,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeGuard
 
 import attrs
@@ -18,8 +18,9 @@ from ....audit import Key
 from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
-from .audited import arrival_of, is_put_back, known_tokens
-from .engine_protocols import KVCacheConfig, KVCacheSpec, RequestContent, SchedulerOutput
+from .audited import arrival_of, tokens_of
+from .engine_protocols import KVCacheConfig, SchedulerOutput
+from .request_blocks import RequestBlocks
 from .runner_protocols import (
     BlockList,
     ConnectorOutput,
@@ -77,14 +78,17 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
     return told
 
 
-def transfers(runner: Runner, metadata: object) -> Transfers:
     """Return the blocks that a connector stores and loads in a step, read from its metadata.
 
-    ``opaque`` is set if some part of the metadata is of a connector that kvtxn cannot read.
+    Blocks that are loaded without a request's name are left out: they are of one that still waits,
+    which the connector names when its rows have come. ``opaque`` is set if some part of the
+    metadata is of a connector that kvtxn cannot read.
 
     Args:
         runner: the worker's runner.
+        requests: those that it was told of, and their blocks.
         metadata: of the connector, or of several in one.
+    """
     """
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):
@@ -92,16 +96,15 @@ def transfers(runner: Runner, metadata: object) -> Transfers:
             flushed = getattr(part, "jobs_to_flush", None) or ()
             for job_id, job in part.store_jobs.items():
                 into = found.at_once if job_id in flushed else found.stores
-                into.extend(_job(runner, number, job, job.src_spec, job.dst_spec))
+                into.extend(_job(runner, requests, number, job, job.src_spec, job.dst_spec))
             for job in part.load_jobs.values():
-                found.loads.extend(_job(runner, number, job, job.dst_spec, job.src_spec))
+                found.loads.extend(_job(runner, requests, number, job, job.dst_spec, job.src_spec))
         elif _has_blocks(part):
-            found.stores.extend(_loose(runner, part.store_gpu_blocks))
-            found.loads.extend(_loose(runner, part.load_gpu_blocks))
+            found.stores.extend(_loose(requests, part.store_gpu_blocks))
         elif _names_slots(part):
             for each in part.requests:
                 into = found.stores if each.is_store else found.loads
-                into.extend(_slots(runner, each))
+                into.extend(_slots(runner, requests, each))
         else:
             found = attrs.evolve(found, opaque=True)
     return found
@@ -134,9 +137,18 @@ def _names_slots(part: object) -> TypeGuard[SlotTransfers]:
 
 
 def _job(
-    runner: Runner, part: int, job: OffloadingJob, spec: BlockList, store: object
+    runner: Runner,
+    requests: RequestBlocks,
+    part: int,
+    job: OffloadingJob,
+    spec: BlockList,
+    store: object,
 ) -> Iterator[Handed]:
-    """Read the blocks of an offloading job, which has them group by group."""
+    """Read the blocks of an offloading job, which has them group by group.
+
+    It says which number the first block of a group has. Blocks that the store has already, and
+    those that nobody could load from there, are left out in between.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
     groups = range(len(spec.group_sizes))
@@ -149,11 +161,24 @@ def _job(
     keys = [(part, place) for place in places] if alone and len(places) == len(blocks) else None
     for number, size, begin in zip(numbers, spec.group_sizes, spec.block_indices, strict=True):
         if size:
-            these = slice(at, at + size)
-            own = None if keys is None else keys[these]
-            name = f"group.{number}"
-            yield Handed(name, blocks[these], int(begin), str(job.req_id), keys=own)
+            name, columns = str(job.req_id), [int(begin)]
+            for block in blocks[at + 1 : at + size]:
+                columns.append(requests.column(name, number, block, columns[-1]))
+            for run in _runs(columns):
+                these = slice(at + run.start, at + run.stop)
+                own = None if keys is None else keys[these]
+                first = columns[run.start]
+                yield Handed(f"group.{number}", blocks[these], first, name, keys=own)
         at += size
+
+
+def _runs(columns: Sequence[int]) -> Iterator[range]:
+    """Yield the places of columns that follow each other without a gap."""
+    begin = 0
+    for at in range(1, len(columns) + 1):
+        if at == len(columns) or columns[at] != columns[at - 1] + 1:
+            yield range(begin, at)
+            begin = at
 
 
 def _has_tiers(settings: object) -> bool:
@@ -163,78 +188,43 @@ def _has_tiers(settings: object) -> bool:
     return isinstance(settings, list | tuple) and any(map(_has_tiers, settings))
 
 
-def _loose(runner: Runner, blocks: Sequence[int]) -> Iterator[Handed]:
-    """Find the requests whose blocks these are; blocks of requests that ended are left out."""
-    wanted = {int(block) for block in blocks}
-    groups = runner.kv_cache_config.kv_cache_groups
-    for name, tables, _, computed in _running(runner) if wanted else ():
-        for number, own in enumerate(tables):
-            if wanted.isdisjoint(own):
-                continue
-            first = _first_kept(groups[number].kv_cache_spec, computed)
-            columns = itertools.islice(enumerate(own), first, None)
-            for is_wanted, run in itertools.groupby(columns, lambda at: at[1] in wanted):
-                if is_wanted:
-                    numbers, these = zip(*run, strict=True)
-                    yield Handed(f"group.{number}", [*these], numbers[0], name)
+def _loose(requests: RequestBlocks, blocks: Iterable[int]) -> Iterator[Handed]:
+    """Find the requests whose blocks these are; blocks that are nobody's are left out."""
+    owners = ((requests.owner(int(block)), int(block)) for block in {*blocks})
+    found = sorted((*owner, block) for owner, block in owners if owner is not None)
+    runs = itertools.groupby(enumerate(found), lambda at: (*at[1][:2], at[1][2] - at[0]))
+    for (name, group, _), run in runs:
+        these = [each for _, each in run]
+        yield Handed(f"group.{group}", [each[3] for each in these], these[0][2], name)
 
 
-def _first_kept(spec: KVCacheSpec, computed: int) -> int:
-    """Return the first column of a table whose block cannot be another request's by now.
-
-    vLLM frees the blocks that leave a window, and a runner's table keeps their numbers. Drafts that
-    were rejected may count as computed then, so one column more is left out.
-    """
-    window = getattr(spec, "sliding_window", None)
-    chunk = getattr(spec, "attention_chunk_size", None)
-    left = computed // chunk * chunk if chunk else computed + 1 - window if window else 0
-    return left // int(spec.block_size) + 1 if left > 0 else 0
-
-
-def _slots(runner: Runner, each: SlotTransfer) -> Iterator[Handed]:
+def _slots(runner: Runner, requests: RequestBlocks, each: SlotTransfer) -> Iterator[Handed]:
     """Find the request behind a list of slots of the first group, which begin at its first row.
 
     They are stored in a folder that engines may share.
     """
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
+    owner = requests.owner(blocks[-1]) if blocks else None
+    came = None if owner is None else requests.content(owner[0])
+    if owner is None or came is None:
+        return
     tokens = [int(token) for token in each.token_ids]
-    for name, tables, state, _ in _running(runner):
-        if blocks and list(tables[0][: len(blocks)]) == blocks:
-            same = known_tokens(state)[: len(tokens)] == tokens
-            other = None if same else arrival_of(runner, state, name, tokens, 0, ())
-            yield Handed("group.0", blocks, 0, name, other)
-            return
+    same = tokens_of(came)[: len(tokens)] == tokens
+    other = None if same else arrival_of(runner, came, owner[0], tokens, 0, ())
+    yield Handed("group.0", blocks, 0, owner[0], other)
 
 
-def _running(
-    runner: Runner,
-) -> Iterator[tuple[str, Sequence[Sequence[int]], RequestContent, int]]:
-    """Yield each request that a runner knows: name, blocks by group, content, computed tokens.
-
-    The V1 runner keeps this, of requests that were put back as well, whose blocks others have; what
-    the V2 runner was told is in ``kvtxn_requests``.
-    """
-    told = getattr(runner, "kvtxn_requests", None)
-    if told is None:
-        assert hasattr(runner, "requests")  # it is a V1 runner
-        for name, state in runner.requests.items():
-            if not is_put_back(runner, name):
-                yield name, state.block_ids, state, state.num_computed_tokens
-    else:
-        for name, each in told.items():
-            yield name, each.tables, each.came, each.computed
-
-
-def tables_of(runner: Runner, request: str) -> Sequence[Sequence[int]]:
-    """Return the blocks of a request by group, as the host knows them; nothing if it does not."""
-    told = getattr(runner, "kvtxn_requests", None)
-    if told is not None:
-        known = told.get(request)
-        return () if known is None else known.tables
-    assert hasattr(runner, "requests")  # it is a V1 runner
-    state = runner.requests.get(request)
-    return () if state is None else state.block_ids
+def hear(requests: RequestBlocks, scheduler_output: SchedulerOutput) -> None:
+    """Bring a runner's requests and their blocks up to date; call it once for each step."""
+    filled: list[int] = []
+    for part in _parts(metadata_of(scheduler_output)):
+        if _has_jobs(part):
+            for job in part.load_jobs.values():
+                filled.extend(int(block) for block in job.dst_spec.block_ids)
+        elif _has_blocks(part):
+            filled.extend(part.load_gpu_blocks)
+    requests.hear(scheduler_output, filled)
 
 
 def metadata_of(scheduler_output: SchedulerOutput) -> object:

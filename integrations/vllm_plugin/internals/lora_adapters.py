@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import attrs
 
 from .engine_protocols import LoRARequest
-from .runner_protocols import Runner
+from .hooks import follow, precede
+from .runner_protocols import Runner, WorkerAdapters
 
 #: The file of weights that vLLM loads is the first of these that an adapter's folder has.
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -38,79 +40,84 @@ Stamps = list[tuple[str, int, int, int, int]]
 
 
 @attrs.frozen(eq=False)
-class _Known:
-    """An adapter whose files were read.
+class _Read:
+    """An adapter's files, as they were read.
 
     Attributes:
-        name: its name and path.
-        stamps: what tells, without reading them, that its files were replaced.
-        content: a hash of its files.
-        loaded: refers to what vLLM has made of these files; None while that is not known.
+        name: the adapter's name and path.
+        stamps: what tells, without reading them, that the files were replaced.
+        identity: a hash of them; where they cannot be read, of name and path.
     """
 
     name: tuple[str, str]
     stamps: Stamps
-    content: bytes
-    loaded: Callable[[], object] | None
-
-    def is_still(self, name: tuple[str, str], loaded: object) -> bool:
-        """Tell whether the files need not be read again for a request.
-
-        Args:
-            name: the adapter's name and path.
-            loaded: what vLLM has loaded; None if it loads the files for the request. It does so
-                once for all requests of a step.
-        """
-        if self.name != name or (loaded is None and self.loaded is not None):
-            return False
-        if loaded is None:
-            return self.stamps == _stamps(name[1])
-        return self.loaded is None or self.loaded() is loaded
+    identity: int
 
 
 class Adapters:
-    """The adapters that requests have named, by vLLM's number.
+    """The adapters of requests, known by the files that vLLM has loaded for them.
 
-    An adapter's files are looked at when a request comes for which vLLM loads them: the first one
-    with the adapter's number, one that comes after the adapter was pushed out, removed or loaded
-    anew, and each one that wants it loaded in place. They are read if they have changed since they
-    were read last. One that is loaded again from the same files is the same one, whatever its
-    number.
+    vLLM goes by an adapter's number alone. What is loaded under it is used, whatever name and path
+    a request gives, and whatever lies there by now. So files are read when vLLM loads them, or
+    just before, for a request that comes first. Files that stay are read once.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self._read: dict[str, tuple[Stamps, bytes]] = {}
+        #: By what vLLM has made of the files.
+        self._loaded: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
+        #: By number, the adapters that vLLM loads for requests of the coming step.
+        self._awaited: Final[dict[int, _Read]] = {}
+        self._contents: Final[dict[str, tuple[Stamps, bytes]]] = {}
+        self._loading = 0
+
+    def follow(self, manager: WorkerAdapters) -> Callable[[], None]:
+        """Hear of each adapter that a worker loads, for a request or not; return the undo."""
+        undo = ExitStack()
+        undo.callback(precede(manager, "_load_adapter", self._begin_load))
+        undo.callback(follow(manager, "_load_adapter", self._end_load))
+        return undo.close
+
+    def _begin_load(self, lora_request: LoRARequest) -> None:
+        self._loading = self._read(lora_request).identity
+        self._awaited.pop(int(lora_request.lora_int_id), None)
+
+    def _end_load(self, loaded: object) -> None:
+        self._loaded[loaded] = self._loading
 
     def identity(self, lora: LoRARequest, runner: Runner) -> int:
         """Return a hash of an adapter's weights; where they cannot be read, of name and path."""
-        number, name = int(lora.lora_int_id), (str(lora.lora_name), str(lora.lora_path))
-        loaded = None if getattr(lora, "load_inplace", False) else _loaded(runner, number)
-        known = self._known.get(number)
-        if known is None or not known.is_still(name, loaded):
-            known = _Known(name, *self._content(name[1]), None)
-        if loaded is not None and known.loaded is None:  # for this request, or the one before
-            known = attrs.evolve(known, loaded=weakref.ref(loaded))
-        self._known[number] = known
-        return hash_of(known.content or repr(name).encode())
+        if getattr(lora, "load_inplace", False):
+            return self._read(lora).identity
+        number = int(lora.lora_int_id)
+        loaded = runner.lora_manager._adapter_manager.get_adapter(number)
+        if loaded is None:
+            return self._read(lora).identity
+        if loaded not in self._loaded:  # it was there before the audit
+            self._loaded[loaded] = self._read(lora).identity
+            self._awaited.pop(number, None)
+        return self._loaded[loaded]
 
-    def _content(self, path: str) -> tuple[Stamps, bytes]:
-        """Return the stamps and a hash of an adapter's files, which are read if they are new."""
-        stamps = _stamps(path)
-        known = self._read.pop(path, None)
+    def _read(self, lora: LoRARequest) -> _Read:
+        """Return an adapter's files, which vLLM loads now or for the coming step."""
+        number, name = int(lora.lora_int_id), (str(lora.lora_name), str(lora.lora_path))
+        known, stamps = self._awaited.get(number), _stamps(name[1])
+        if known is None or (known.name, known.stamps) != (name, stamps):
+            content = self._content(name[1], stamps)
+            known = _Read(name, stamps, hash_of(content or repr(name).encode()))
+            self._awaited[number] = known
+        return known
+
+    def _content(self, path: str, stamps: Stamps) -> bytes:
+        """Return a hash of an adapter's files, which are read if they are new."""
+        known = self._contents.pop(path, None)
         if known is None or known[0] != stamps:
             known = stamps, _content(path)
         changed = max((max(at) for _, *at, _, _ in stamps), default=time.time_ns())
         if time.time_ns() - changed > _SETTLED:  # or else another change could go unnoticed
-            self._read[path] = known
-        if len(self._read) > _REMEMBERED:
-            del self._read[next(iter(self._read))]
-        return known
-
-
-def _loaded(runner: Runner, number: int) -> object:
-    """Return what vLLM has loaded under an adapter's number; None if it has to load the files."""
-    return runner.lora_manager._adapter_manager.get_adapter(number)
+            self._contents[path] = known
+        if len(self._contents) > _REMEMBERED:
+            del self._contents[next(iter(self._contents))]
+        return known[1]
 
 
 def hash_of(content: bytes | memoryview) -> int:

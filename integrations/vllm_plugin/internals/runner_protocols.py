@@ -14,6 +14,7 @@ from .engine_protocols import (
     CompilationConfig,
     KVCacheConfig,
     KVCacheSpec,
+    LoRARequest,
     ModelConfig,
     RequestState,
     SpeculativeConfig,
@@ -115,6 +116,9 @@ class WorkerAdapters(Protocol):
     """``vllm.lora.worker_manager.WorkerLoRAManager``."""
 
     _adapter_manager: AdapterManager
+
+    def _load_adapter(self, lora_request: LoRARequest) -> object:
+        """Load an adapter's files."""
 
 
 class Runner(Protocol):

@@ -28,7 +28,7 @@ from ..policy.settings import PluginSettings
 
 if TYPE_CHECKING:
     from ...serving.ledger.watch import Watch
-    from ..internals.audited import Told
+    from ..internals.request_blocks import RequestBlocks
 
 log = get_logger()
 
@@ -64,6 +64,7 @@ class HookedRunner(Runner, Protocol):
         kvtxn_audit: the watch over the present KV cache; None while nothing is watched.
         kvtxn_parts: the parts that hear what the runner does.
         kvtxn_scheduled: what the scheduler says of the present step.
+        kvtxn_requests: whose each block is; kept by the ledger, with a KV connector alone.
         kvtxn_states: on a GPU, the recurrent states that commits write; None without any.
         kvtxn_one_state: the caches have one state per request, which windows hold.
         kvtxn_settings: the user's settings.
@@ -80,6 +81,7 @@ class HookedRunner(Runner, Protocol):
     kvtxn_audit: Watch | None
     kvtxn_parts: Parts
     kvtxn_scheduled: SchedulerOutput
+    kvtxn_requests: RequestBlocks
     kvtxn_states: Any
     kvtxn_one_state: bool
     kvtxn_settings: PluginSettings
@@ -97,14 +99,7 @@ class HookedRunnerV1(HookedRunner, RunnerV1, Protocol):
 
 
 class HookedRunnerV2(HookedRunner, RunnerV2, Protocol):
-    """A hooked runner of vLLM's V2 kind.
-
-    Attributes:
-        kvtxn_requests: the runner's requests, which a connector's metadata do not name, as
-            ``internals.connectors`` reads them; kept by the ledger, with a connector alone.
-    """
-
-    kvtxn_requests: dict[str, Told]
+    """A hooked runner of vLLM's V2 kind."""
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:

@@ -28,20 +28,39 @@ class Weights:
 
 @pytest.fixture
 def loaded(rig):
-    rig.runner.lora_manager = Loaded()
-    return rig.runner.lora_manager.adapters
+    """By number, the adapters that a worker has; the audit hears of each that is loaded."""
+    manager = rig.runner.lora_manager = Loaded()
+    real = manager._load_adapter = lambda lora_request: Weights()
+    undo = audited.follow_adapters(rig.runner)
+    yield manager.adapters
+    undo()
+    assert manager._load_adapter is real
+
+
+def named(name, number, path, **more):
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **more)
 
 
 @pytest.fixture
-def extras(rig, loaded):
+def load(rig, loaded):
+    """Load an adapter, for a step or because the user says so."""
+
+    def load(*named_so):
+        lora = named(*named_so)
+        loaded[lora.lora_int_id] = rig.runner.lora_manager._load_adapter(lora)
+
+    return load
+
+
+@pytest.fixture
+def extras(rig, loaded, load):
     """Return what tells a request's rows from others', once vLLM has loaded its adapter."""
 
     def told(name, number, path, **more):
-        lora = SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **more)
-        state = state_of([7, 8], TOKENS[:10], lora_request=lora)
+        state = state_of([7, 8], TOKENS[:10], lora_request=named(name, number, path, **more))
         found = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
         if number not in loaded or more:
-            loaded[number] = Weights()
+            load(name, number, path)
         return found
 
     return told
@@ -50,7 +69,7 @@ def extras(rig, loaded):
 def test_an_adapter_that_cannot_be_read_is_known_by_its_name_and_path(extras):
     """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
     assert extras("poet", 1, "/poet") == extras("poet", 2, "/poet")
-    others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
+    others = [extras(*at) for at in (("poet", 3, "/x"), ("x", 4, "/poet"), ("poe", 5, "t/poet"))]
     assert extras("poet", 1, "/poet") not in others
     assert len({tuple(each) for each in others}) == 3
 
@@ -84,6 +103,44 @@ def test_an_adapter_is_known_by_its_weights(extras, folder):
     assert extras("poet", 3, folder) == old
 
 
+def test_an_adapter_is_what_was_loaded_and_not_what_lies_there_by_now(extras, load, folder):
+    """A trainer may write the next weights before a request for the last ones has come."""
+    weights = folder / "adapter_model.safetensors"
+    load("poet", 1, folder)
+    weights.write_bytes(b"new weights")
+    old = extras("poet", 1, folder)
+    new = extras("poet", 2, folder)
+    assert new != old
+    load("poet", 1, folder)  # in place, without a request
+    assert extras("poet", 1, folder) == new
+    weights.write_bytes(b"old weights")
+    load("poet", 1, folder)
+    assert extras("poet", 1, folder) == old
+
+
+def test_an_adapter_that_is_replaced_after_its_first_step_is_another(extras, load, folder):
+    """What the first request's step had loaded is gone, whoever asks next."""
+    old = extras("poet", 1, folder)
+    load("poet", 1, folder)  # in that step
+    (folder / "adapter_model.safetensors").write_bytes(b"new weights")
+    load("poet", 1, folder)
+    assert extras("poet", 1, folder) != old
+
+
+def test_an_adapter_that_was_loaded_before_the_audit_is_what_lies_there(extras, loaded, folder):
+    loaded[1] = Weights()
+    found = extras("poet", 1, folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"new weights")
+    assert extras("poet", 1, folder) == found != extras("poet", 2, folder)
+
+
+def test_a_number_is_what_was_loaded_under_it_whatever_the_request_says(extras, load, folder):
+    """vLLM asks for an adapter by its number alone."""
+    load("poet", 1, folder)
+    assert extras("writer", 1, "/elsewhere") == extras("poet", 1, folder)
+    assert extras("writer", 2, "/elsewhere") != extras("poet", 1, folder)
+
+
 def test_an_adapter_of_one_content_is_one_wherever_it_lies(extras, folder, tmp_path_factory):
     """Such as on another machine, whose rows a connector brings."""
     other = tmp_path_factory.mktemp("other") / "adapter"
@@ -92,20 +149,20 @@ def test_an_adapter_of_one_content_is_one_wherever_it_lies(extras, folder, tmp_p
 
 
 @pytest.mark.parametrize("again", ["by the request", "before it"])
-def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, folder, again):
+def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, load, folder, again):
     old = extras("poet", 1, folder)
     assert extras("poet", 1, folder) == old
     (folder / "adapter_model.safetensors").write_bytes(b"new weights")
     del loaded[1]
     if again == "before it":
-        loaded[1] = Weights()
+        load("poet", 1, folder)
     new = extras("poet", 1, folder)
     assert new != old
     (folder / "adapter_model.safetensors").write_bytes(b"newer")
     assert extras("poet", 1, folder) == extras("poet", 1, folder) == new
 
 
-def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monkeypatch):
+def test_requests_of_one_step_read_an_adapter_once(rig, loaded, load, folder, monkeypatch):
     """vLLM loads it after all of them have come."""
     read, content = [], lora_adapters._content
     monkeypatch.setattr(
@@ -113,18 +170,19 @@ def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monke
     )
 
     def come():
-        found = extras("poet", 1, folder)
-        del loaded[1]
-        return found
+        return audited._adapters(rig.runner).identity(named("poet", 1, folder), rig.runner)
 
-    assert come() == come() == extras("poet", 1, folder) == extras("poet", 1, folder)
+    old = come()
+    assert come() == old
+    load("poet", 1, folder)
+    assert come() == old
     assert read == [str(folder)]
     del loaded[1]
-    extras("poet", 1, folder)
+    come()
     assert len(read) == 2  # a later step: it was pushed out
     (folder / "adapter_model.safetensors").write_bytes(b"much newer weights")
-    del loaded[1]
-    extras("poet", 1, folder)
+    assert come() != old
+    load("poet", 1, folder)
     assert len(read) == 3
 
 

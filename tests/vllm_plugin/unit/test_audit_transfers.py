@@ -19,6 +19,7 @@ from transfer_rig import (
     kinds,
     load,
     rig,
+    scheduled,
     slots,
     state_of,
     stored,
@@ -50,7 +51,7 @@ def test_rows_that_were_never_computed_leave(rig):
 
 def test_rows_stored_under_tokens_that_the_runner_does_not_have_yet(rig):
     """The scheduler's half knows them first. They are right if they are those of the rows."""
-    rig.runner.requests["a"] = state_of([1, 2, 3], TOKENS[:6], output_token_ids=[TOKENS[6], -1])
+    rig.runner.kvtxn_requests.hear(scheduled(new=[("a", state_of([1, 2, 3], TOKENS[:6]))]))
     rig.watch.begin(stored(rig, 1, 2))
     rig.watch.end()
     assert kinds(rig) == []
@@ -80,13 +81,13 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     )
     rig.runner.lora_manager = Loaded()
     lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
-    states = rig.runner.requests
-    states["c"] = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
-    arrival = audited.arrival_of(rig.runner, states["c"], "c", TOKENS[:10], 0, [[7, 8]])
+    state = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
+    rig.runner.kvtxn_requests.hear(scheduled(new=[("c", state)]))
+    arrival = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]])
     extras = arrival.extras if right else []
     rig.ledger.admit("c", TOKENS[:10], extras=extras, embedded=arrival.embedded)
     write(rig.ledger, "c", [7, 8])
-    states["c"].prompt_token_ids = TOKENS[:6]
+    state.prompt_token_ids = TOKENS[:6]
     rig.watch.begin(stored(rig, 7, 8))
     rig.watch.end()
     assert kinds(rig) == ([] if right else ["exported", "exported"])
@@ -212,7 +213,7 @@ def test_metadata_that_nobody_knows(rig):
 
 def compute(rig, name, tokens, begin, end):
     """Compute rows of a prompt on a device that alone knows their positions; blocks 8 to 10."""
-    rig.runner.requests[name] = state_of([8, 9, 10], tokens)
+    rig.runner.kvtxn_requests.hear(scheduled(new=[(name, state_of([8, 9, 10], tokens))]))
     rig.watch.begin(SimpleNamespace(secret=1))
     rig.watch.scheduled({name: end - begin})
     step = Step(
@@ -477,41 +478,14 @@ def test_a_state_that_is_not_at_the_end_of_its_block_is_not_remembered(stored_st
 def test_several_connectors_and_loose_blocks(rig):
     """Blocks without a request are those of the request whose table has them."""
     loose = SimpleNamespace(store_gpu_blocks=[2], load_gpu_blocks=[])
-    found = connectors.transfers(rig.runner, SimpleNamespace(metadata=(stored(rig, 1), loose)))
+    found = connectors.transfers(
+        rig.runner, rig.runner.kvtxn_requests, SimpleNamespace(metadata=(stored(rig, 1), loose))
+    )
     assert [(each.blocks, each.begin, each.request) for each in found.stores] == [
         ([1], 0, "a"),
         ([2], 1, "a"),
     ]
     assert not found.opaque
-
-
-def scheduled(new=(), grown=(), gone=(), preempted=None):
-    """What the scheduler tells the V2 runner of a step."""
-    cached = SimpleNamespace(
-        req_ids=[name for name, _ in grown],
-        new_block_ids=[blocks for _, blocks in grown],
-        num_computed_tokens=[9 + number for number, _ in enumerate(grown)],
-    )
-    come = [SimpleNamespace(req_id=n, block_ids=b, num_computed_tokens=4) for n, b in new]
-    return SimpleNamespace(
-        finished_req_ids=set(gone),
-        preempted_req_ids=preempted,
-        scheduled_new_reqs=come,
-        scheduled_cached_reqs=cached,
-    )
-
-
-def test_requests_of_the_v2_runner_are_those_that_the_scheduler_told_it_of():
-    known = {}
-    audited.note_requests(known, scheduled(new=[("a", ([1, 2],)), ("b", ([3],))]))
-    assert [each.computed for each in known.values()] == [4, 4]
-    audited.note_requests(known, scheduled(grown=[("a", ([4],)), ("b", None)]))
-    assert {name: each.tables for name, each in known.items()} == {"a": [[1, 2, 4]], "b": [[3]]}
-    assert [each.computed for each in known.values()] == [9, 10]
-    audited.note_requests(known, scheduled(gone=["a"], preempted={"b"}))
-    assert known == {}
-    audited.note_requests(known, scheduled(new=[("b", ([5],))]))
-    assert known["b"].tables == [[5]]
 
 
 def test_blocks_are_told_apart_by_all_their_bytes():
@@ -561,7 +535,7 @@ def test_rows_that_come_back_wrong_name_who_stored_them(rig):
 
 
 def test_rows_stored_for_the_scheduler_name_the_request_that_stored_them(rig):
-    rig.runner.requests["a"] = state_of([1, 2, 3], TOKENS[:6], output_token_ids=[TOKENS[6], -1])
+    rig.runner.kvtxn_requests.hear(scheduled(new=[("a", state_of([1, 2, 3], TOKENS[:6]))]))
     rig.watch.begin(stored(rig, 1, 2))
     rig.watch.end()
     come(rig, "b", [5, 6], [99, *TOKENS[1:9]], load(rig, 5, 6))

@@ -448,7 +448,10 @@ def no_bytes(self, group, blocks):
 
 
 def test_a_connector_finds_the_requests_of_the_v2_runner(monkeypatch):
-    """This runner keeps no list of its requests; the ledger notes what it is told of them."""
+    """This runner keeps no list of its requests; the ledger notes what it is told of them.
+
+    A block is its request's when that has ended, too, until another one gets it.
+    """
     connector = Connector()
     monkeypatch.setattr(connectors, "connector", lambda: connector)
     monkeypatch.setattr(connectors.BlockBytes, "checksums", no_bytes)
@@ -466,12 +469,19 @@ def test_a_connector_finds_the_requests_of_the_v2_runner(monkeypatch):
     monkeypatch.setattr(rig.runner, "update_requests", told)
     for _ in range(3):
         rig.step()
-    [stored] = connectors.transfers(rig.runner, loose).stores
-    assert (stored.request, stored.begin, stored.blocks) == ("one", 1, loose.store_gpu_blocks)
-    assert not rig.watch.stopped
+
+    def owner():
+        [stored] = connectors.transfers(rig.runner, rig.runner.kvtxn_requests, loose).stores
+        return stored.request, stored.begin, stored.blocks
+
+    assert owner() == ("one", 1, loose.store_gpu_blocks)
     rig.end(one)
     rig.step()
-    assert connectors.transfers(rig.runner, loose).stores == []
+    assert owner() == ("one", 1, loose.store_gpu_blocks)
+    rig.free.insert(0, loose.store_gpu_blocks[0])
+    rig.add("two", prompt(2, 9))
+    rig.step()
+    assert owner() == ("two", 0, loose.store_gpu_blocks)
     assert not rig.watch.stopped
 
 

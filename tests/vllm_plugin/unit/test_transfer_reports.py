@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import Handed
-from kvtxn.integrations.vllm_plugin.internals.audited import PutBack
-from transfer_rig import ROWS, TOKENS, come, kinds, load, rig, slots, state_of
+from transfer_rig import ROWS, TOKENS, come, kinds, load, rig, scheduled, slots, state_of
 
 from kvtxn.audit import Step
 
@@ -71,7 +70,7 @@ def test_each_wrong_block_is_told_of(strange):
 
 def test_several_spans_of_a_request_leave_at_once(strange):
     """As blocks beside a gap do, and blocks that two connectors store."""
-    strange.runner.requests["z"] = state_of([8, 9], OTHERS)
+    strange.runner.kvtxn_requests.hear(scheduled(new=[("z", state_of([8, 9], OTHERS))]))
     strange.ledger.copy("group.0", [8], [2])
     spans = [Handed("group.0", [block], at, "a") for at, block in enumerate([1, 2])]
     strange.watch._export([*spans, Handed("group.0", [9], 1, "z"), spans[1]])
@@ -96,16 +95,23 @@ def test_tensors_of_stretches_begin_where_triton_compiles_nothing_anew(rig, monk
 
 @pytest.mark.parametrize("again", [False, True], ids=["waits", "has come again"])
 def test_blocks_that_a_request_had_before_it_was_put_back_are_others(strange, again):
-    """The V1 runner keeps its old table until then."""
-    told_of = SimpleNamespace(
-        finished_req_ids=set(), preempted_req_ids={"a"}, num_scheduled_tokens={}
-    )
-    put_back = strange.runner.kvtxn_put_back = PutBack()
-    put_back.hear(told_of)
+    """If it finds one in the prefix cache when it comes again, that one has other rows."""
+    requests = strange.runner.kvtxn_requests
     strange.ledger.copy("group.0", [8], [1])
-    strange.runner.requests["z"] = state_of([1, 9], OTHERS)
+    others = state_of([1, 9], OTHERS)
+    requests.hear(scheduled(preempted={"a"}, new=[("z", others)]))
     if again:
-        put_back.take("a")
+        requests.hear(scheduled(resumed=[("a", ([1, 5, 6],))]))
     strange.watch.begin(SimpleNamespace(store_gpu_blocks=[1], load_gpu_blocks=[]))
     strange.watch.end()
     assert told(strange) == [("exported", 0, 1)] * again
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_blocks_of_a_request_that_ended_are_compared_when_they_leave(strange, wrong):
+    """A connector stores them while they wait to be evicted, or once the request is over."""
+    strange.runner.kvtxn_requests.hear(scheduled(gone=["a"]))
+    strange.ledger.copy("group.0", [8], [1] if wrong else [3])
+    strange.watch.begin(SimpleNamespace(store_gpu_blocks=[1, 2], load_gpu_blocks=[]))
+    strange.watch.end()
+    assert told(strange) == [("exported", 0, 1)] * wrong

@@ -10,6 +10,7 @@ import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.internals import connectors
+from kvtxn.integrations.vllm_plugin.internals.request_blocks import RequestBlocks
 
 from kvtxn.audit import Ledger, RowGroup, Step
 
@@ -19,24 +20,41 @@ TOKENS = list(range(20, 32))
 ROWS = Rows([], torch.zeros(1, dtype=torch.int32), None, torch.zeros(0), None, {}, {})
 
 
+def scheduled(new=(), grown=(), resumed=(), gone=(), preempted=None):
+    """What the scheduler tells a runner of a step: requests by name, each with its content.
+
+    ``grown`` and ``resumed`` have the blocks by group in its place.
+    """
+    for name, content in new:
+        content.req_id = name
+    cached = SimpleNamespace(
+        req_ids=[name for name, _ in (*grown, *resumed)],
+        new_block_ids=[blocks for _, blocks in (*grown, *resumed)],
+        resumed_req_ids={name for name, _ in resumed},
+    )
+    return SimpleNamespace(
+        finished_req_ids=set(gone), preempted_req_ids=preempted, scheduled_cached_reqs=cached,
+        scheduled_new_reqs=[content for _, content in new], kv_connector_metadata=None,
+    )  # fmt: skip
+
+
 def state_of(blocks, tokens, **more):
-    """What the runner keeps of a request."""
+    """What the runner is told of a request that comes."""
     state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
-                            output_token_ids=[], prompt_embeds=None, mm_features=[],
-                            num_computed_tokens=0)  # fmt: skip
+                            prompt_embeds=None, mm_features=[])  # fmt: skip
     vars(state).update(more)
     return state
 
 
 def follow(ledger, runner, cache, stop, sizes=None):
     """Follow the transfers of a runner whose blocks have these bytes."""
-    read = partial(connectors.transfers, runner)
+    read = partial(connectors.transfers, runner, runner.kvtxn_requests)
 
     def hashes(group, blocks):
         words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
         return torch.tensor(words, dtype=torch.int64).view(-1, 2)
 
-    tables = partial(connectors.tables_of, runner)
+    tables = runner.kvtxn_requests.tables
     return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, tables, stop)
 
 
@@ -44,18 +62,18 @@ def follow(ledger, runner, cache, stop, sizes=None):
 def rig():
     """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
     ledger = Ledger([GROUP], max_requests=4, max_length=32)
-    spec = SimpleNamespace(block_size=4)
+    spec, requests = SimpleNamespace(block_size=4), RequestBlocks()
     config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2,
         hisparse_host_num_blocks=None,
         prefix_cacheable_group_ids=(0, 1),
     )
     model = SimpleNamespace(is_encoder_decoder=False)
-    states = {"a": state_of([1, 2, 3], TOKENS[:9])}
+    requests.hear(scheduled(new=[("a", state_of([1, 2, 3], TOKENS[:9]))]))
     transfer = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1})
     engine = SimpleNamespace(kv_transfer_config=transfer)
     runner = SimpleNamespace(
-        kv_cache_config=config, requests=states, model_config=model, vllm_config=engine
+        kv_cache_config=config, kvtxn_requests=requests, model_config=model, vllm_config=engine
     )
     cache = {block: b"%d" % block for block in range(12)}
     stopped = []
@@ -98,7 +116,7 @@ def load(rig, *blocks, tokens=None):
 def come(rig, name, blocks, tokens, metadata):
     """Let a request come whose rows are loaded into its blocks before the forward."""
     arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
-    rig.runner.requests[name] = state_of(blocks, tokens)
+    rig.runner.kvtxn_requests.hear(scheduled(new=[(name, state_of(blocks, tokens))]))
     rig.ledger.admit(name, tokens)
     rig.watch.change([arrival], [])
     rig.watch.begin(metadata)
