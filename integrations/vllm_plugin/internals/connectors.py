@@ -78,6 +78,7 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
     return told
 
 
+def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Transfers:
     """Return the blocks that a connector stores and loads in a step, read from its metadata.
 
     Blocks that are loaded without a request's name are left out: they are of one that still waits,
@@ -88,7 +89,6 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
         runner: the worker's runner.
         requests: those that it was told of, and their blocks.
         metadata: of the connector, or of several in one.
-    """
     """
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):

@@ -21,13 +21,16 @@ from state_jobs import JOBS, Job
 from state_oracle import StateOracle
 from step_faults import Faults, failing
 
-#: Prompts of requests that all need one more block of 256 rows at about the same time.
-LONG = [text(40 + i, 236 + 2 * i) for i in range(6)]
+#: Prompts of requests that all need one more block of 256 rows in the course of their answers, at
+#: about the same time: after more steps than all their prompts take, even if each draft is right.
+LONG = [text(40 + i, 150 + 2 * i) for i in range(6)]
+#: Tokens of each answer.
+ANSWER = 120
 
 
 def preempted(engine: Engine) -> Tokens:
     """More rows than there are blocks for."""
-    return engine.run(LONG, 40)
+    return engine.run(LONG, ANSWER)
 
 
 OWN: dict[str, Callable[[Engine], Tokens]] = SCENARIOS | {"preempted": preempted}
@@ -165,7 +168,7 @@ def forced(job: Job, folder: Path) -> dict[str, Any]:
     # vLLM replaces Triton's kernels in a process once; the second time it trips over numba.
     with mock.patch.object(type(current_platform), "register_triton_kernel_overrides"):
         windows, _ = build(job, folder)
-    return forced_preemption.compare(windows, plain, LONG, 40)
+    return forced_preemption.compare(windows, plain, LONG, ANSWER)
 
 
 def run(folder: Path) -> dict[str, Any]:
