@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import (
     aligned_states,
     audited,
@@ -31,7 +31,6 @@ from . import (
     scheduling,
     state_commits,
     state_layers,
-    verified_rows,
     whole_graphs,
 )
 
@@ -200,11 +199,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "states on gpu": (
         *_of(
             f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
-            (*verified_rows.LAUNCHES[GATED_DELTA], *state_layers.GATED_DELTA_NORM),
+            (*state_layers.LAUNCHES[GATED_DELTA], *state_layers.GATED_DELTA_NORM),
         ),
         *_of(
             f"{_LAYERS}.mamba.gdn.olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention",
-            verified_rows.OLMO_METHODS,
+            state_layers.LAUNCHES[OLMO_DELTA],
         ),
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule",
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel",
