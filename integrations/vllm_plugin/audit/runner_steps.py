@@ -25,8 +25,8 @@ from ..internals import (
     audited_states,
     audited_steps,
     connectors,
+    containment,
     held_states,
-    scheduling,
 )
 from ..internals.batches import PlannedV1, PlannedV2
 from ..internals.engine_protocols import SchedulerOutput
@@ -60,12 +60,12 @@ class RunnerSteps(Generic[HookedRunnerT]):
 
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
-        scheduling.mark(output, wrong)
+        containment.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:
         """Tell a connector's transfers how many rows of each request are computed now."""
         if watch.transfers is not None:
-            scheduled = scheduling.scheduled(self._runner.kvtxn_scheduled)
+            scheduled = containment.scheduled(self._runner.kvtxn_scheduled)
             watch.transfers.scheduled(scheduled)
 
 
