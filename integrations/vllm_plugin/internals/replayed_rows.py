@@ -94,7 +94,7 @@ class ReplayedDelta(ReplayedLayer):
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        super().hook()
+        state_layers.hook_kernel(self.module, self.kind, self.verify)
         if getattr(self.module, "enable_fused_gdn_spec_decode", False):
             setattr(self.module, state_layers.FUSED, self.verify_fused)
         for name in state_layers.GATED_DELTA_SPLIT:
