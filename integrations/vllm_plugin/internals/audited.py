@@ -471,16 +471,16 @@ def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
             return Changes((), (), grown, ())
     return Changes(
         gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
-        arrivals=[_arrival_v2(runner, each, put_back.take(each.req_id)) for each in new],
+        arrivals=[
+            arrival_of(
+                *(runner, each, each.req_id, tokens_of(each), each.num_computed_tokens),
+                *(each.block_ids, put_back.take(each.req_id)),
+            )
+            for each in new
+        ],
         grown=grown,
         copies=[pair(copy) for copy in copies],
         unused=unused_prefixes(told),
-    )
-
-
-def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Arrival:
-    return arrival_of(
-        *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids), had
     )
 
 

@@ -79,7 +79,9 @@ def row_elements(module: Any, kind: str) -> int:
     if kind == GATED_DELTA:
         return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
     if kind == OLMO_DELTA:
-        return _olmo_elements(module)
+        # Numbers of two bytes: a key and a value of each head, its decay and step size in float32.
+        # A query is not kept: no state depends on it.
+        return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // ranks)
     if kind == MAMBA2:
         groups = 2 * module.n_groups * module.ssm_state_size
         return int((module.num_heads * (module.head_dim + 1) + groups) // ranks)
@@ -385,15 +387,6 @@ def make_rows(
                 outputs = torch.zeros(rows, heads, module.head_dim, dtype=dtype, device=device)
             made.append(Mamba2Rows(layer, tables, group, rows, dtype, outputs))
     return made
-
-
-def _olmo_elements(module: GatedDeltaLayer) -> int:
-    """Return how many numbers of two bytes a layer keeps per row.
-
-    Those are a key and a value of each head, and its decay and step size in float32. A query is not
-    kept: no state depends on it.
-    """
-    return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // module.tp_size)
 
 
 class OlmoDeltaRows(VerifiedRows):
