@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
 
-if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
-    from ...serving.ledger.rank_agreement import Wrong
-    from .engine_protocols import Request, Scheduler, SchedulerOutput
+from ...serving.ledger.rank_agreement import Wrong
+from .engine_protocols import Request, Scheduler, SchedulerOutput
+from .scheduling import CONTAINED
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {
@@ -18,10 +18,8 @@ SCHEDULER_METHODS: Final = {
     "_preempt_request": ("request", "timestamp", "drop_stale_output"),
 }
 
-#: The attributes by which an output has the wrong reads of its step, and a request the number of
-#: its own.
+#: The attribute by which an output has the wrong reads of its step.
 _MARK: Final = "kvtxn_wrong"
-CONTAINED: Final = "kvtxn_contained"
 
 #: vLLM's block that belongs to nobody.
 _NOBODYS: Final = 0

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from .containment import CONTAINED
 from .hooks import replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
@@ -36,6 +35,8 @@ if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than th
 PLANNING_METHODS: Final = {"schedule": ("throttle_prefills",)}
 LOOKING_METHODS: Final = {"get_computed_blocks": ("request", "max_cache_hit_length?")}
 
+#: The attribute by which a request has the number of its own wrong reads; see ``containment``.
+CONTAINED: Final = "kvtxn_contained"
 #: The attributes by which a request has what was found of it, and a step what is not used.
 _FOUND: Final = "kvtxn_found"
 _UNUSED: Final = "kvtxn_unused"
