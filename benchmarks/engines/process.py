@@ -98,7 +98,7 @@ class Engine:
         self.spec = spec
         defaults = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
         self.process = EngineProcess(
-            calling("kvtxn.benchmarks.engines.child", "serve"),
+            calling("kvtxn.benchmarks.engines.child"),
             name=spec.label,
             operation="bench vllm",
             timeout=spec.timeout,

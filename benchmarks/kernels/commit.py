@@ -22,7 +22,7 @@ from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
 from ..common.model_shapes import MODELS, Case
-from .timer import COLD_BYTES, measure_all, medians
+from .timer import COLD_BYTES, measure_all, medians, plain_copy
 
 if TYPE_CHECKING:
     from .workload import Workload  # needs Triton, which the command line does not
@@ -32,9 +32,6 @@ Step = Callable[[], None]
 
 #: Elements of a latent and of its rotary part, as vLLM's own write takes them.
 _LATENT: Final = (512, 64)
-
-#: Bytes that a plain copy moves at once.
-_PIECE: Final = 128 * 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,24 +141,16 @@ def undos(load: Workload) -> list[Step]:
 def copies(size: int) -> list[Step]:
     """Return steps that copy ``size`` contiguous bytes each, in buffers of their own; none for 0.
 
-    There are so many that a copy finds nothing in the GPU's cache. Torch gives a very large copy to
-    a copy engine, which is slower than any kernel, so it is cut into pieces.
+    There are so many that a copy finds nothing in the GPU's cache.
     """
     if size == 0:
         return []
     count = max(2, min(64, -(-COLD_BYTES // size)))
-    if size > _PIECE:
-        parts = [*[_PIECE] * (size // _PIECE), *([size % _PIECE] if size % _PIECE else [])]
-        pieces = [copies(part) for part in parts]
-        return [lambda i=i: [steps[i % len(steps)]() for steps in pieces] for i in range(2)]  # type: ignore[misc]
     pairs = [
-        (
-            torch.empty(size, dtype=torch.uint8, device="cuda"),
-            torch.ones(size, device="cuda").byte(),
-        )
+        tuple(torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
         for _ in range(count)
     ]
-    return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs]  # type: ignore[misc]
+    return [partial(plain_copy, *pair) for pair in pairs]
 
 
 def stock_writes(load: Workload) -> list[Step]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from functools import partial
 
 import attrs
 import torch
 from torch import Tensor
 
 from ..common.model_shapes import StateCase
-from .timer import COLD_BYTES
+from .timer import COLD_BYTES, plain_copy
 
 Step = Callable[[], object]
-
-#: Bytes that a plain copy moves at once: torch gives larger ones to a slower copy engine.
-_PIECE: Final = 128 * 2**20
 
 
 @attrs.frozen(eq=False)
@@ -86,15 +83,6 @@ class StateWorkload:
 
     def copies(self) -> list[Step]:
         """Return one plain copy per step, of as many bytes as the states of a step have."""
-        flat = self.states.view(-1).view(torch.uint8)
-        size = self.step_bytes
-        return [
-            lambda at=2 * turn * size: _copy(flat[at : at + size], flat[at + size : at + 2 * size])  # type: ignore[misc]
-            for turn in range(len(self.turns))
-        ]
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy bytes in contiguous pieces."""
-    for given, made in zip(source.split(_PIECE), target.split(_PIECE), strict=True):
-        made.copy_(given)
+        parts = self.states.view(-1).view(torch.uint8).split(self.step_bytes)
+        turns = range(len(self.turns))
+        return [partial(plain_copy, parts[2 * turn], parts[2 * turn + 1]) for turn in turns]

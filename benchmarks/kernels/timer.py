@@ -9,11 +9,15 @@ from typing import Any, Final
 
 import attrs
 import torch
+from torch import Tensor
 
 from ..common import machine
 
 #: Bytes that a graph must touch before it returns to the same memory: several times any L2.
 COLD_BYTES: Final = 256 * 2**20
+
+#: Bytes that a plain copy moves at once: torch gives larger ones to a slower copy engine.
+_PIECE: Final = 128 * 2**20
 
 #: Most launches in one graph.
 _MAX_STEPS: Final = 256
@@ -22,6 +26,12 @@ _MAX_STEPS: Final = 256
 def sets_needed(bytes_per_step: int) -> int:
     """Return how many sets of buffers steps must cycle through to find their data in DRAM."""
     return max(2, min(_MAX_STEPS, -(-COLD_BYTES // max(1, bytes_per_step))))
+
+
+def plain_copy(source: Tensor, target: Tensor) -> None:
+    """Copy bytes, uint8 ``[n]``, in contiguous pieces."""
+    for given, made in zip(source.split(_PIECE), target.split(_PIECE), strict=True):
+        made.copy_(given)
 
 
 def capture(steps: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

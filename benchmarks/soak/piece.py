@@ -131,7 +131,7 @@ class _Judge:
 
 def _process(module: str, name: str) -> EngineProcess:
     return EngineProcess(
-        calling(f"{__package__}.{module}", "serve"),
+        calling(f"{__package__}.{module}"),
         name=name,
         operation="bench soak",
         timeout=_PATIENCE,

@@ -196,12 +196,13 @@ def watched(engine_args: Any) -> dict[str, Any]:
     return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
 
 
-def watched_sglang(engine_args: Any, text: str | None = None) -> dict[str, Any]:
+def watched_sglang(engine_args: Any) -> dict[str, Any]:
     """Return arguments of a job: those of an SGLang engine, and settings that ask for an audit.
+
+    They are those of the environment, if there are any.
 
     Args:
         engine_args: as for ``sglang.Engine``.
-        text: the user's settings, a JSON object; None: those of the environment, if there are any.
 
     Raises:
         ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not.
@@ -215,7 +216,7 @@ def watched_sglang(engine_args: Any, text: str | None = None) -> dict[str, Any]:
             got="nothing" if engine_args is None else _kind(engine_args),
             hint="""pass an object, such as '{"model_path": "DIR"}'""",
         )
-    text = os.environ.get(WHERE, "{}") if text is None else text
+    text = os.environ.get(WHERE, "{}")
     settings = read_settings(text)
     if settings.on_violation == "raise":
         raise _ends_early(f"leave on_violation out of {WHERE}")

@@ -63,7 +63,7 @@ def run(job: Job, progress: Progress) -> Found | Refused:
 def _run(job: Job, progress: Progress) -> Found | Refused | None:
     """Run the engine once, as in ``run``; returns None if the workload gave it too few blocks."""
     process = EngineProcess(
-        calling(f"{__package__}.engine", "serve"),
+        calling(f"{__package__}.engine"),
         name="audited",
         operation="audit",
         timeout=_PATIENCE,

@@ -84,7 +84,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Result:
     """
     environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
     process = EngineProcess(
-        calling("kvtxn.integrations.demo.engine", "serve"),
+        calling("kvtxn.integrations.demo.engine"),
         name=job.policy,
         operation="demo",
         timeout=_PATIENCE,

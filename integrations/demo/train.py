@@ -27,12 +27,18 @@ END_OF_TEXT = "<|endoftext|>"
 MAX_POSITIONS = 1024
 VOCABULARY = 2048
 NUM_PROMPTS, DEMO_PROMPTS = 240, 8  # the demo prompts come first
+HELD_OUT = 0.04  # share of the text
+#: Steps, tokens per step, the share of steps at full context, steps between two lines of output.
+STEPS, BATCH_TOKENS, LONG, LOG_EVERY = 4000, 2048, 0.15, 500
+#: The peak learning rate, and the steps until it is reached.
+PEAK, WARM_UP = 3e-3, 100
+SEED = 0
 
 
-def read_corpus(path: Path, held_out: float) -> tuple[str, str]:
-    """Split the text at a line end; ``held_out`` (0 to 1) is the second part's share of it."""
-    text = gzip.decompress(path.read_bytes()).decode("utf-8")
-    cut = text.index("\n", int(len(text) * (1.0 - held_out))) + 1
+def read_corpus() -> tuple[str, str]:
+    """Split the text at a line end; ``HELD_OUT`` is the second part's share of it."""
+    text = gzip.decompress((HERE / "corpus.txt.gz").read_bytes()).decode("utf-8")
+    cut = text.index("\n", int(len(text) * (1.0 - HELD_OUT))) + 1
     return text[:cut], text[cut:]
 
 
@@ -83,25 +89,22 @@ def build_model() -> LlamaForCausalLM:
     return model
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Return a step's learning rate: up to ``peak`` in a line, then a cosine down to 2 % of it.
+def learning_rate(step: int) -> float:
+    """Return a step's learning rate: up to ``PEAK`` in a line, then a cosine down to 2 % of it.
 
     Args:
-        step: counted from 0.
-        steps: of the whole training; the lowest rate is at this one.
-        peak: the highest rate.
-        warmup: steps on the way to it.
+        step: counted from 0; the lowest rate is at the last one of the training.
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.02 + 0.49 * (1.0 + math.cos(math.pi * done)))
+    if step < WARM_UP:
+        return PEAK * (step + 1) / WARM_UP
+    done = (step - WARM_UP) / (STEPS - WARM_UP)
+    return PEAK * (0.02 + 0.49 * (1.0 + math.cos(math.pi * done)))
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, length: int = 512) -> float:
-    """Cross-entropy over ``tokens`` [num_tokens] in rows of ``length``, in nats per token."""
-    rows = tokens[: len(tokens) // length * length].view(-1, length).to(model.device)
+def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
+    """Cross-entropy over ``tokens`` [num_tokens] in rows of 512, in nats per token."""
+    rows = tokens[: len(tokens) // 512 * 512].view(-1, 512).to(model.device)
     losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in rows.split(8)]
     return float(sum(losses) / len(rows))
 
@@ -111,28 +114,27 @@ def train(
     seen: torch.Tensor,
     unseen: torch.Tensor,
     sample: Callable[[], str],
-    args: argparse.Namespace,
 ) -> None:
     """Train in place on ``seen`` [num_tokens], printing losses and ``sample()`` as it goes.
 
-    The last ``args.long`` share of the steps runs at the full context length, the rest at 256.
+    The last ``LONG`` share of the steps runs at the full context length, the rest at 256.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    rng = torch.Generator().manual_seed(args.seed)
+    rng = torch.Generator().manual_seed(SEED)
     started, running = time.monotonic(), 0.0
-    for step in range(args.steps):
-        length = MAX_POSITIONS if step >= args.steps * (1.0 - args.long) else 256
-        starts = torch.randint(len(seen) - length, (args.batch_tokens // length, 1), generator=rng)
+    for step in range(STEPS):
+        length = MAX_POSITIONS if step >= STEPS * (1.0 - LONG) else 256
+        starts = torch.randint(len(seen) - length, (BATCH_TOKENS // length, 1), generator=rng)
         rows = seen[starts + torch.arange(length)].to(model.device)
-        optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, args.lr)
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         running += loss.item()
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            mean, running = running / (step % args.log_every + 1), 0.0
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == STEPS:
+            mean, running = running / (step % LOG_EVERY + 1), 0.0
             print(
                 f"step {step + 1:5d}  train {mean:.3f}  held-out {mean_loss(model, unseen):.3f} "
                 f"nats/token  {time.monotonic() - started:5.0f} s\n    {sample()}",
@@ -140,12 +142,12 @@ def train(
             )
 
 
-def cut_prompts(text: str, tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> list[str]:
-    """Cut ``count`` prompts of 30 to 120 tokens from ``text``, each from a sentence's first word.
+def cut_prompts(text: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Cut ``NUM_PROMPTS`` prompts of 30 to 120 tokens, each from a sentence's first word.
 
     The first ``DEMO_PROMPTS`` are short, start a paragraph and hold no dialogue.
     """
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     demo: list[str] = []
     rest: list[str] = []
     for paragraph in text.splitlines():
@@ -160,32 +162,21 @@ def cut_prompts(text: str, tokenizer: PreTrainedTokenizerFast, count: int, seed:
                 (demo if is_demo and '"' not in prompt else rest).append(prompt)
     chosen = [demo[i * len(demo) // DEMO_PROMPTS] for i in range(DEMO_PROMPTS)]
     others = [prompt for prompt in demo + rest if prompt not in chosen]
-    return chosen + rng.sample(others, count - DEMO_PROMPTS)
+    return chosen + rng.sample(others, NUM_PROMPTS - DEMO_PROMPTS)
 
 
 def main() -> None:
     """Train, then write the model, its tokenizer and the prompts."""
     parser = argparse.ArgumentParser(description="train the demo model of kvtxn")
-    parser.add_argument("--corpus", type=Path, default=HERE / "corpus.txt.gz")
-    parser.add_argument("--out", type=Path, default=HERE / "model", help="folder for the model")
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.json")
-    parser.add_argument("--held-out", type=float, default=0.04, help="share of the text, 0 to 1")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step")
-    parser.add_argument("--long", type=float, default=0.15, help="share of steps at full context")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--log-every", type=int, default=500, help="steps")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="where to train: cpu, or a CUDA device")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-    seen_text, unseen_text = read_corpus(args.corpus, args.held_out)
+    torch.manual_seed(SEED)
+    torch.set_num_threads(2)
+    seen_text, unseen_text = read_corpus()
     tokenizer = train_tokenizer(seen_text)
     seen, unseen = encode(seen_text, tokenizer), encode(unseen_text, tokenizer)
-    prompts = cut_prompts(unseen_text, tokenizer, NUM_PROMPTS, args.seed)
+    prompts = cut_prompts(unseen_text, tokenizer)
     model = build_model().to(args.device)
     print(f"{model.num_parameters():,} parameters, {len(seen):,} + {len(unseen):,} tokens")
 
@@ -193,13 +184,15 @@ def main() -> None:
         ids = tokenizer(prompts[0], return_tensors="pt").input_ids.to(args.device)
         return repr(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0, ids.shape[1] :]))
 
-    train(model, seen, unseen, sample, args)
+    train(model, seen, unseen, sample)
 
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    config = args.out / "tokenizer_config.json"  # put the class name that transformers 4 knows too
+    model.to(torch.bfloat16).save_pretrained(HERE / "model")
+    tokenizer.save_pretrained(HERE / "model")
+    config = (
+        HERE / "model" / "tokenizer_config.json"
+    )  # put the class name that transformers 4 knows too
     config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
-    args.prompts.write_text(json.dumps(prompts, indent=1) + "\n")
+    (HERE / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     print(f"bfloat16: held-out {mean_loss(model.float(), unseen):.3f} nats/token")
 
 

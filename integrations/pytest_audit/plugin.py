@@ -147,7 +147,7 @@ class AuditedEngines:
 
     def _found(self) -> str:
         """Return what audits found since the last call; empty if nothing."""
-        module = sys.modules.get("kvtxn.integrations.vllm_plugin.metrics")
+        module = sys.modules.get("kvtxn.integrations.vllm_plugin.engine_calls")
         if module is not None:  # workers look at their last step when they are asked
             module.ask_running_engines()
         found = self._take()

@@ -227,28 +227,26 @@ def ending_with(stops: Sequence[Any]) -> Iterator[None]:
 # -- in the engine's process ---------------------------------------------------------
 
 
-def calling(module: str, function: str) -> list[str]:
-    """Return the arguments of a Python process that calls ``function`` with one end of a pipe.
+def calling(module: str) -> list[str]:
+    """Return the arguments of a Python process that calls ``serve`` with one end of a pipe.
 
     The function receives commands and sends ``(failed, answer)`` for each, until it returns.
 
     Args:
         module: full name of the module that has the function.
-        function: name of the function.
     """
-    return ["-c", _MAIN, f"{module}:{function}"]
+    return ["-c", _MAIN, module]
 
 
 def main() -> None:
-    """Run the function named on the command line with the pipe; send its exception as an answer.
+    """Serve by the module named on the command line; send its exception as an answer.
 
-    The last two words are ``module:function`` and the pipe's file number. It returns quietly if
-    the caller is gone.
+    The last two words are the module's name and the pipe's file number. It returns quietly if the
+    caller is gone.
     """
     pipe: Connection[Any, Any] = Connection(int(sys.argv[-1]))
-    module, _, function = sys.argv[-2].partition(":")
     try:
-        getattr(import_module(module), function)(pipe)
+        import_module(sys.argv[-2]).serve(pipe)
     except (EOFError, BrokenPipeError):  # the caller is gone
         return
     except Exception as error:

@@ -6,17 +6,13 @@ from ...lazy import first_use
 from .plugin import register, unregister
 
 if TYPE_CHECKING:
-    from .audit.engine_calls import audit_report, new_weights
-    from .metrics import last_snapshots, snapshots
+    from .engine_calls import audit_report, last_snapshots, new_weights, snapshots
 else:
     __getattr__ = first_use(
         __name__,
-        {
-            "audit_report": ".audit.engine_calls",
-            "new_weights": ".audit.engine_calls",
-            "last_snapshots": ".metrics",
-            "snapshots": ".metrics",
-        },
+        dict.fromkeys(
+            ("audit_report", "last_snapshots", "new_weights", "snapshots"), ".engine_calls"
+        ),
     )
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""kvtxn's counters: what a worker answers, on the ``/metrics`` page, and after an engine's end.
+"""kvtxn's counters: what a worker answers, and the ``/metrics`` page of a server.
 
 The workers count; the front end asks them through vLLM's ``collective_rpc``. A server asks every
 few seconds, so a scrape finds the numbers in place and never waits for an engine. No step has
 anything to do with it: between two steps each rank reads a few integers from its device.
-``snapshots`` asks an ``LLM``, which is asked once more right before it is shut down or collected.
+``engine_calls`` asks an ``LLM``.
 
 A worker that sleeps (vLLM's sleep mode) may have lost the memory that its counters lie in until it
 wakes up. So it counts once more before, and answers with that. The content of its KV cache is lost
@@ -13,14 +13,9 @@ for good, and the audit forgets every row.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from functools import partial
-from threading import Thread
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 from weakref import WeakSet, ref
 
 from ...audit.findings import AUDIT_FAMILIES
@@ -28,10 +23,10 @@ from ...log import get_logger
 from ...metrics import FAMILIES, Family
 from ..pytest_audit.engines import tell_counters
 from ..serving.metrics_page import MetricsPage
+from . import engine_calls
 from .internals import frontend as front
 from .internals import workers
-from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine, WorkerWrapper
-from .internals.hooks import give_back, is_swapped, swap_class
+from .internals.engine_protocols import AsyncClient, Client, VllmEngine, WorkerWrapper
 from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy import is_asked
 from .policy.settings import asks_for_windows, is_audited
@@ -49,13 +44,7 @@ NO_METRICS: Final = "the engine runs on; /metrics shows no kvtxn counters"
 
 #: Seconds between two readings for the page.
 INTERVAL: Final = 5.0
-#: Seconds that an engine has for its last snapshot.
-_PATIENCE: Final = 5.0
-
-Snapshots = list[dict[str, float]]
-
-_ended: deque[Snapshots] = deque(maxlen=64)
-_hooked: WeakSet[Client] = WeakSet()
+_published: WeakSet[Client] = WeakSet()
 
 
 def on_engine(engine: VllmEngine) -> None:
@@ -66,18 +55,14 @@ def on_engine(engine: VllmEngine) -> None:
             return
         client = front.client_of(engine)
         if not front.is_async(client):
-            if is_swapped(client):
-                return
-            swap_class(client, RememberingClient)
-            client.kvtxn_pid = os.getpid()
-            _hooked.add(client)
+            engine_calls.remember_at_end(client)
         elif front.publishes(client, engine):
             if getattr(client, "kvtxn_task", None) is not None:
                 return
             page = Page(front.model_name(engine), windows=asks_for_windows(given))
             # The loop holds its tasks weakly, and the task its client.
             client.kvtxn_task = asyncio.get_running_loop().create_task(_publish(ref(client), page))
-            _hooked.add(client)
+            _published.add(client)
     except Exception as error:
         log.warning("kvtxn.no_metrics", why=repr(error), effect=NO_METRICS)
 
@@ -86,13 +71,12 @@ def unhook_clients() -> None:
     """Stop publishing and keeping the counters of every engine of this process.
 
     Raises:
-        KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
-            are given back.
+        KVTxnError: as ``engine_calls.unhook_clients``.
     """
-    with ExitStack() as ends:
-        ends.callback(_hooked.clear)
-        for client in list(_hooked):
-            ends.callback(give_back if is_swapped(client) else _unpublish, client)
+    for client in list(_published):
+        _unpublish(client)
+    _published.clear()
+    engine_calls.unhook_clients()
 
 
 def _unpublish(client: Client) -> None:
@@ -151,100 +135,6 @@ class Page:
             for family in AUDIT_FAMILIES:
                 if family.name in found:
                     self._page.show(family, engine, rank, found)
-
-
-# -- the end of an engine -------------------------------------------------------------
-
-
-class RememberingClient(BeforeClient):
-    """Takes a last snapshot of its engine; a mixin before the class of an ``LLM``'s client.
-
-    Attributes:
-        kvtxn_interpreter: ``sys``. At its end the interpreter empties modules, so that the names
-            of this one are None while objects are still being collected.
-        kvtxn_pid: the process that the client belongs to; a forked child's copy reaches nothing.
-        kvtxn_seen: the last snapshot.
-        kvtxn_ended: the engine was shut down.
-    """
-
-    kvtxn_interpreter: ClassVar[Any] = sys
-    kvtxn_pid: int
-    kvtxn_seen: Snapshots | None = None
-    kvtxn_ended = False
-
-    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the last snapshot, then shut the engine down."""
-        if not self.kvtxn_interpreter.is_finalizing():
-            _take_last(self)
-        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
-
-    def __del__(self) -> None:
-        if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
-            self.shutdown()  # the thread that waits keeps this object from being collected
-        getattr(super(), "__del__", lambda: None)()
-
-
-def _take_last(client: RememberingClient) -> bool:
-    """Keep an engine's last snapshot, once; return False if the engine did not answer in time."""
-    if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
-        return True
-    client.kvtxn_ended = True
-
-    def read() -> None:
-        try:
-            client.kvtxn_seen = front.ask_workers(client, SNAPSHOT)
-        except Exception as error:
-            log.debug("kvtxn.no_last_snapshot", why=repr(error))
-
-    # vLLM's call waits without end, but an engine that hangs must still be shut down.
-    thread = Thread(target=read, name="kvtxn-last-snapshot", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
-    if client.kvtxn_seen is not None:
-        _ended.append(client.kvtxn_seen)
-    return not thread.is_alive()
-
-
-def snapshots(llm: object) -> Snapshots:
-    """Return the counters of each worker by rank, of in-process and multi-process engines alike.
-
-    For an engine that was shut down these are the last ones, taken right before the end. When the
-    ``LLM`` itself is gone, ``last_snapshots`` has them.
-
-    Args:
-        llm: a vLLM ``LLM`` or ``LLMEngine``.
-
-    Returns:
-        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
-        which is 0 (and alone) where kvtxn stays out.
-
-    Raises:
-        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
-    """
-    client = front.find_client(llm)
-    found: Snapshots | None = None
-    if getattr(client, "kvtxn_ended", False):
-        found = getattr(client, "kvtxn_seen", None)
-    if found is None:
-        found = front.ask_engine(llm, "snapshots", SNAPSHOT)
-    return [dict(counts) for counts in found]
-
-
-def ask_running_engines() -> None:
-    """Ask the workers of this process's running ``LLM``s for their counters.
-
-    An audit looks at a worker's last step when the worker is asked. An engine that does not answer
-    is passed over.
-    """
-    for client in list(_hooked):
-        if isinstance(client, RememberingClient) and not client.kvtxn_ended:
-            with suppress(Exception):
-                front.ask_workers(client, SNAPSHOT)
-
-
-def last_snapshots() -> list[Snapshots]:
-    """Return the last ``snapshots`` of this process's engines that ended, oldest first."""
-    return [[dict(counts) for counts in found] for found in _ended]
 
 
 # -- what a worker answers --------------------------------------------------------------

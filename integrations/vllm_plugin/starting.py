@@ -45,7 +45,7 @@ _GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
 WINDOW_ATTENTION: Final[Mapping[str, str]] = {
     "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
     "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
+    "TRITON_MLA": f"{_GPU}.triton_backend.WindowTritonLatentBackend",
     "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
 }
 

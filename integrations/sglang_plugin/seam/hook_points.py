@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
+
+from ...serving.source_files import Sources
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _WEIGHTS: Final = (
@@ -19,35 +20,36 @@ _RESULTS: Final = (
 )
 _TIMES: Final = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats"
 
-#: By dotted name, the parameters that a hook point begins with. These tell the ledger of each step.
+#: By dotted name, the parameters that a hook point begins with, ``self`` left out. These tell the
+#: ledger of each step.
 HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
-    f"{_SCHEDULER}.run_batch": ("self", "batch"),
-    f"{_SCHEDULER}.flush_cache": ("self",),
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("forward_batch",),
+    f"{_SCHEDULER}.run_batch": ("batch",),
+    f"{_SCHEDULER}.flush_cache": (),
     "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache"),
     # Wrapped on the worker, whose result is on the device still.
-    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("self", "batch"),
+    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("batch",),
 }
 #: These only make the audit more pleasant: it opens while the engine starts, /server_info has its
 #: counters, and it hears of an update of the weights that leaves the cache as it is.
 OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
-    f"{_SCHEDULER}.__init__": ("self", "server_args"),
-    f"{_SCHEDULER}.get_internal_state": ("self", "recv_req"),
-    f"{_WEIGHTS}.flush_cache_after_weight_update": ("self",),
+    f"{_SCHEDULER}.__init__": ("server_args",),
+    f"{_SCHEDULER}.get_internal_state": ("recv_req",),
+    f"{_WEIGHTS}.flush_cache_after_weight_update": (),
 }
 
 #: To contain wrong reads: a plan knows nothing of them, and no token that one of them has sampled
 #: is taken in. The last four are called, or changed.
 CONTAINING: Final[Mapping[str, tuple[str, ...]]] = {
-    f"{_SCHEDULER}.process_batch_result": ("self", "batch", "result"),
-    f"{_SCHEDULER}.get_next_batch_to_run": ("self", "running_batch", "last_batch"),
+    f"{_SCHEDULER}.process_batch_result": ("batch", "result"),
+    f"{_SCHEDULER}.get_next_batch_to_run": ("running_batch", "last_batch"),
     "sglang.srt.managers.schedule_batch.retract_all": (
         *("reqs", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache"),
         *("hisparse_coordinator", "offload_kv"),
     ),
     "sglang.srt.disaggregation.utils.prepare_abort": ("req", "error_message", "status_code"),
-    f"{_RESULTS}.process_batch_result_decode": ("self", "batch", "result"),
-    f"{_TIMES}.set_wait_queue_entry_time": ("self",),
+    f"{_RESULTS}.process_batch_result_decode": ("batch", "result"),
+    f"{_TIMES}.set_wait_queue_entry_time": (),
 }
 
 Hook = Callable[..., object]
@@ -71,34 +73,9 @@ def folder() -> Path | None:
 
 
 @cache
-def _module(file: Path) -> ast.Module | None:
-    """Parse a file; None if it is not there, or is no Python that this version reads."""
-    try:
-        return ast.parse(file.read_text("utf-8"))
-    except (OSError, SyntaxError):
-        return None
-
-
-def parameters(target: str, where: Path | None) -> tuple[str, ...] | None:
-    """Return the names of a function's parameters, from its source; None if it is not there.
-
-    Args:
-        target: the function's dotted name, such as ``sglang.srt.module.Class.method``.
-        where: the folder of the package ``sglang``.
-    """
-    if where is None:
-        return None
-    path = target.split(".")[1:]
-    for length in (len(path) - 1, len(path) - 2):  # of a function, of a method
-        module = _module(where.joinpath(*path[:length]).with_suffix(".py"))
-        node: ast.AST | None = module
-        for name in path[length:]:
-            inside = getattr(node, "body", [])
-            node = next((each for each in inside if getattr(each, "name", None) == name), None)
-        if isinstance(node, ast.FunctionDef):
-            given = node.args
-            return tuple(each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
-    return None
+def _sources(where: Path) -> Sources:
+    """Return the source files beside ``where``, each of which is parsed once."""
+    return Sources(where.parent)
 
 
 def moved(
@@ -115,12 +92,12 @@ def moved(
     where = folder() if where is None else where
     found = []
     for target, expected in points.items():
-        names = parameters(target, where)
+        own = None if where is None else _sources(where).find(target)
         short = ".".join(target.rsplit(".", 2)[-2:])
-        if names is None:
+        if own is None:
             found.append(f"{short} is gone")
-        elif names[: len(expected)] != expected:
-            found.append(f"{short} takes ({', '.join(names)})")
+        elif own.takes[: len(expected)] != expected:
+            found.append(f"{short} takes ({', '.join(own.takes)})")
     return found
 
 

@@ -2,7 +2,7 @@
 
 With ``on_violation="contain"`` nobody reads a wrong block again, and its readers start again. The
 worker adds what it found to the step's output. The scheduler contains it before vLLM takes the
-output in (``scheduling.contain``): the wrong blocks leave the prefix cache, and their readers are
+output in (``containment.contain``): the wrong blocks leave the prefix cache, and their readers are
 preempted, so that vLLM drops the tokens that the step sampled for them and computes the requests
 again in new blocks. Nothing is handed to vLLM as a failed load: a user's setting may end requests
 for failed loads.
@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
-from ..internals import audited, scheduling
+from ..internals import audited, containment, scheduling
 from ..internals.engine_protocols import (
     BeforeCacheManager,
     BeforeScheduler,
@@ -42,7 +42,7 @@ class ContainingScheduler(BeforeScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: object
     ) -> object:
         """Contain what a step read wrongly, then take in its output."""
-        wrong = scheduling.marks(model_runner_output)
+        wrong = containment.marks(model_runner_output)
         if wrong is not None:
             _contain(self, wrong, scheduler_output)
         found: object = super().update_from_output(  # type: ignore[misc]
@@ -107,11 +107,11 @@ def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutp
     """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
     try:
         if wrong.stale:
-            scheduling.evict(scheduler, wrong.stale)
+            containment.evict(scheduler, wrong.stale)
             log.debug("kvtxn.audit_evicted_stale", blocks=sorted(wrong.stale))
         if not (wrong.readers or wrong.lost):
             return
-        names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
+        names = containment.contain(scheduler, wrong, containment.scheduled(scheduler_output))
     except Exception as error:
         say_logged_alone(f"containing failed: {error!r}", error)
         return
@@ -148,7 +148,7 @@ def follow_scheduler(
 def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> bool:
     """Tell whether a scheduler can contain what the audit finds; if not, log the reason."""
     why = audited.uncontained(config) or check_methods(
-        type(scheduler), scheduling.SCHEDULER_METHODS
+        type(scheduler), containment.SCHEDULER_METHODS
     )
     if why is None:
         return True

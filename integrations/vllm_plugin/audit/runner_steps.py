@@ -24,8 +24,8 @@ from ..internals import (
     audited_states,
     audited_steps,
     connectors,
+    containment,
     held_states,
-    scheduling,
 )
 from ..internals.batches import PlannedV1, PlannedV2
 from ..internals.hooks import follow, mix_in
@@ -67,12 +67,12 @@ class RunnerSteps(Generic[HookedRunnerT]):
 
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
-        scheduling.mark(output, wrong)
+        containment.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:
         """Tell a connector's transfers how many rows of each request are computed now."""
         if watch.transfers is not None:
-            scheduled = scheduling.scheduled(self._runner.kvtxn_scheduled)
+            scheduled = containment.scheduled(self._runner.kvtxn_scheduled)
             watch.transfers.scheduled(scheduled)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..internals import Foreign, backends, batches
 from ..internals.backends import FlashTables
 from ..internals.runner_protocols import AttentionLayer
-from .slot_reading import Reading, SlotBuilder, SlotHook, reading_of
+from .slot_reading import Reading, SlotBuilder, SlotHook, WindowBackend, reading_of
 
 _FlashBuilder, _FlashImpl, _FlashBackend = backends.flash_attention()
 
@@ -143,7 +143,7 @@ class WindowFlashImpl(_FlashImpl):  # type: ignore[misc, valid-type]
         return super().forward(*own, *scales)  # type: ignore[no-any-return]
 
 
-class WindowFlashBackend(_FlashBackend):  # type: ignore[misc, valid-type]
+class WindowFlashBackend(WindowBackend, _FlashBackend):  # type: ignore[misc, valid-type]
     """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN.
 
     Attributes:
@@ -152,13 +152,4 @@ class WindowFlashBackend(_FlashBackend):  # type: ignore[misc, valid-type]
     """
 
     supports_kv_cache_update_bypass = False
-
-    @staticmethod
-    def get_impl_cls() -> type[WindowFlashImpl]:
-        """Return the class of the layers' attention."""
-        return WindowFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[WindowFlashBuilder]:
-        """Return the class of the metadata builders."""
-        return WindowFlashBuilder
+    kvtxn_impl, kvtxn_builder = WindowFlashImpl, WindowFlashBuilder

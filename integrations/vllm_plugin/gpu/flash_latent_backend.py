@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..internals import backends
 from ..internals.backends import FlashLatentTables
-from .slot_reading import SlotBuilder, WindowLatentImpl
+from .slot_reading import SlotBuilder, WindowBackend, WindowLatentImpl
 
 _BUILDER, _IMPL, _BACKEND = backends.flash_latent()
 
@@ -19,15 +19,7 @@ class WindowFlashLatentImpl(WindowLatentImpl, _IMPL):  # type: ignore[misc, vali
     """vLLM's attention of a layer with FLASH_ATTN_MLA, which is FlashAttention 3."""
 
 
-class WindowFlashLatentBackend(_BACKEND):  # type: ignore[misc, valid-type]
+class WindowFlashLatentBackend(WindowBackend, _BACKEND):  # type: ignore[misc, valid-type]
     """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN_MLA."""
 
-    @staticmethod
-    def get_impl_cls() -> type[WindowFlashLatentImpl]:
-        """Return the class of the layers' attention."""
-        return WindowFlashLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[WindowFlashLatentBuilder]:
-        """Return the class of the metadata builders."""
-        return WindowFlashLatentBuilder
+    kvtxn_impl, kvtxn_builder = WindowFlashLatentImpl, WindowFlashLatentBuilder

@@ -186,6 +186,28 @@ class SlotBuilder:
         return updated
 
 
+class WindowBackend:
+    """A mixin of vLLM's attention backends, by which vLLM finds kvtxn's classes.
+
+    Attributes:
+        kvtxn_impl: the class of the layers' attention.
+        kvtxn_builder: the class of the metadata builders.
+    """
+
+    kvtxn_impl: ClassVar[type]
+    kvtxn_builder: ClassVar[type[SlotBuilder]]
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """Return the class of the layers' attention."""
+        return cls.kvtxn_impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[SlotBuilder]:
+        """Return the class of the metadata builders."""
+        return cls.kvtxn_builder
+
+
 def reading_of(hook: SlotHook | None, metadata: object) -> Reading | None:
     """Return how a layer's forward reads its window; None if vLLM's own code runs as it is."""
     reading: Reading | None = None if hook is None else getattr(metadata, "kvtxn", None)

@@ -1,4 +1,4 @@
-"""vLLM's attention by Triton over windows whose drafts wait in spare slots.
+"""vLLM's attention by Triton over windows whose drafts wait in spare slots: of rows, of latents.
 
 See ``slot_reading``. The kernels take tiles of a size that does not depend on the blocks', so their
 sums are stock's.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..internals import backends
-from ..internals.backends import BatchTables
+from ..internals.backends import BatchTables, TritonLatentTables
 from ..internals.runner_protocols import AttentionLayer
-from .slot_reading import SlotBuilder, SlotHook, attend, write
+from .slot_reading import SlotBuilder, SlotHook, WindowBackend, WindowLatentImpl, attend, write
 
 _TritonBuilder, _TritonImpl, _TritonBackend = backends.triton_attention()
+_LatentBuilder, _LatentImpl, _LatentBackend = backends.triton_latent()
 
 
 class WindowTritonBuilder(SlotBuilder, _TritonBuilder):  # type: ignore[misc, valid-type]
@@ -62,17 +63,36 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
         return found
 
 
-class WindowTritonBackend(_TritonBackend):  # type: ignore[misc, valid-type]
+class WindowTritonBackend(WindowBackend, _TritonBackend):  # type: ignore[misc, valid-type]
     """kvtxn's attention backend, which vLLM finds under the name TRITON_ATTN."""
 
     supports_kv_cache_update_bypass = False
+    kvtxn_impl, kvtxn_builder = WindowTritonImpl, WindowTritonBuilder
 
-    @staticmethod
-    def get_impl_cls() -> type[WindowTritonImpl]:
-        """Return the class of the layers' attention."""
-        return WindowTritonImpl
 
-    @staticmethod
-    def get_builder_cls() -> type[WindowTritonBuilder]:
-        """Return the class of the metadata builders."""
-        return WindowTritonBuilder
+# -- latent rows ------------------------------------------------------------------------------
+
+
+class WindowTritonLatentBuilder(SlotBuilder, _LatentBuilder):  # type: ignore[misc, valid-type]
+    """vLLM's builder of TRITON_MLA's metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = TritonLatentTables()
+
+
+class WindowTritonLatentImpl(WindowLatentImpl, _LatentImpl):  # type: ignore[misc, valid-type]
+    """vLLM's attention of a layer with TRITON_MLA; its kernel takes tiles of one size.
+
+    Attributes:
+        kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
+        kvtxn_keeps_order: the order of a batch decides which kernel a request gets: it decodes if
+            it has as many rows as the first one, and counts among prompts otherwise.
+    """
+
+    kvtxn_line_per_row = True
+    kvtxn_keeps_order = True
+
+
+class WindowTritonLatentBackend(WindowBackend, _LatentBackend):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_MLA."""
+
+    kvtxn_impl, kvtxn_builder = WindowTritonLatentImpl, WindowTritonLatentBuilder

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress
-from typing import Final
+from typing import Final, TypeVar
 
 import attrs
 import torch
@@ -42,6 +42,8 @@ AUDITED_V2_METHODS: Final = {
     "sample_tokens": ("grammar_output",),
 }
 
+
+T = TypeVar("T")
 
 #: Finds the number of a layer in its name.
 _NUMBERS: Final = re.compile(r"\d+")
@@ -162,15 +164,15 @@ def _with_encoder(runner: Runner, told: SchedulerOutput, found: Changes) -> Chan
 def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
-    put_back = _put_back(runner)
+    put_back = _kept(runner, "kvtxn_put_back", PutBack)
     put_back.hear(told)
     came = new or cached.resumed_req_ids
     if not (came or told.finished_req_ids or copies or any(cached.new_block_ids)):
         return NO_CHANGES
     arrivals = [
-        _arrival(
-            *(runner, each.req_id, tokens_of(each), each.num_computed_tokens, each.block_ids),
-            put_back.take(each.req_id),
+        arrival_of(
+            *(runner, runner.requests[each.req_id], each.req_id, tokens_of(each)),
+            *(each.num_computed_tokens, each.block_ids, put_back.take(each.req_id)),
         )
         for each in new
     ]
@@ -181,7 +183,8 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
             tokens = cached.all_token_ids.get(name) or own_tokens(runner, name)
             computed = cached.num_computed_tokens[index]
             had = put_back.take(name)
-            arrivals.append(_arrival(runner, name, tokens, computed, blocks or (), had))
+            state = runner.requests[name]
+            arrivals.append(arrival_of(runner, state, name, tokens, computed, blocks or (), had))
         elif blocks is not None:
             for known, more in zip(grown, blocks, strict=True):
                 known += more
@@ -229,20 +232,8 @@ def own_tokens(runner: RunnerV1, name: str) -> list[int]:
 def returning(runner: RunnerV1, name: str) -> Arrival:
     """Describe a request that the ledger has forgotten."""
     state = runner.requests[name]
-    return _arrival(
-        runner, name, own_tokens(runner, name), state.num_computed_tokens, state.block_ids
-    )
-
-
-def _arrival(
-    runner: RunnerV1,
-    name: str,
-    tokens: Iterable[int],
-    computed: int,
-    tables: Sequence[Sequence[int]],
-    had: int | None = None,
-) -> Arrival:
-    return arrival_of(runner, runner.requests[name], name, tokens, computed, tables, had)
+    tokens = own_tokens(runner, name)
+    return arrival_of(runner, state, name, tokens, state.num_computed_tokens, state.block_ids)
 
 
 def arrival_of(
@@ -269,8 +260,9 @@ def arrival_of(
         had: number of rows that it had when it was put back; None if it was not, or nobody knows.
     """
     lora = getattr(state, "lora_request", None)
-    extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
-    embedded = _embedded(state, _media(runner))
+    adapters = _kept(runner, "kvtxn_adapters", Adapters)
+    extras = [] if lora is None else [adapters.identity(lora, runner)]
+    embedded = _embedded(state, _kept(runner, "kvtxn_media", Media))
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
         embedded = {}
@@ -322,28 +314,20 @@ def _rows_after(told: SchedulerOutput, name: str) -> int | None:
     return before + told.num_scheduled_tokens[name]
 
 
-def _put_back(runner: Runner) -> PutBack:
-    """Return a runner's ``PutBack``, made at the first call."""
-    known: PutBack = vars(runner).setdefault("kvtxn_put_back", PutBack())
-    return known
-
-
-def _adapters(runner: Runner) -> Adapters:
-    """Return a runner's ``Adapters``, made at the first call."""
-    known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
-    return known
+def _kept(runner: Runner, name: str, make: Callable[[], T]) -> T:
+    """Return an object of kvtxn's that a runner keeps by name, made at the first call."""
+    kept: T | None = vars(runner).get(name)
+    if kept is None:
+        kept = vars(runner)[name] = make()
+    return kept
 
 
 def follow_adapters(runner: Runner) -> Callable[[], None]:
     """Hear of each adapter that a runner's worker loads; return the undo."""
     manager = getattr(runner, "lora_manager", None)
-    return (lambda: None) if manager is None else _adapters(runner).follow(manager)
-
-
-def _media(runner: Runner) -> Media:
-    """Return a runner's ``Media``, made at the first call."""
-    known: Media = vars(runner).setdefault("kvtxn_media", Media())
-    return known
+    if manager is None:
+        return lambda: None
+    return _kept(runner, "kvtxn_adapters", Adapters).follow(manager)
 
 
 def _embedded(state: RequestContent, media: Media) -> dict[int, int]:
@@ -429,8 +413,7 @@ def encoder_step(runner: Runner, told: SchedulerOutput) -> EncoderStep | None:
     """
     if runner.model_config.is_encoder_decoder:
         return None
-    known: EncoderSteps = vars(runner).setdefault("kvtxn_encoder_steps", EncoderSteps())
-    return known.read(told)
+    return _kept(runner, "kvtxn_encoder_steps", EncoderSteps).read(told)
 
 
 def own_blocks(
@@ -484,7 +467,7 @@ def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
 def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
-    put_back = _put_back(runner)
+    put_back = _kept(runner, "kvtxn_put_back", PutBack)
     put_back.hear(told)
     gone = told.finished_req_ids or told.preempted_req_ids
     by_request = [blocks for blocks in cached.new_block_ids if blocks]
@@ -499,7 +482,13 @@ def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
             return Changes((), (), grown, ())
     return Changes(
         gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
-        arrivals=[_arrival_v2(runner, each, put_back.take(each.req_id)) for each in new],
+        arrivals=[
+            arrival_of(
+                *(runner, each, each.req_id, tokens_of(each), each.num_computed_tokens),
+                *(each.block_ids, put_back.take(each.req_id)),
+            )
+            for each in new
+        ],
         grown=grown,
         copies=[pair(copy) for copy in copies],
         unused=unused_prefixes(told),

@@ -155,11 +155,6 @@ def batch_of(metadata: BatchMetadata) -> Batch:
 # -- on a GPU -------------------------------------------------------------------------
 
 
-def batch_name(batch: InputBatchV2) -> object:
-    """Return the object by which the V2 runner's queue of pipeline stages knows a batch."""
-    return batch.idx_mapping_np
-
-
 def steps_until_known(runner: Runner) -> int | None:
     """Return after how many steps a pipeline stage learns what was accepted.
 
@@ -175,7 +170,7 @@ def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
     """Return the batch whose acceptance a pipeline stage takes from its queue next.
 
     Returns:
-        ``batch_name`` of the batch, and numpy bool ``[num_requests]``, True for requests whose
+        ``PlannedV2.name`` of the batch, and numpy bool ``[num_requests]``, True for requests whose
         index was freed meanwhile; None twice if nothing comes.
     """
     handler = runner.pp_handler
@@ -277,7 +272,7 @@ class PlannedV2:
 
     def name(self) -> object:
         """Return the object by which the runner's queue of pipeline stages knows the batch."""
-        return batch_name(self.batch)
+        return self.batch.idx_mapping_np
 
     def outputs(self) -> Tensor:
         """Return the rows whose outputs are sampled."""

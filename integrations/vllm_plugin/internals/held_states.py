@@ -40,12 +40,14 @@ from .state_commits import (
 from .state_layers import (
     GATED_DELTA_NORM,
     GATED_DELTA_SPLIT,
+    KERNELS,
+    LAUNCHES,
     StateLayer,
     kind_of,
     modules_of,
     state_layers,
 )
-from .verified_rows import KERNELS, LAUNCHES, make_rows, row_elements
+from .verified_rows import make_rows, row_elements
 
 log = get_logger()
 

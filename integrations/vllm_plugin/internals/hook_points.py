@@ -21,17 +21,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import (
     aligned_states,
     audited,
     batches,
+    containment,
     cpu_states,
     layers,
     scheduling,
     state_commits,
     state_layers,
-    verified_rows,
     whole_graphs,
 )
 
@@ -82,7 +82,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_SCHED}.output.CachedRequestData",
         f"{_KV}.KVCacheConfig",
         f"{_KV}.KVCacheGroupSpec",
-        *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
+        *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *containment.SCHEDULER_METHODS)),
         *_of(f"{_SCHED}.scheduler.Scheduler", scheduling.PLANNING_METHODS),
         *_of("vllm.v1.core.kv_cache_manager.KVCacheManager", scheduling.LOOKING_METHODS),
         "vllm.v1.outputs.ModelRunnerOutput",
@@ -200,11 +200,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "states on gpu": (
         *_of(
             f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
-            (*verified_rows.LAUNCHES[GATED_DELTA], *state_layers.GATED_DELTA_NORM),
+            (*state_layers.LAUNCHES[GATED_DELTA], *state_layers.GATED_DELTA_NORM),
         ),
         *_of(
             f"{_LAYERS}.mamba.gdn.olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention",
-            verified_rows.OLMO_METHODS,
+            state_layers.LAUNCHES[OLMO_DELTA],
         ),
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule",
         f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel",

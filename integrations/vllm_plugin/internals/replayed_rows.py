@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -30,6 +30,7 @@ class ReplayedLayer(abc.ABC):
     """A layer whose drafts kvtxn's own kernel verifies.
 
     Attributes:
+        kind: of the layer.
         module: vLLM's layer.
         tables: the tables of all layers.
         group: number of the layer's group in the tables.
@@ -37,6 +38,7 @@ class ReplayedLayer(abc.ABC):
         longest: most rows of a request.
     """
 
+    kind: ClassVar[str]
     module: Any
     tables: StateTables
     group: int
@@ -48,13 +50,17 @@ class ReplayedLayer(abc.ABC):
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
         """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
 
-    @abc.abstractmethod
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
+        state_layers.hook_kernel(self.module, self.kind, self.verify)
 
     @abc.abstractmethod
+    def verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
+        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
+
     def unhook(self) -> None:
         """Give the layer its own methods back."""
+        state_layers.unhook_kernels(self.module, self.kind)
 
     @abc.abstractmethod
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -77,6 +83,8 @@ class ReplayedLayer(abc.ABC):
 class ReplayedDelta(ReplayedLayer):
     """A gated delta net."""
 
+    kind = GATED_DELTA
+
     @staticmethod
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
         """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
@@ -86,18 +94,14 @@ class ReplayedDelta(ReplayedLayer):
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        fused = getattr(self.module, "enable_fused_gdn_spec_decode", False)
-        state_layers.hook_gated_delta(
-            *(self.module, self.verify, self.verify_fused if fused else None),
-            split=self.views,
-        )
+        state_layers.hook_kernel(self.module, self.kind, self.verify)
+        if getattr(self.module, "enable_fused_gdn_spec_decode", False):
+            setattr(self.module, state_layers.FUSED, self.verify_fused)
+        for name in state_layers.GATED_DELTA_SPLIT:
+            setattr(self.module, name, self.views)
 
-    def unhook(self) -> None:
-        """Give the layer its own methods back."""
-        state_layers.unhook_gated_delta(self.module)
-
-    def verify(self, kernel: Callable[..., object], **given: Any) -> object:
-        """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
+    def verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
+        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given | {name: given[name].contiguous() for name in ("q", "k", "v")})
         query, key, value = (given[name][0] for name in ("q", "k", "v"))
@@ -200,6 +204,8 @@ class ReplayedDelta(ReplayedLayer):
 class ReplayedMamba2(ReplayedLayer):
     """A Mamba-2 layer; its keys are B, its values ``x * dt``."""
 
+    kind = MAMBA2
+
     @staticmethod
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
         """Return a layer's groups, its heads, and the sizes of a head's state and of a head."""
@@ -207,16 +213,8 @@ class ReplayedMamba2(ReplayedLayer):
         heads = module.n_groups // ranks, module.num_heads // ranks
         return (*heads, int(module.ssm_state_size), int(module.head_dim))
 
-    def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
-        state_layers.hook_mamba2(self.module, self.verify)
-
-    def unhook(self) -> None:
-        """Give the layer its own method back."""
-        state_layers.unhook_mamba2(self.module)
-
     def verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
-        """Verify in place of vLLM's kernel; in steps without drafts launch that kernel."""
+        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given

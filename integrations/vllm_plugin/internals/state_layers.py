@@ -21,7 +21,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
 from .engine_protocols import KVCacheSpec
 from .hooks import method_of, with_globals
-from .runner_protocols import GatedDeltaLayer, Mamba2Layer, Runner, RunnerV1
+from .runner_protocols import Runner, RunnerV1
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
 METHODS: Final = {"get_kv_cache_spec": ()}
@@ -157,89 +157,52 @@ def state_slots(runner: RunnerV1, groups: Sequence[str]) -> dict[str, Tensor]:
 
 # -- kernels on a GPU that are replaced ---------------------------------------------------
 
-#: The method that launches the Triton kernel.
-_DELTA_FORWARD: Final = "_forward_core"
-
-#: The method that launches the fused kernel.
+#: The method of gated delta nets that launches the fused kernel.
 FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
 
-#: The methods that contain the launches, with their parameters.
-GATED_DELTA_METHODS: Final = {
-    _DELTA_FORWARD: ("mixed_qkv", "b", "a", "core_attn_out"),
-    FUSED: ("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
-    "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
+#: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
+LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    GATED_DELTA: {
+        "_forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
+        FUSED: ("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
+        "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
+    },
+    OLMO_DELTA: {"_forward_core": ("mixed_qkv", "b", "a", "core_attn_out")},
+    MAMBA2: {"conv_ssm_forward": ("projected_states", "output")},
 }
 
-#: By method, the global name under which it finds the Triton kernel.
-GATED_DELTA_KERNEL: Final = {_DELTA_FORWARD: "fused_sigmoid_gating_delta_rule_update"}
+#: The global name under which such a method finds its Triton kernel, by kind of layer and method.
+KERNELS: Final[Mapping[str, Mapping[str, str]]] = {
+    GATED_DELTA: {"_forward_core": "fused_sigmoid_gating_delta_rule_update"},
+    OLMO_DELTA: {"_forward_core": "fused_recurrent_gated_delta_rule"},
+    MAMBA2: {"conv_ssm_forward": "selective_state_update"},
+}
 
-#: The method that splits rows for the Triton kernel, into copies; with its parameters.
+#: The method that splits rows for the Triton kernel of gated delta nets, into copies; with its
+#: parameters.
 GATED_DELTA_SPLIT: Final = {"rearrange_mixed_qkv": ("mixed_qkv",)}
 
-#: The method that applies the gated norm where the Triton kernel ran, with its parameters.
+#: The method that applies the gated norm where that kernel ran, with its parameters.
 GATED_DELTA_NORM: Final = {"_rms_norm_gated_cuda": ("x", "output_gate", "out")}
 
 
-def hook_gated_delta(
-    module: GatedDeltaLayer,
-    triton: Callable[..., object],
-    fused: Callable[..., None] | None,
-    split: Callable[..., object] | None = None,
-) -> None:
-    """Let other functions run in place of a layer's kernels.
+def hook_kernel(module: Any, kind: str, run: Callable[..., object]) -> None:
+    """Let a function run in place of the Triton kernel that a layer launches.
 
     Args:
-        module: the layer.
-        triton: called with vLLM's Triton kernel, and with all that this kernel is given; in steps
-            that verify no drafts, too.
-        fused: called with the arguments of the method ``FUSED``; None leaves that method alone.
-        split: in place of the method of ``GATED_DELTA_SPLIT``; None leaves it alone.
+        module: vLLM's layer.
+        kind: a key of ``KERNELS``.
+        run: called with vLLM's kernel, and with all that this kernel is given; in steps that verify
+            no drafts, too.
     """
-    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
-
-    kernel = own.fused_sigmoid_gating_delta_rule_update
-    forward = with_globals(
-        method_of(module, _DELTA_FORWARD),
-        fused_sigmoid_gating_delta_rule_update=partial(triton, kernel),
-    )
-    setattr(module, _DELTA_FORWARD, MethodType(forward, module))
-    if fused is not None:
-        setattr(module, FUSED, fused)
-    for name in GATED_DELTA_SPLIT if split is not None else ():
-        setattr(module, name, split)
+    for method, name in KERNELS[kind].items():
+        own: Any = method_of(module, method)
+        kernel = own.__globals__[name]
+        forward = with_globals(own, **{name: partial(run, kernel)})
+        setattr(module, method, MethodType(forward, module))
 
 
-def unhook_gated_delta(module: GatedDeltaLayer) -> None:
+def unhook_kernels(module: Any, kind: str) -> None:
     """Give a layer its own methods back."""
-    for name in (_DELTA_FORWARD, FUSED, *GATED_DELTA_SPLIT):
+    for name in (*LAUNCHES[kind], *GATED_DELTA_SPLIT):
         vars(module).pop(name, None)
-
-
-_MAMBA2_FORWARD: Final = "conv_ssm_forward"
-#: The method that contains the launch, with its parameters.
-MAMBA2_METHODS: Final = {_MAMBA2_FORWARD: ("projected_states", "output")}
-
-#: By method, the global name under which it finds the kernel.
-MAMBA2_KERNEL: Final = {_MAMBA2_FORWARD: "selective_state_update"}
-
-
-def hook_mamba2(module: Mamba2Layer, update: Callable[..., object]) -> None:
-    """Let ``update`` run in place of a layer's kernel.
-
-    Args:
-        module: the layer.
-        update: called with vLLM's kernel, and with all that this kernel is given; in steps that
-            verify no drafts, too.
-    """
-    from vllm.model_executor.layers.mamba import mamba_mixer2 as own
-
-    forward = with_globals(
-        method_of(module, _MAMBA2_FORWARD),
-        selective_state_update=partial(update, own.selective_state_update),
-    )
-    setattr(module, _MAMBA2_FORWARD, MethodType(forward, module))
-
-
-def unhook_mamba2(module: Mamba2Layer) -> None:
-    """Give a layer its own method back."""
-    vars(module).pop(_MAMBA2_FORWARD, None)

@@ -10,52 +10,18 @@ bit.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from .hooks import method_of, with_globals
+from .hooks import method_of
 from .runner_protocols import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
 from .state_commits import StateCommits, StateTables, VerifyStep
-from .state_layers import (
-    FUSED,
-    GATED_DELTA_KERNEL,
-    GATED_DELTA_METHODS,
-    MAMBA2_KERNEL,
-    MAMBA2_METHODS,
-    StateLayer,
-    hook_gated_delta,
-    hook_mamba2,
-    unhook_gated_delta,
-    unhook_mamba2,
-)
-
-_OLMO_FORWARD: Final = "_forward_core"
-#: The method that contains the launch, with its parameters.
-OLMO_METHODS: Final = {_OLMO_FORWARD: ("mixed_qkv", "b", "a", "core_attn_out")}
-
-#: By method, the global name under which it finds the kernel.
-OLMO_KERNEL: Final = {_OLMO_FORWARD: "fused_recurrent_gated_delta_rule"}
-
-#: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
-LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    GATED_DELTA: GATED_DELTA_METHODS,
-    OLMO_DELTA: OLMO_METHODS,
-    MAMBA2: MAMBA2_METHODS,
-}
-
-#: The global names under which these methods find the kernels, by kind of layer and method.
-KERNELS: Final[Mapping[str, Mapping[str, str]]] = {
-    GATED_DELTA: GATED_DELTA_KERNEL,
-    OLMO_DELTA: OLMO_KERNEL,
-    MAMBA2: MAMBA2_KERNEL,
-}
+from .state_layers import FUSED, StateLayer, hook_kernel, unhook_kernels
 
 #: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
 _MOST_PROGRAMS: Final = 65535
@@ -65,10 +31,33 @@ _FUSED_PARTS: Final = 3
 
 
 class VerifiedRows(StateCommits):
-    """The rows of one layer in the present step, and the layer's own kernels."""
+    """The rows of one layer in the present step, and the layer's own kernels.
 
-    _tables: StateTables
-    _group: int
+    Args:
+        layer: the layer.
+        tables: the tables of all layers.
+        group: number of the layer's group in the tables.
+        rows: most rows of a step.
+    """
+
+    def __init__(self, layer: StateLayer, tables: StateTables, group: int, rows: int) -> None:
+        self._module: Any = layer.module
+        self._kind: Final = layer.kind
+        self._tables: Final = tables
+        self._group: Final = group
+        self._most: Final = rows
+
+    def hook(self) -> None:
+        """Let the layer verify without writing a state, and keep its rows."""
+        hook_kernel(self._module, self._kind, self._verify)
+
+    def unhook(self) -> None:
+        """Give the layer its own methods back."""
+        unhook_kernels(self._module, self._kind)
+
+    @abc.abstractmethod
+    def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
+        """Launch vLLM's kernel; in a verify step without a block to write to."""
 
     @abc.abstractmethod
     def keep(self, parts: Sequence[Tensor]) -> None:
@@ -90,7 +79,9 @@ def row_elements(module: Any, kind: str) -> int:
     if kind == GATED_DELTA:
         return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
     if kind == OLMO_DELTA:
-        return _olmo_elements(module)
+        # Numbers of two bytes: a key and a value of each head, its decay and step size in float32.
+        # A query is not kept: no state depends on it.
+        return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // ranks)
     if kind == MAMBA2:
         groups = 2 * module.n_groups * module.ssm_state_size
         return int((module.num_heads * (module.head_dim + 1) + groups) // ranks)
@@ -101,10 +92,10 @@ class GatedDeltaRows(VerifiedRows):
     """A gated delta net of Qwen3-Next or Qwen3.5; vLLM has a Triton kernel, and a fused one.
 
     Args:
-        layer: the layer.
-        tables: the tables of all layers.
-        group: number of the layer's group in the tables.
-        rows: most rows of a step.
+        layer: as for ``VerifiedRows``, and so are the next three.
+        tables: see there.
+        group: see there.
+        rows: see there.
         dtype: the model's.
         scratch: ``[rows, num_heads, value_size]`` of the model's dtype, two tensors that all layers
             share: a gate that nobody reads, and room for outputs that nobody reads.
@@ -119,9 +110,9 @@ class GatedDeltaRows(VerifiedRows):
         dtype: torch.dtype,
         scratch: tuple[Tensor, Tensor],
     ) -> None:
+        super().__init__(layer, tables, group, rows)
+        self._scratch: Final = scratch
         module: GatedDeltaLayer = layer.module
-        self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
-        self._most = rows
         ranks = module.tp_size
         self._keys, self._values = module.key_dim // ranks, module.value_dim // ranks
         heads, device = module.num_v_heads // ranks, layer.past.device
@@ -169,14 +160,11 @@ class GatedDeltaRows(VerifiedRows):
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        fused = self._verify_fused if self.may_fuse else None
-        hook_gated_delta(self._module, self._verify, fused)
+        hook_kernel(self._module, self._kind, self._verify)
+        if self.may_fuse:
+            setattr(self._module, FUSED, self._verify_fused)
 
-    def unhook(self) -> None:
-        """Give the layer its own methods back."""
-        unhook_gated_delta(self._module)
-
-    def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
+    def _verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
         """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
@@ -316,11 +304,11 @@ class Mamba2Rows(VerifiedRows):
         dtype: torch.dtype,
         scratch: Tensor,
     ) -> None:
+        super().__init__(layer, tables, group, rows)
+        self._scratch: Final = scratch
         module: Mamba2Layer = layer.module
-        self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
         ranks, device = module.tp_size, layer.past.device
         heads, groups = module.num_heads // ranks, module.n_groups // ranks
-        self._most = rows
         shapes = (
             *((heads, module.head_dim), (heads,)),
             *[(groups, module.ssm_state_size)] * 2,
@@ -336,14 +324,6 @@ class Mamba2Rows(VerifiedRows):
         from ....backends.move_rows.stage_rows import stage_rows
 
         stage_rows([part[: self._most] for part in parts], self._parts)
-
-    def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
-        hook_mamba2(self._module, self._verify)
-
-    def unhook(self) -> None:
-        """Give the layer its own method back."""
-        unhook_mamba2(self._module)
 
     def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
@@ -428,15 +408,6 @@ def make_rows(
     return made
 
 
-def _olmo_elements(module: GatedDeltaLayer) -> int:
-    """Return how many numbers of two bytes a layer keeps per row.
-
-    Those are a key and a value of each head, and its decay and step size in float32. A query is not
-    kept: no state depends on it.
-    """
-    return int(module.num_v_heads * (module.head_k_dim + module.head_v_dim + 4) // module.tp_size)
-
-
 class OlmoDeltaRows(VerifiedRows):
     """A gated delta net of OLMo hybrid, for which vLLM has one Triton kernel.
 
@@ -447,28 +418,14 @@ class OlmoDeltaRows(VerifiedRows):
     def __init__(
         self, layer: StateLayer, tables: StateTables, group: int, rows: int, dtype: torch.dtype
     ) -> None:
+        super().__init__(layer, tables, group, rows)
         module: GatedDeltaLayer = layer.module
-        self._module, self._tables, self._group = module, tables, group
         device, heads = layer.past.device, module.num_v_heads // module.tp_size
         self._heads = heads
         self._key = torch.zeros(rows, heads * module.head_k_dim, dtype=dtype, device=device)
         self._value = torch.zeros(rows, heads * module.head_v_dim, dtype=dtype, device=device)
         self._decay = torch.zeros(rows, heads, dtype=torch.float32, device=device)
         self._beta = torch.zeros_like(self._decay)
-
-    def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
-        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as own
-
-        kernel = partial(self._verify, own.fused_recurrent_gated_delta_rule)
-        forward = with_globals(
-            method_of(self._module, _OLMO_FORWARD), fused_recurrent_gated_delta_rule=kernel
-        )
-        setattr(self._module, _OLMO_FORWARD, MethodType(forward, self._module))
-
-    def unhook(self) -> None:
-        """Give the layer its own method back."""
-        vars(self._module).pop(_OLMO_FORWARD, None)
 
     def keep(self, parts: Sequence[Tensor]) -> None:
         """Copy the rows of a verify step in one launch; rows beyond ``rows`` are left out.
@@ -479,11 +436,11 @@ class OlmoDeltaRows(VerifiedRows):
         """
         from ....backends.move_rows.stage_rows import stage_rows
 
-        rows = min(parts[0].shape[0], self._key.shape[0])
+        rows = min(parts[0].shape[0], self._most)
         room = [self._key, self._value, self._decay, self._beta]
         stage_rows([part[:rows] for part in parts], room)
 
-    def _verify(self, kernel: Callable[..., object], **given: Any) -> object:
+    def _verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
@@ -497,7 +454,7 @@ class OlmoDeltaRows(VerifiedRows):
         """Write the states that ``StateTables.commits`` names."""
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as own
 
-        rows, lines = min(step.rows, self._key.shape[0]), 2 * step.requests
+        rows, lines = min(step.rows, self._most), 2 * step.requests
         commits, starts = self._tables.commits[self._group], self._tables.kept[: lines + 1]
         if lines * self._heads > _MOST_PROGRAMS:
             commits, starts, lines = commits[::2], step.starts, step.requests

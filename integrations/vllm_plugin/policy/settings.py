@@ -7,7 +7,7 @@ stops vLLM's start. An engine that kvtxn cannot serve is none: it runs stock, un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,9 +20,10 @@ from ....audit.byte_books import EVERY
 from ....audit.store_url import store_url
 from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
-from ....errors import ConfigError, KVTxnError, meant
+from ....errors import ConfigError, KVTxnError
 from ....policy_choice import choose_policy
 from ...serving import step_batches
+from ...serving.given_settings import GivenSettings
 from . import is_asked, wants
 
 _WHERE: Final = "additional_config['kvtxn']"
@@ -48,8 +49,6 @@ _OF_AUDITS: Final = (
     *("on_violation", "record", "log_tokens", "stale", "weights_every"),
     *("audit_store", "audit_key_file"),
 )
-#: Numbers that a scrub takes are below this one.
-_TOO_LARGE: Final = 1 << 31
 
 
 @attrs.frozen
@@ -142,8 +141,9 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         )
     derived = ("txn", "windows")
     ours = [field.name for field in attrs.fields(PluginSettings) if field.name not in derived]
-    _check_names(given, [field.name for field in attrs.fields(TxnConfig)] + ours)
-    audit = _one_of(given, "audit", AUDITS)
+    found = GivenSettings(_WHERE, given)
+    found.check_names([field.name for field in attrs.fields(TxnConfig)] + ours)
+    audit = found.one_of("audit", AUDITS)
     windows = given.get("policy") is not None
     if not windows and audit == "off":
         raise ConfigError(
@@ -153,28 +153,28 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             hint="""add "policy": "auto" for windows, "audit": "ledger" for the ledger, or both""",
         )
     if windows:  # ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is no help
-        _one_of(given, "policy", POLICIES, 'write "policy": "auto"')
+        found.one_of("policy", POLICIES, 'write "policy": "auto"')
     checked = PluginSettings(
         TxnConfig(),
         windows=windows,
         audit=audit,
-        recurrent=_one_of(given, "recurrent", RECURRENT),
-        on_violation=_one_of(given, "on_violation", ON_VIOLATION),
-        stale=_one_of(given, "stale", STALE),
-        required=_flag(given, "required"),
-        record=_flag(given, "record"),
-        unchecked=_flag(given, "unchecked"),
-        log_tokens=_flag(given, "log_tokens"),
-        poison=_flag(given, "poison"),
-        audit_every=_steps(given, "audit_every", EVERY, "; 1 compares every slot in each step"),
-        weights_every=_steps(given, "weights_every", WEIGHTS_EVERY),
+        recurrent=found.one_of("recurrent", RECURRENT),
+        on_violation=found.one_of("on_violation", ON_VIOLATION),
+        stale=found.one_of("stale", STALE),
+        required=found.flag("required"),
+        record=found.flag("record"),
+        unchecked=found.flag("unchecked"),
+        log_tokens=found.flag("log_tokens"),
+        poison=found.flag("poison"),
+        audit_every=found.number("audit_every", EVERY, "; 1 compares every slot in each step"),
+        weights_every=found.number("weights_every", WEIGHTS_EVERY),
     )
     for name, why, hint in _idle(given, checked, device):
         if name in given:
             raise ConfigError(
                 _WHERE, f"{name} has no effect {why}", got=repr(given[name]), hint=hint
             )
-    audit_store, audit_key_file = _audit_store(given)
+    audit_store, audit_key_file = _audit_store(found)
     left_out = ours if windows else [*ours, "policy"]
     values: dict[str, Any] = {n: value for n, value in given.items() if n not in left_out}
     with _in_the_users_words():
@@ -224,8 +224,9 @@ def _idle(
         yield "recurrent", why, 'use "exact"'
 
 
-def _audit_store(given: Mapping[str, object]) -> tuple[str | None, str | None]:
+def _audit_store(found: GivenSettings) -> tuple[str | None, str | None]:
     """Return the URL of a store of identities, and the file of its key: beside it by default."""
+    given = found.given
     if "audit_store" not in given:
         return None, None
     with _in_the_users_words():
@@ -236,57 +237,8 @@ def _audit_store(given: Mapping[str, object]) -> tuple[str | None, str | None]:
         hint = f"leave audit_key_file out for {beside}"
         if beside is None:
             hint = "copy a file that key_from_file has written to every machine of the store"
-        raise _not_valid("audit_key_file", "the path of a file", file, hint)
+        raise found.not_valid("audit_key_file", "the path of a file", hint)
     return str(given["audit_store"]), file
-
-
-def _not_valid(name: str, expected: str, value: object, hint: str) -> ConfigError:
-    """Return the error of a setting that cannot take its value."""
-    return ConfigError(
-        _WHERE, f"{name} is not valid", expected=expected, got=repr(value), hint=hint
-    )
-
-
-def _flag(given: Mapping[str, object], name: str) -> bool:
-    """Return a setting that is true or false; false if it is not there."""
-    value = given.get(name, False)
-    if not isinstance(value, bool):
-        raise _not_valid(name, "true or false", value, f"leave {name} out for false")
-    return value
-
-
-def _steps(given: Mapping[str, object], name: str, default: int, hint: str = "") -> int:
-    """Return a setting that is a positive number."""
-    value = given.get(name, default)
-    if type(value) is not int or not 1 <= value < _TOO_LARGE:
-        expected = f"an int from 1 to {_TOO_LARGE - 1}"
-        raise _not_valid(name, expected, value, f"leave {name} out for {default}{hint}")
-    return value
-
-
-def _one_of(
-    given: Mapping[str, object], name: str, values: Sequence[str], hint: str | None = None
-) -> str:
-    """Return a setting's value, checked against ``values``; without a setting the first value."""
-    value = given.get(name, values[0])
-    if value not in values:
-        hint = meant(value, values) or hint or f"leave {name} out for {values[0]!r}"
-        raise _not_valid(name, f"one of {', '.join(map(repr, values))}", value, hint)
-    return str(value)
-
-
-def _check_names(given: Mapping[str, object], known: list[str]) -> None:
-    """Raise ConfigError for a setting that does not exist; name the setting spelled most alike."""
-    unknown = sorted(str(name) for name in given if name not in known)
-    if not unknown:
-        return
-    raise ConfigError(
-        _WHERE,
-        f"there is no setting {unknown[0]!r}",
-        expected=f"one of {', '.join(known)}",
-        got=", ".join(map(repr, unknown)),
-        hint=meant(unknown[0], known) or "leave it out",
-    )
 
 
 def _check_backend(txn: TxnConfig, device: str) -> None:

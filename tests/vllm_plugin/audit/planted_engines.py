@@ -15,7 +15,7 @@ import planted_forwards
 import planted_rows
 import planted_states
 import planted_transfers
-from kvtxn.integrations.vllm_plugin.internals import scheduling
+from kvtxn.integrations.vllm_plugin.internals import containment
 from planting import Fault, Rig, around, texts
 
 ROWS = planted_rows.FAULTS
@@ -178,7 +178,7 @@ class HangUp:
 
     def _choose(self, scheduler_output: Any, output: Any) -> None:
         """Choose who leaves, in the first step that read something wrong."""
-        wrong = scheduling.marks(output)
+        wrong = containment.marks(output)
         if wrong is None or self._who is not None or self._moment is None:
             return
         names = reversed(list(scheduler_output.num_scheduled_tokens))
@@ -231,7 +231,7 @@ def contain(
         rig.clear()
         again: list[str] = []
         note = partial(_note, again)
-        with fault(rig), around(scheduling, "contain", after=note):
+        with fault(rig), around(containment, "contain", after=note):
             found = work(rig)
         report["healed"][fault.__name__] = {
             "texts": found,

@@ -20,8 +20,8 @@ with importing_kernels():
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
     connectors,
+    containment,
     ranks,
-    scheduling,
     spare_blocks,
 )
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
@@ -337,7 +337,7 @@ def test_while_a_watch_pauses_nothing_is_judged_and_nothing_is_contained(monkeyp
     checked = rig.watch.counters()["kvtxn_audit_rows_checked_total"]
     rig.watch.begun = False
     marked = []
-    monkeypatch.setattr(scheduling, "mark", lambda output, wrong: marked.append(wrong))
+    monkeypatch.setattr(containment, "mark", lambda output, wrong: marked.append(wrong))
     rig.end(old)
     rig.add("new", prompt(2, 9))
     for _ in range(4):

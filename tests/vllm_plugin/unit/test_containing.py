@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.serving.ledger.rank_agreement import Wrong
 from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import ContainingScheduler
-from kvtxn.integrations.vllm_plugin.internals import scheduling
+from kvtxn.integrations.vllm_plugin.internals import containment
 from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
 
 #: Each request's blocks of four rows, and its computed tokens; all have four in this step.
@@ -50,7 +50,7 @@ class Scheduler:
 def again(scheduler, wrong):
     """Contain, with every preempted request back in its place; returns the names."""
     running = list(scheduler.running)
-    spoilt = scheduling.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
+    spoilt = containment.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
     assert [each.request_id for each in scheduler.running] == [
         name for name in TABLES if name not in spoilt
     ]
@@ -151,7 +151,7 @@ def test_requests_that_left_a_step_spoil_what_nobody_knows(how, who):
     wrong = Wrong(frozenset({"c"}))
     if who == "another":
         wrong = Wrong(frozenset({"a"}), frozenset({2}))
-    found = scheduling.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
+    found = containment.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
     assert found == {*stays} | ({"c"} & scheduler.requests.keys())
     assert scheduler.evicted == set(range(1, 10))
     assert scheduler.preempted == stays[::-1]
@@ -182,7 +182,7 @@ def taken_in(scheduler, wrong):
     swap_class(scheduler, ContainingScheduler)
     output = SimpleNamespace(sampled_token_ids=[])
     if wrong is not None:
-        scheduling.mark(output, wrong)
+        containment.mark(output, wrong)
     step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(TABLES, 4))
     return scheduler.update_from_output(step, output)
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from building import ROOT
+from kvtxn.integrations.serving.source_files import Sources
 from kvtxn.integrations.vllm_plugin.internals import (
     audited,
     batches,
@@ -17,7 +18,6 @@ from kvtxn.integrations.vllm_plugin.internals import (
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
 from kvtxn.integrations.vllm_plugin.internals.hooks import check_methods
 from kvtxn.integrations.vllm_plugin.policy import doctor, release_records, supported
-from kvtxn.integrations.vllm_plugin.policy.release_records import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
@@ -156,7 +156,7 @@ def test_the_mixins_take_what_each_release_with_windows_passes(owner, release):
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_installed_release_is_as_it_was_recorded():
-    version = Sources(workers.source_folder()).version
+    version = Sources(workers.source_folder()).version_of("vllm")
     if version not in supported.RELEASES:
         pytest.skip(f"vLLM {version} was not checked")
     for device in ("cpu", "cuda"):

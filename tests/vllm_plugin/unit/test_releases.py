@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from invented_releases import LISTS
+from kvtxn.integrations.serving.source_files import Sources
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
@@ -18,7 +19,7 @@ from kvtxn.integrations.vllm_plugin.policy import doctor as report
 from kvtxn.integrations.vllm_plugin.policy import release_records, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import record_release
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.release_records import Release, Sources
+from kvtxn.integrations.vllm_plugin.policy.release_records import Release
 
 from kvtxn import doctor
 
@@ -87,8 +88,8 @@ def test_definitions_are_found_through_imports_and_base_classes(tmp_path, name, 
 
 
 def test_the_version_is_read_without_its_suffix(tmp_path):
-    assert package(tmp_path).version == "0.99.0"
-    assert package(tmp_path / "other", _version="").version == ""
+    assert package(tmp_path).version_of("vllm") == "0.99.0"
+    assert package(tmp_path / "other", _version="").version_of("vllm") == ""
 
 
 STEP = "vllm.runner.Runner.step"

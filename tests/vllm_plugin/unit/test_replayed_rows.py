@@ -335,7 +335,7 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
     layer.enable_fused_gdn_spec_decode = True
-    methods = {"_forward_core": state_layers.GATED_DELTA_METHODS["_forward_core"]}
+    methods = {"_forward_core": state_layers.LAUNCHES[GATED_DELTA]["_forward_core"]}
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: methods})
     rig.runner.vllm_config.num_speculative_tokens = 7
     rig.runner.model_config = SimpleNamespace(is_hybrid=True, runner_type="generate")

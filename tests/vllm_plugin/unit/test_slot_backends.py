@@ -29,8 +29,6 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
         WindowTritonBuilder,
         WindowTritonImpl,
-    )
-    from kvtxn.integrations.vllm_plugin.gpu.triton_latent_backend import (
         WindowTritonLatentBuilder,
         WindowTritonLatentImpl,
     )

@@ -11,8 +11,9 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from kvtxn.integrations.vllm_plugin import engine_calls
 from kvtxn.integrations.vllm_plugin import metrics as vllm_front
-from kvtxn.integrations.vllm_plugin.audit.engine_calls import audit_report
+from kvtxn.integrations.vllm_plugin.engine_calls import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
 from kvtxn.integrations.vllm_plugin.policy.settings import asks_for_windows
@@ -53,7 +54,7 @@ def engine(asked, client):
 def hooked(monkeypatch):
     """Makes hooked clients of ``LLM`` engines."""
     monkeypatch.setattr(front, "is_async", lambda client: False)
-    monkeypatch.setattr(vllm_front, "_ended", [])
+    monkeypatch.setattr(engine_calls, "_ended", [])
 
     def make(answer=None, asked=ASKED):
         client = Client(answer)
@@ -66,20 +67,20 @@ def hooked(monkeypatch):
 def test_the_last_snapshot_is_taken_right_before_the_end_and_once(hooked):
     client = hooked()
     llm = SimpleNamespace(llm_engine=engine(ASKED, client))
-    assert vllm_front.snapshots(llm) == [{"count": 1}]
+    assert engine_calls.snapshots(llm) == [{"count": 1}]
     assert client.shutdown(timeout=3) == 3
     assert client.shutdown() is None
-    assert vllm_front.snapshots(llm) == vllm_front.snapshots(llm.llm_engine) == [{"count": 2}]
+    assert engine_calls.snapshots(llm) == engine_calls.snapshots(llm.llm_engine) == [{"count": 2}]
     assert (client.calls, client.downs) == (2, 2)
-    vllm_front.snapshots(llm)[0].clear()  # the caller's own
-    assert vllm_front.last_snapshots() == [[{"count": 2}]]
+    engine_calls.snapshots(llm)[0].clear()  # the caller's own
+    assert engine_calls.last_snapshots() == [[{"count": 2}]]
 
 
 def test_a_client_that_is_collected_is_asked_first(hooked):
     client = hooked()
     del client
     gc.collect()
-    assert vllm_front.last_snapshots() == [[{"count": 1}]]
+    assert engine_calls.last_snapshots() == [[{"count": 1}]]
 
 
 def test_an_engine_that_is_dead_says_so(hooked):
@@ -88,13 +89,13 @@ def test_an_engine_that_is_dead_says_so(hooked):
     client.shutdown()
     assert client.downs == 1
     with pytest.raises(RuntimeError, match="engine is dead"):
-        vllm_front.snapshots(engine(ASKED, client))
-    assert vllm_front.last_snapshots() == []
+        engine_calls.snapshots(engine(ASKED, client))
+    assert engine_calls.last_snapshots() == []
 
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_an_engine_that_hangs_is_shut_down_all_the_same(hooked, monkeypatch, deleted):
-    monkeypatch.setattr(vllm_front, "_PATIENCE", 0.05)
+    monkeypatch.setattr(engine_calls, "_PATIENCE", 0.05)
     down, never = Event(), Event()
     monkeypatch.setattr(Client, "shutdown", lambda self: down.set())
     client = hooked(lambda n: never.wait(20))
@@ -119,14 +120,14 @@ def test_nothing_is_asked_at_the_very_end_of_the_interpreter(hooked, monkeypatch
     client = hooked()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     for name in ("_take_last", "sys", "os", "log"):
-        monkeypatch.setattr(vllm_front, name, None)
+        monkeypatch.setattr(engine_calls, name, None)
     client.__del__()
     assert client.shutdown(timeout=3) == 3
     assert (client.calls, client.downs) == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("call", "method"), [(vllm_front.snapshots, "kvtxn_snapshot"), (audit_report, REPORT)]
+    ("call", "method"), [(engine_calls.snapshots, "kvtxn_snapshot"), (audit_report, REPORT)]
 )
 def test_an_engine_that_answers_later_is_refused_with_the_way_to_ask_it(call, method):
     """vLLM's own error has no words."""

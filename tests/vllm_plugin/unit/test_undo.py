@@ -22,7 +22,7 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import unhook_attention
 
-from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
+from kvtxn.integrations.vllm_plugin import engine_calls, metrics, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
 from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
@@ -358,7 +358,7 @@ class Client:
 def test_clients_are_given_back(monkeypatch):
     """An ``LLM``'s is its own class again, and asks nothing at its end."""
     monkeypatch.setattr(frontend, "is_async", lambda client: False)
-    monkeypatch.setattr(metrics, "_ended", [])
+    monkeypatch.setattr(engine_calls, "_ended", [])
     client = Client()
     config = SimpleNamespace(additional_config={"kvtxn": {"policy": "undo"}})
     engine = SimpleNamespace(vllm_config=config, engine_core=client)
@@ -369,16 +369,16 @@ def test_clients_are_given_back(monkeypatch):
     assert type(client) is Client
     assert vars(client) == {}
     assert client.shutdown() == "down"
-    assert metrics.last_snapshots() == []
+    assert engine_calls.last_snapshots() == []
 
 
 def test_clients_behind_a_class_of_somebody_else():
     """Such a client is refused, and keeps what its hook needs; the others are given back."""
     clients = [Client() for _ in range(3)]
     for client in clients:
-        swap_class(client, metrics.RememberingClient)
+        swap_class(client, engine_calls.RememberingClient)
         client.kvtxn_pid = 0  # another process's: it asks nothing at its end
-        metrics._hooked.add(client)
+        engine_calls._hooked.add(client)
     clients[1].__class__ = type("Theirs", (type(clients[1]),), {})
     with pytest.raises(KVTxnError, match="not a class that swap_class made"):
         metrics.unhook_clients()

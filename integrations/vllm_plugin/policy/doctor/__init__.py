@@ -10,6 +10,7 @@ import attrs
 
 from .....config import POLICIES
 from .....errors import ConfigError
+from ....serving.source_files import Sources
 from ...internals import audited, workers
 from ...internals import config as engine_config
 from ...internals.engine_protocols import VllmConfig
@@ -17,7 +18,7 @@ from ...internals.hook_points import HOOK_POINTS, places_of
 from .. import release_records, supported
 from ..engine import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix
-from ..release_records import Move, Sources
+from ..release_records import Move
 from ..rule_type import Decision
 from ..rules import ASKED_FOR, decide, on_trial, refused
 from ..settings import PluginSettings, asked_rows, settings

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
+from ....serving.source_files import Sources
 from ...internals import workers
 from ...internals.hook_points import HOOK_POINTS
 from .. import release_records
-from ..release_records import CHECKS, Release, Sources
+from ..release_records import CHECKS, Release
 
 #: The core of the grid, as ``make core`` runs it.
 CORE: Final = (
@@ -119,7 +120,7 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sou
     if given.source is not None and given.checked:
         made.error("--source reads files alone, so nothing can be listed as checked")
     sources = Sources(given.source or workers.source_folder())
-    if not sources.version:
+    if not sources.version_of("vllm"):
         made.error(f"{sources.root} has no vllm/_version.py that says its version")
     for name, _ in given.without:
         if _check(name) not in given.checked:
@@ -136,13 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {release.version: release for release in release_records.load(given.list)}
     names = [name for place in HOOK_POINTS.values() for name in place]
     hooks = release_records.read_hooks(sources, names)
-    old = known.get(sources.version, Release(sources.version, (), {}))
+    version = sources.version_of("vllm")
+    old = known.get(version, Release(version, (), {}))
     kept = {name: why for name, why in old.left_out.items() if _check(name) not in given.checked}
     checked = tuple(sorted({*old.checked, *given.checked}))
     lacks = [name for name in given.checked if _AFTER.get(name, name) not in checked]
     if lacks:
         parser().error(f"--checked {lacks[0]} goes with --checked {_AFTER[lacks[0]]}")
-    new = Release(sources.version, checked, hooks, kept | dict(given.without))
+    new = Release(version, checked, hooks, kept | dict(given.without))
     print(f"vLLM {new.version}: {len(hooks)} of {len(names)} hook points found")
     others = [each for each in known.values() if each.version != new.version]
     if release_records.checked_for("cpu", others):

@@ -1,0 +1,195 @@
+"""The calls by which users ask and tell an engine: its counters, and its audit.
+
+An engine of this process is asked for its counters once more right before it is shut down or
+collected, so that they outlive it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from contextlib import ExitStack, suppress
+from threading import Thread
+from typing import Any, ClassVar, Final
+from weakref import WeakSet
+
+from ...errors import ConfigError
+from ...log import get_logger
+from .internals import frontend as front
+from .internals.engine_protocols import BeforeClient, Client
+from .internals.hooks import give_back, is_swapped, swap_class
+from .internals.workers import AGES, NEW_WEIGHTS, REPORT, SNAPSHOT
+
+log = get_logger()
+
+#: Seconds that an engine has for its last snapshot.
+_PATIENCE: Final = 5.0
+
+Snapshots = list[dict[str, float]]
+
+_ended: deque[Snapshots] = deque(maxlen=64)
+_hooked: WeakSet[Client] = WeakSet()
+
+
+def snapshots(llm: object) -> Snapshots:
+    """Return the counters of each worker by rank, of in-process and multi-process engines alike.
+
+    For an engine that was shut down these are the last ones, taken right before the end. When the
+    ``LLM`` itself is gone, ``last_snapshots`` has them.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+
+    Returns:
+        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
+        which is 0 (and alone) where kvtxn stays out.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
+    """
+    client = front.find_client(llm)
+    found: Snapshots | None = None
+    if getattr(client, "kvtxn_ended", False):
+        found = getattr(client, "kvtxn_seen", None)
+    if found is None:
+        found = front.ask_engine(llm, "snapshots", SNAPSHOT)
+    return [dict(counts) for counts in found]
+
+
+def ask_running_engines() -> None:
+    """Ask the workers of this process's running ``LLM``s for their counters.
+
+    An audit looks at a worker's last step when the worker is asked. An engine that does not answer
+    is passed over.
+    """
+    for client in list(_hooked):
+        if isinstance(client, RememberingClient) and not client.kvtxn_ended:
+            with suppress(Exception):
+                front.ask_workers(client, SNAPSHOT)
+
+
+def last_snapshots() -> list[Snapshots]:
+    """Return the last ``snapshots`` of this process's engines that ended, oldest first."""
+    return [[dict(counts) for counts in found] for found in _ended]
+
+
+def audit_report(llm: object, *, ages: bool = False) -> list[list[dict[str, Any]]]:
+    """Return what the audit of each worker found, by rank; the engine has to be up.
+
+    The result has users' text: the last tokens of prompts and outputs. kvtxn's log has none, unless
+    the setting ``log_tokens`` asks for them.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+        ages: return the rows of earlier weights that each request has read, in place of violations.
+
+    Returns:
+        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict; or,
+        with ``ages``, those of ``kvtxn.audit.ReadAges.as_dict``. An empty one where nothing was
+        found, or nothing is watched: see ``kvtxn_audit_active``.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
+    """
+    method = AGES if ages else REPORT
+    found: list[list[dict[str, Any]]] = front.ask_engine(llm, "audit_report", method)
+    return found
+
+
+def new_weights(llm: object, weights: str = "target") -> None:
+    """Tell the audit that weights have changed, where vLLM cannot see it; no request need end.
+
+    Call it after an update that writes into the model's parameters itself. Updates by vLLM's own
+    calls are heard without it: ``load_weights`` of the model, ``reload_weights``,
+    ``update_weights``, and waking up from sleep of level 2. All changes until the next step are one
+    epoch, and telling twice is harmless.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+        weights: ``"target"``, or ``"drafter"`` if the drafter's weights have changed.
+
+    Raises:
+        ConfigError: there are no weights of this name; or it is an ``AsyncLLM``, of which
+            ``await llm.collective_rpc("kvtxn_new_weights")`` does the same, or no engine.
+    """
+    if weights not in NEW_WEIGHTS:
+        raise ConfigError(
+            "new_weights", "these weights are unknown", expected=f"one of {tuple(NEW_WEIGHTS)}",
+            got=repr(weights), hint="leave them out for the target's",
+        )  # fmt: skip
+    front.ask_engine(llm, "new_weights", NEW_WEIGHTS[weights])
+
+
+# -- the end of an engine -------------------------------------------------------------
+
+
+def remember_at_end(client: Client) -> None:
+    """Let the client of an ``LLM`` take a last snapshot of its engine, if it does not already."""
+    if not is_swapped(client):
+        swap_class(client, RememberingClient)
+        client.kvtxn_pid = os.getpid()
+        _hooked.add(client)
+
+
+def unhook_clients() -> None:
+    """Take no last snapshots of this process's engines.
+
+    Raises:
+        KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
+            are given back.
+    """
+    with ExitStack() as ends:
+        ends.callback(_hooked.clear)
+        for client in list(_hooked):
+            if is_swapped(client):
+                ends.callback(give_back, client)
+
+
+class RememberingClient(BeforeClient):
+    """Takes a last snapshot of its engine; a mixin before the class of an ``LLM``'s client.
+
+    Attributes:
+        kvtxn_interpreter: ``sys``. At its end the interpreter empties modules, so that the names
+            of this one are None while objects are still being collected.
+        kvtxn_pid: the process that the client belongs to; a forked child's copy reaches nothing.
+        kvtxn_seen: the last snapshot.
+        kvtxn_ended: the engine was shut down.
+    """
+
+    kvtxn_interpreter: ClassVar[Any] = sys
+    kvtxn_pid: int
+    kvtxn_seen: Snapshots | None = None
+    kvtxn_ended = False
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the last snapshot, then shut the engine down."""
+        if not self.kvtxn_interpreter.is_finalizing():
+            _take_last(self)
+        return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+
+    def __del__(self) -> None:
+        if not self.kvtxn_interpreter.is_finalizing() and not _take_last(self):
+            self.shutdown()  # the thread that waits keeps this object from being collected
+        getattr(super(), "__del__", lambda: None)()
+
+
+def _take_last(client: RememberingClient) -> bool:
+    """Keep an engine's last snapshot, once; return False if the engine did not answer in time."""
+    if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
+        return True
+    client.kvtxn_ended = True
+
+    def read() -> None:
+        try:
+            client.kvtxn_seen = front.ask_workers(client, SNAPSHOT)
+        except Exception as error:
+            log.debug("kvtxn.no_last_snapshot", why=repr(error))
+
+    # vLLM's call waits without end, but an engine that hangs must still be shut down.
+    thread = Thread(target=read, name="kvtxn-last-snapshot", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if client.kvtxn_seen is not None:
+        _ended.append(client.kvtxn_seen)
+    return not thread.is_alive()
