@@ -94,7 +94,7 @@ class RequestBlocks:
         Without any it is the very next: somebody names a block that is not the request's.
         """
         tables = self.tables(name)
-        rest = tables[group][after + 1 :] if tables else []
+        rest = tables[group][after + 1 :] if group < len(tables) else []
         if block in rest:
             return after + 1 + rest.index(block)
         owner = self.owner(block)  # of a request that has ended

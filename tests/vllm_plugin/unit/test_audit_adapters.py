@@ -170,7 +170,8 @@ def test_requests_of_one_step_read_an_adapter_once(rig, loaded, load, folder, mo
     )
 
     def come():
-        return audited._adapters(rig.runner).identity(named("poet", 1, folder), rig.runner)
+        adapters = audited._kept(rig.runner, "kvtxn_adapters", lora_adapters.Adapters)
+        return adapters.identity(named("poet", 1, folder), rig.runner)
 
     old = come()
     assert come() == old

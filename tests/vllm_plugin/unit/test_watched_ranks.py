@@ -60,6 +60,7 @@ def opened(request, monkeypatch):
         on_cpu = request.param == "cpu"
         monkeypatch.setattr(watch_opening, "follow_transfers", lambda *args: None)
         monkeypatch.setattr(watch_opening, "follow_weights", lambda *args: None)
+        monkeypatch.setattr(watch_opening, "follow_adapters", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")
 
