@@ -176,14 +176,14 @@ class Epochs:
     def counters(self, rows_checked: int) -> dict[str, int]:
         """Return what was read by age, by Prometheus name with the age folded in.
 
-        Before weights have changed once, all rows have age 0; then this waits for the device.
+        There are none before weights have changed once; then this waits for the device.
 
         Args:
             rows_checked: all rows that were compared; those of no earlier epoch have age 0.
         """
         found: dict[str, int] = {}
-        counts = self._books.ages.sum(0).tolist() if self._state.epoch else [()] * len(BY_AGE)
-        for family, older_ones in zip(BY_AGE, counts, strict=True):
+        counts = self._books.ages.sum(0).tolist() if self._state.epoch else ()
+        for family, older_ones in zip(BY_AGE, counts, strict=False):
             by_age = {_label(age): number for age, number in enumerate(older_ones, 1) if number}
             if family is BY_AGE[book.ROWS]:
                 by_age = {"0": rows_checked - sum(older_ones), **by_age}

@@ -91,9 +91,7 @@ def test_faults_are_found_beside_stale_rows(mutant):
 
 def test_a_hit_on_rows_of_old_weights_is_counted_and_no_violation():
     ledger = computed()
-    counters = ledger.counters()  # an alert sees a counter's first step if it was there before
-    assert counters[ROWS] == counters[f"{ROWS}_0"] == counters["kvtxn_audit_rows_checked_total"] > 0
-    assert counters["kvtxn_audit_states_read_by_age"] == 0
+    assert ROWS not in ledger.counters()  # no weights have changed
     ledger.new_epoch()
     ledger.admit("b", [*PROMPT, 19])
     run(ledger, "b", 8, [19], [1, 2, 4])
@@ -218,7 +216,7 @@ def test_requests_that_ended_are_remembered_and_a_resumed_one_is_the_same():
     assert ledger.counters()[f"{ROWS}_1"] == 32  # b's, too
     ledger.restart()
     assert ledger.read_ages() == []
-    assert ledger.counters()[ROWS] == 0
+    assert ROWS not in ledger.counters()
 
 
 def test_wrong_arguments_are_refused():
