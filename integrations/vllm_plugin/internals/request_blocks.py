@@ -7,6 +7,7 @@ goes on naming blocks that have left a window, and the blocks of requests that w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -25,7 +26,7 @@ class _Told:
 
 
 class RequestBlocks:
-    """Which request each block was handed to last, in which KV-cache group and column.
+    """The request that each block was handed to last, its KV-cache group and its column.
 
     The block has that request's rows until another request gets it: also when it has left a sliding
     window, when the request is put back, and when it has ended. Of requests that share a block, it
@@ -94,9 +95,9 @@ class RequestBlocks:
         Without any it is the very next: somebody names a block that is not the request's.
         """
         tables = self.tables(name)
-        rest = tables[group][after + 1 :] if group < len(tables) else []
-        if block in rest:
-            return after + 1 + rest.index(block)
+        if group < len(tables):
+            with suppress(ValueError):  # a long job has its blocks in a row: each is found at once
+                return tables[group].index(block, after + 1)
         owner = self.owner(block)  # of a request that has ended
         if owner is not None and owner[1] == group and owner[2] > after:
             return owner[2]
