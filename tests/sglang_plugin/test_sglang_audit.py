@@ -200,7 +200,7 @@ def test_all_are_those_that_can_be_played(monkeypatch):
         (None, None, "is not a JSON object with a model_path, which SGLang needs"),
         ({"model": "M"}, None, "with a model_path"),
         ({"model_path": "M"}, '{"on_violation": "raise"}', "would end the engine before"),
-        ({"model_path": "M"}, '{"policy": "undo"}', "kvtxn opens no windows in SGLang"),
+        ({"model_path": "M"}, '{"policy": "undo"}', "kvtxn opens no windows in it"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(monkeypatch, given, settings, why):

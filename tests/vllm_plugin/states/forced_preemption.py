@@ -1,7 +1,8 @@
-"""The same preemption without speculation: at the same token, computed again in the same chunks.
+"""The same prompts' chunks and preemptions without speculation: at the same tokens, in one request.
 
-vLLM computes a preempted request's tokens again as a prompt, by another operator than the one of
-decoding, which rounds in another way. So the text after a preemption depends on where it happened.
+vLLM computes prompts, and a preempted request's tokens again, by another operator than the one of
+decoding, which rounds in another way; and rounds by where chunks end. So the text of a request
+depends on its chunks, and on where it was preempted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import attrs
 from scenarios import Engine, Tokens
+
+
+@attrs.define
+class Stretch:
+    """What one request computes from its arrival, or from a preemption, until it decodes.
+
+    Attributes:
+        generated: tokens that it had generated.
+        left: tokens that are not yet computed.
+        chunks: numbers of tokens that the steps computed.
+    """
+
+    generated: int
+    left: int
+    chunks: list[int] = attrs.field(factory=list)
 
 
 def scheduler_of(llm: Any) -> Any:
@@ -17,51 +34,50 @@ def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def watch(llm: Any) -> dict[int, dict[str, Any]]:
-    """Keep what is preempted from now on.
+def number_of(name: str) -> int:
+    """The number of a request of ``LLM.generate``."""
+    return int(name.partition("-")[0])
 
-    Returns:
-        By the number of a request: how many tokens it had generated, and the numbers of tokens
-        that the steps computed until all were computed again.
-    """
-    scheduler, places = scheduler_of(llm), dict[int, dict[str, Any]]()
+
+def watch(llm: Any) -> dict[int, list[Stretch]]:
+    """Keep the prompts' chunks and the preemptions from now on; returns them by request number."""
+    scheduler, known = scheduler_of(llm), dict[int, list[Stretch]]()
     own = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
-        before = {request.request_id: request for request in scheduler.running}
+        before = dict(scheduler.requests)
         found = own(*args, **kwargs)
         for name in found.preempted_req_ids or ():
             request = before[name]
-            places[int(name.partition("-")[0])] = {
-                "generated": request.num_output_tokens, "left": request.num_tokens, "chunks": [],
-            }  # fmt: skip
+            known[number_of(name)].append(Stretch(request.num_output_tokens, request.num_tokens))
         for name, count in found.num_scheduled_tokens.items():
-            place = places.get(int(name.partition("-")[0]))
-            if place is not None and place["left"] > 0:
-                place["chunks"].append(count)
-                place["left"] -= count
+            request = before[name]
+            stretches = known.setdefault(number_of(name), [Stretch(0, request.num_tokens)])
+            if stretches[-1].left > 0:
+                stretches[-1].chunks.append(count)
+                stretches[-1].left -= count
         return found
 
     scheduler.schedule = schedule
-    return places
+    return known
 
 
-def forced(llm: Any, prompt: list[int], place: dict[str, Any], outputs: int) -> list[int]:
-    """Generate for one request that is preempted at this place; returns its tokens."""
+def forced(llm: Any, prompt: list[int], stretches: list[Stretch], outputs: int) -> list[int]:
+    """Generate for one request with these chunks and preemptions; returns its tokens."""
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    usual, chunks, preempted = scheduler.max_num_scheduled_tokens, list(place["chunks"]), False
+    usual, [first, *later] = scheduler.max_num_scheduled_tokens, stretches
+    chunks = list(first.chunks)
     engine.add_request("forced", {"prompt_token_ids": prompt}, Engine(llm).params(outputs))
     tokens: list[int] = []
     while engine.has_unfinished_requests():
-        if not preempted and len(tokens) == place["generated"]:
-            preempted = True
+        if later and not chunks and len(tokens) == later[0].generated:
             scheduler._preempt_request(scheduler.running.pop(), time.time())
-        most = chunks.pop(0) if preempted and chunks else usual
-        scheduler.max_num_scheduled_tokens = most
+            chunks = list(later.pop(0).chunks)
+        scheduler.max_num_scheduled_tokens = chunks.pop(0) if chunks else usual
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     scheduler.max_num_scheduled_tokens = usual
-    assert preempted
+    assert not later
     return tokens
 
 
@@ -69,16 +85,17 @@ def compare(windows: Any, plain: Any, prompts: Tokens, outputs: int) -> dict[str
     """Preempt requests of an engine with windows, and then of one that does not speculate.
 
     Returns:
-        The tokens of all requests, from the engine with windows and from the other one without any
-        preemption; and of the preempted ones, from the latter preempted at the same places.
+        The tokens of all requests, from both engines; and how often each request was preempted.
     """
-    places = watch(windows)
+    known = watch(windows)
     tokens = Engine(windows).run(prompts, outputs)
+    order = sorted(known)
+    assert len(order) == len(prompts)
     return {
         "windows": tokens,
-        "undisturbed": Engine(plain).run(prompts, outputs),
-        "preempted": {
-            str(number): forced(plain, prompts[number], place, outputs)
-            for number, place in places.items()
-        },
+        "greedy": [
+            forced(plain, prompt, known[number], outputs)
+            for prompt, number in zip(prompts, order, strict=True)
+        ],
+        "preemptions": [len(known[number]) - 1 for number in order],
     }

@@ -21,11 +21,12 @@ from state_jobs import JOBS, Job
 from state_oracle import StateOracle
 from step_faults import Faults, failing
 
-#: Prompts of requests that all need one more block of 256 rows in the course of their answers, at
-#: about the same time: after more steps than all their prompts take, even if each draft is right.
-LONG = [text(40 + i, 150 + 2 * i) for i in range(6)]
+#: Prompts of requests that all need one more block of 256 rows in the course of their answers: a
+#: block more than the cache has, whichever is the first, since none can end before it needs it, and
+#: all prompts are computed by then even if each draft is right.
+LONG = [text(40 + i, 60 + 2 * i) for i in range(6)]
 #: Tokens of each answer.
-ANSWER = 120
+ANSWER = 210
 
 
 def preempted(engine: Engine) -> Tokens:

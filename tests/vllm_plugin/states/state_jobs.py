@@ -35,7 +35,8 @@ class Job:
         kvtxn: settings of kvtxn; None for an engine without.
         speculates: the engine has drafts.
         watched: the oracle looks at every step.
-        blocks: blocks of the cache.
+        blocks: blocks of the cache; as a default, those that six requests of up to 256 rows fill:
+            two states and a block of rows each, and the block that vLLM keeps.
         undone: in the end all hooks are undone.
         forced: compare its preemptions with those of an engine that does not speculate.
         model: one of ``mixer_models``.
@@ -47,7 +48,7 @@ class Job:
     kvtxn: dict[str, Any] | None = None
     speculates: bool = True
     watched: bool = True
-    blocks: int = 21
+    blocks: int = 19
     undone: bool = False
     forced: bool = False
     model: str = "qwen3next"

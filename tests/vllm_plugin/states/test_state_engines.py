@@ -171,16 +171,14 @@ def test_every_hook_is_undone(found):
 
 
 def test_a_preemption_changes_what_it_changes_without_speculation(found):
-    """Requests that are not preempted have greedy's text, and one that is has greedy's, too.
+    """Every request has greedy's text, and one that was preempted has it, too.
 
-    The other engine does not speculate, and is made to preempt the request at the same token and
-    to compute its tokens again in the same chunks.
+    The other engine does not speculate; it computes each request's prompt in the same chunks, is
+    made to preempt it at the same tokens and to compute them again in the same chunks.
     """
     report = found("forced")
-    again = report["preempted"]
-    assert again
-    for number, tokens in enumerate(report["windows"]):
-        assert tokens == again.get(str(number), report["undisturbed"][number])
+    assert any(report["preemptions"])
+    assert report["windows"] == report["greedy"]
 
 
 def test_ranks_commit_the_same_counts(found):
