@@ -123,7 +123,7 @@ def run(folder: Path) -> dict[str, Any]:
         max_model_len=288,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        num_gpu_blocks_override=400 if who == "stock" else 34 if model == "lfm2" else 26,
+        num_gpu_blocks_override=400 if who == "stock" else 60 if model == "lfm2" else 26,
         disable_log_stats=False,
         enable_prefix_caching=False,
         speculative_config=NGRAM,
