@@ -31,7 +31,7 @@ from ...integrations.vllm_plugin.internals.verified_rows import (
     Mamba2Rows,
     VerifiedRows,
 )
-from ...integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from ...integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2
 from .state_workload import StateWorkload, Step, Turn
 
 #: Most columns of a table that vLLM's fused kernel of gated delta nets takes.

@@ -82,7 +82,7 @@ async def start(job: Job) -> Audited | Refused:
     Raises:
         Exception: whatever vLLM raises while an accepted configuration starts.
     """
-    from ..vllm_plugin.internals import audited, frontend, workers
+    from ..vllm_plugin.internals import audited_requests, frontend, workers
     from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
 
     arguments = dict(job.engine_args)
@@ -99,7 +99,7 @@ async def start(job: Job) -> Audited | Refused:
     why = frontend.says_nothing(config)
     if why is not None:
         return Refused(f"no workload can be played here: {why}; {_WATCH_IT}")
-    why = audited.unwatched(config)
+    why = audited_requests.unwatched(config)
     if why is not None:
         return Refused(f"the ledger cannot watch this engine: {why}")
     engine = frontend.start_async(config)

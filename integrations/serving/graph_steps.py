@@ -31,7 +31,7 @@ from ...row_io import LayerRows
 from ...state_supplier import StateSupplier
 from ...window_transitions import WindowState
 from .step import Array
-from .step_batches import check_settings, rows_of_window
+from .window_rows import check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8

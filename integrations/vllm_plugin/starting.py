@@ -16,16 +16,16 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
-from . import metrics, parts, self_test
+from . import metrics, runner_parts, self_test
 from .audit import watch_opening
 from .audit.audited_scheduler import follow_scheduler, say_logged_alone, unhook_schedulers
-from .internals import audited, workers
+from .internals import audited_requests, workers
 from .internals import config as engine_config
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
 from .internals.media_contents import follow_media, unfollow_media
 from .policy import STOPS_THE_START, RequiredError, supported, wants
 from .policy.doctor import bounded, check_fit, hook_gone
-from .policy.engine import EngineFacts
+from .policy.engine_facts import EngineFacts
 from .policy.rules import decide, on_trial, refused
 from .policy.settings import PluginSettings, is_audited, settings
 from .seam.hooked_runner import (
@@ -77,7 +77,8 @@ def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
     """Let an audited engine's scheduler count lost reuse, and contain violations if asked to."""
-    if is_audited(asked) and audited.unwatched(config) is None:  # or else the workers say why not
+    # Where the ledger cannot watch an engine, its workers say why.
+    if is_audited(asked) and audited_requests.unwatched(config) is None:
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
         evicts = any(wants(asked, name, "contain") for name in ("on_violation", "stale"))
         required = wants(asked, "required", True)
@@ -147,7 +148,7 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
             stay_out(why, rank, required=wanted.required)
         if wanted.audit == "off":
             return
-        parts.attach(runner, wanted, rank, facts, windows=False)
+        runner_parts.attach(runner, wanted, rank, facts, windows=False)
         _follow_updates(wrapper, wanted)
         if facts.device != "cpu":
             watch_opening.reserve_memory(wrapper, wanted)
@@ -181,12 +182,12 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
     Raises:
         RequiredError: it cannot watch or contain, and the user requires it.
     """
-    why = None if wanted.audit == "off" else audited.unwatched(config)
+    why = None if wanted.audit == "off" else audited_requests.unwatched(config)
     if why is None:
-        why = audited.uncontained(config) if wanted.evicts else None
+        why = audited_requests.uncontained(config) if wanted.evicts else None
         if why is not None and wanted.required:
             stay_out(why, rank, required=True)
-        if why is not None and rank == 0 and audited.foreign_scheduler(config) is not None:
+        if why is not None and rank == 0 and audited_requests.foreign_scheduler(config) is not None:
             say_logged_alone(why)  # other schedulers say so themselves
         return wanted
     if wanted.required:
@@ -202,7 +203,7 @@ def _attach(
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
-    parts.attach(runner, wanted, rank, facts, windows=True)
+    runner_parts.attach(runner, wanted, rank, facts, windows=True)
     if not is_hooked(runner):
         return
     _follow_updates(wrapper, wanted)

@@ -6,7 +6,7 @@ from .digest import Key
 from .epochs import ReadAges
 from .groups import RowGroup, StateGroup
 from .ledger import Ledger
-from .ranks import compare_ranks
+from .rank_fingerprints import compare_ranks
 from .recording import RecordingLedger
 from .scrub import Scrub
 from .step import Step, Stretch

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import words
 from ..row_io import read
 from . import books as book
-from . import origins as origin
+from . import nan_origins as origin
 from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
 from .digest import REJECTED

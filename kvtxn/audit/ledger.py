@@ -18,15 +18,15 @@ from .backends import choose
 from .books import Sizes
 from .byte_books import ByteBooks
 from .counter_copy import CounterCopy
+from .decided_moves import Moves
 from .digest import UNWRITTEN, Key
 from .epochs import Epochs, ReadAges
 from .findings import Findings
 from .following import Following
 from .groups import Group, Place
 from .ledger_state import Ints, LedgerState
-from .moves import Moves
 from .passes import Passes
-from .ranks import Fingerprints, compare_ranks
+from .rank_fingerprints import Fingerprints, compare_ranks
 from .request_changes import NONE, RequestChanges
 from .request_table import RequestTable
 from .step import Step, Stretch

@@ -16,7 +16,7 @@ import attrs
 
 from ....audit import Ledger
 from ....audit.counter_copy import CounterCopy
-from ....audit.ranks import Fingerprints
+from ....audit.rank_fingerprints import Fingerprints
 
 #: Steps between two comparisons of what the ranks wrote, and from a copy of the fingerprints until
 #: it is compared. The ledger keeps the fingerprints of more steps than that.

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
-from ..internals import audited, containment, scheduling
+from ..internals import audited_requests, containment, scheduling
 from ..internals.engine_protocols import (
     BeforeCacheManager,
     BeforeScheduler,
@@ -147,7 +147,7 @@ def follow_scheduler(
 
 def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> bool:
     """Tell whether a scheduler can contain what the audit finds; if not, log the reason."""
-    why = audited.uncontained(config) or check_methods(
+    why = audited_requests.uncontained(config) or check_methods(
         type(scheduler), containment.SCHEDULER_METHODS
     )
     if why is None:
@@ -160,7 +160,7 @@ def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) ->
 
 def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
     """Tell whether reuse that is lost can be counted; if it is there and cannot, log the reason."""
-    why = audited.foreign_scheduler(config) or check_methods(
+    why = audited_requests.foreign_scheduler(config) or check_methods(
         type(scheduler), scheduling.PLANNING_METHODS
     )
     if why is None and not scheduling.caches(scheduler):

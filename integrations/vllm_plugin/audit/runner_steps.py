@@ -19,10 +19,10 @@ from ...serving.step import Arrival, PlannedStep, Rows, States
 from ..internals import (
     Foreign,
     aligned_states,
-    audited,
-    audited_cpu,
+    audited_requests,
     audited_states,
-    audited_steps,
+    audited_steps_cpu,
+    audited_steps_gpu,
     connectors,
     containment,
     held_states,
@@ -79,8 +79,8 @@ class RunnerSteps(Generic[HookedRunnerT]):
 class CpuSteps(RunnerSteps[HookedRunnerV1]):
     """The steps of a V1 runner on a CPU, where the host knows all that the ledger asks for."""
 
-    _reader: audited_cpu.StepReader
-    _samples: audited_steps.SampledReader
+    _reader: audited_steps_cpu.StepReader
+    _samples: audited_steps_gpu.SampledReader
     #: The drafts of each request in the last step.
     _drafts: Tensor | None = None
 
@@ -89,8 +89,8 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         watch = open_watch(self._runner)
         if watch is not None:
             given = watch.ledger.input
-            self._reader = audited_cpu.StepReader(self._runner, watch.groups, given)
-            self._samples = audited_steps.SampledReader(self._runner, given)
+            self._reader = audited_steps_cpu.StepReader(self._runner, watch.groups, given)
+            self._samples = audited_steps_gpu.SampledReader(self._runner, given)
         return join_stages(self._runner, watch)
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
@@ -98,7 +98,7 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         runner, watch = self._runner, self.watch
         assert isinstance(step, PlannedV1)
         assert watch is not None  # it asks
-        rows = self._reader.rows(step.prepared, *audited_cpu.ids_and_positions(inputs))
+        rows = self._reader.rows(step.prepared, *audited_steps_cpu.ids_and_positions(inputs))
         self._drafts = rows.drafts
         if not watch.states:
             return rows, None
@@ -109,7 +109,7 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
 
     def returning(self, name: str) -> Arrival:
         """Describe a request that goes on and that the ledger has forgotten."""
-        return audited.returning(self._runner, name)
+        return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return how many tokens each request has sampled, and which."""
@@ -119,8 +119,8 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
 class DeviceSteps(RunnerSteps[HookedRunnerV1]):
     """The steps of a V1 runner on a GPU, read out of its buffers."""
 
-    _reader: audited_steps.StepReaderV1
-    _samples: audited_steps.SampledReader
+    _reader: audited_steps_gpu.StepReaderV1
+    _samples: audited_steps_gpu.SampledReader
     _states: audited_states.DeviceStateReader | None = None
     #: Knows the states that the runner copies between blocks on the host's word; None where the
     #: device decides, or nothing is copied.
@@ -132,8 +132,8 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         watch = open_watch(runner, on_device=True)
         if watch is not None:
             given = watch.ledger.input
-            self._reader = audited_steps.StepReaderV1(runner, watch.groups, given)
-            self._samples = audited_steps.SampledReader(runner, given)
+            self._reader = audited_steps_gpu.StepReaderV1(runner, watch.groups, given)
+            self._samples = audited_steps_gpu.SampledReader(runner, given)
             self._states = new_state_reader(runner, watch)
             if watch.kept_states and aligned_states.lacks_context(runner):
                 self._copies = aligned_states.HostCopies(runner, watch.kept_states)
@@ -159,12 +159,15 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         rows = self._reader.rows(step.prepared)
         if self._states is None:
             return rows, None
-        metadata, total = audited_states.forward_metadata(), audited_steps.num_rows_v1(self._runner)
+        metadata, total = (
+            audited_states.forward_metadata(),
+            audited_steps_gpu.num_rows_v1(self._runner),
+        )
         return rows, self._states.read(metadata, rows, total)
 
     def returning(self, name: str) -> Arrival:
         """Describe a request that goes on and that the ledger has forgotten."""
-        return audited.returning(self._runner, name)
+        return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return how many tokens each request has sampled, and which."""
@@ -174,7 +177,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
 class StepsV2(RunnerSteps[HookedRunnerV2]):
     """The steps of a V2 runner, read out of its buffers."""
 
-    rows: audited_steps.StepReaderV2
+    rows: audited_steps_gpu.StepReaderV2
     _states: audited_states.DeviceStateReader | None = None
     #: The step's attention metadata, once they are made, if states are watched.
     _metadata: Foreign = None
@@ -188,13 +191,13 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         runner = self._runner
         self._metadata, self.ready = None, "planned"
         # With a connector, the ledger remembers requests that ended until it needs their lines.
-        lines = audited.lines(runner) if connectors.connector() is None else None
-        lacking = audited.lacking(runner)
+        lines = audited_requests.lines(runner) if connectors.connector() is None else None
+        lacking = audited_requests.lacking(runner)
         watch = open_watch(
             runner, on_device=True, lacking=lacking, lines=lines, mixin=WatchedConnectorV2
         )
         if watch is not None:
-            self.rows = audited_steps.StepReaderV2(runner, watch.groups, watch.ledger.input)
+            self.rows = audited_steps_gpu.StepReaderV2(runner, watch.groups, watch.ledger.input)
             self._states = new_state_reader(runner, watch)
             is_ready = partial(self._is_ready, is_ready)
             if self._states is not None:
@@ -242,7 +245,9 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         rows = self.rows.rows(step.batch, step.prepared)
         if self._states is None:
             return rows, None
-        return rows, self._states.read(self._metadata, rows, audited_steps.num_rows_v2(step.batch))
+        return rows, self._states.read(
+            self._metadata, rows, audited_steps_gpu.num_rows_v2(step.batch)
+        )
 
     def returning(self, name: str) -> Arrival:
         """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
@@ -259,7 +264,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         drafts here.
         """
         assert counts is not None  # this runner has them
-        return (counts, ids) if audited.is_last_stage(self._runner) else None
+        return (counts, ids) if audited_requests.is_last_stage(self._runner) else None
 
 
 class TellingConnector:

@@ -19,15 +19,15 @@ from ...serving.ledger.shared_identities import SharedIdentities, read_key, shar
 from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
+from ..gpu.cache_layout import CachePlan, is_given, planned
 from ..gpu.cache_layout import layer_refs as device_refs
 from ..internals import (
     aligned_states,
-    audited,
+    audited_requests,
     audited_states,
     config,
     connectors,
     ranks,
-    spare_blocks,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -36,7 +36,6 @@ from ..internals.engine_protocols import WorkerWrapper
 from ..internals.hooks import mix_in
 from ..internals.request_blocks import RequestBlocks
 from ..internals.runner_protocols import Runner
-from ..internals.spare_blocks import CachePlan
 from ..policy.settings import PluginSettings
 from ..policy.supported import last_stage_only, no_bytes
 from ..seam.hooked_runner import HookedRunner, stay_out
@@ -86,10 +85,10 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
         known, or if the calculation fails, which is logged as a warning.
     """
     try:
-        plan = None if spare_blocks.is_given(runner) else spare_blocks.planned(runner)
+        plan = None if is_given(runner) else planned(runner)
         if plan is None:
             return available
-        room, scrubs = audited.room(runner), settings.audit == "bytes"
+        room, scrubs = audited_requests.room(runner), settings.audit == "bytes"
         lines = 2 * room.requests + 9
         fixed = ledger_bytes(plan, 1, lines, room.length, scrubs=scrubs)
         each = ledger_bytes(plan, 2, lines, room.length, scrubs=scrubs) - fixed
@@ -203,18 +202,18 @@ def _watch_of_all_ranks(
         shared = ranks.from_first(shared)
     why, error, watch = lacking, None, None
     try:
-        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        groups, states = audited_requests.row_groups(runner), audited_states.state_groups(runner)
         why = lacking if groups or states else _NOTHING
         if why is None:
             watch = Watch(
-                *(groups, audited.room(runner), runner.kvtxn_rank, wanted.on_violation),
+                *(groups, audited_requests.room(runner), runner.kvtxn_rank, wanted.on_violation),
                 states=states,
                 record=wanted.record,
                 key=key,
                 shared_key=shared,
                 ranks=ranks,
-                device=audited.runner_device(runner) if on_device else "cpu",
-                drafts=audited.most_drafts(runner) if on_device else None,
+                device=audited_requests.runner_device(runner) if on_device else "cpu",
+                drafts=audited_requests.most_drafts(runner) if on_device else None,
                 lines=lines,
                 stale=wanted.stale,
             )
@@ -264,7 +263,7 @@ def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scru
     windows: dict[str, Window] = {}
     if wanted.poison and not watch.drafts_late:
         poisoned = sorted({ref.group for ref in refs} - {*watch.states})
-        if audited.most_drafts(runner) and not aligned_states.is_aligned(runner):
+        if audited_requests.most_drafts(runner) and not aligned_states.is_aligned(runner):
             recurrent = [ref for ref in refs if ref.group in watch.states]
             windows = audited_states.past_windows(runner, recurrent)
             others = {ref.group for ref in recurrent if ref.name not in windows}
@@ -394,7 +393,7 @@ def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -
 def say_active(runner: HookedRunner, watch: Watch) -> None:
     """Log that a worker is watched, and which of its KV-cache groups are not."""
     rank = runner.kvtxn_rank
-    watch.left_out = audited.groups_left_out(runner, [*watch.groups, *watch.states])
+    watch.left_out = audited_requests.groups_left_out(runner, [*watch.groups, *watch.states])
     if watch.left_out:
         effect = f"{', '.join(watch.left_out)}: rows or states there are not compared"
         log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
@@ -429,7 +428,7 @@ def follow_adapters(runner: HookedRunner, watch: Watch) -> None:
     Without it, an adapter would count as the files that lie there when a request comes.
     """
     try:
-        runner.kvtxn_undo.callback(audited.follow_adapters(runner))
+        runner.kvtxn_undo.callback(audited_requests.follow_adapters(runner))
     except Exception as error:
         watch.stop(error)
 

@@ -27,7 +27,7 @@ from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
 from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer
 from ..internals.state_layers import StateLayer
-from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import refuse_without_windows

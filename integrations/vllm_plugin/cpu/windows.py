@@ -18,7 +18,7 @@ from ...serving.parts import Part
 from ...serving.windows_part import WindowsPart
 from ..internals import batches
 from ..internals.layers import TargetLayer
-from ..policy.engine import EngineFacts
+from ..policy.engine_facts import EngineFacts
 from ..seam.hooked_runner import HookedRunnerV1
 from ..seam.window_steps import end_unheard, open_steps
 from . import attention, cache_layout

@@ -36,7 +36,7 @@ from ..internals.held_states import HeldStates
 from ..internals.hooks import check_methods, mix_in
 from ..internals.layers import attention_of
 from ..internals.state_commits import captures, uses_graphs
-from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_rules import measured_fast, takes
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2

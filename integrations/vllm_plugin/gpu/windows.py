@@ -29,7 +29,6 @@ from ..internals import (
     backends,
     batches,
     connectors,
-    spare_blocks,
     state_layers,
     whole_graphs,
     workers,
@@ -37,12 +36,19 @@ from ..internals import (
 from ..internals import config as engine_config
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
-from ..internals.spare_blocks import SpareBlocks, with_spare_blocks
-from ..policy.engine import EngineFacts
+from ..policy.engine_facts import EngineFacts
 from ..policy.rules import decide
 from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
 from ..seam.window_steps import end_unheard, open_steps
-from .cache_layout import by_rows, keys_and_values, layer_refs, waiting_rows
+from . import cache_layout
+from .cache_layout import (
+    SpareBlocks,
+    by_rows,
+    keys_and_values,
+    layer_refs,
+    waiting_rows,
+    with_spare_blocks,
+)
 
 if TYPE_CHECKING:
     from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
@@ -175,7 +181,7 @@ class WindowCaches(Part):
         """Return a configuration with spare blocks for drafts; the given one if none can wait."""
         runner, wanted = self._runner, self._runner.kvtxn_config
         try:
-            if rows_may_wait(runner) and spare_blocks.has_rows_in_line(config):
+            if rows_may_wait(runner) and cache_layout.has_rows_in_line(config):
                 others = attention_layers.draft_layers(runner)
                 others |= set(state_layers.modules_of(runner))
                 config, self.spare = with_spare_blocks(config, wanted.max_rows, others)
@@ -418,7 +424,7 @@ def reserve_memory(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        if spare_blocks.is_given(runner):
+        if cache_layout.is_given(runner):
             return available
         wanted: int = runner.kvtxn_parts.memory_wanted()
         return max(available - MOST_BYTES - wanted, 0)
@@ -434,12 +440,12 @@ def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
     """
     wanted = runner.kvtxn_config
     try:
-        size = spare_blocks.bytes_of_rows(runner, wanted.max_rows)
+        size = cache_layout.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
         if not rows_may_wait(runner):
             return size
-        spare = spare_blocks.bytes_of_spare_blocks(runner, wanted.max_rows)
-        return max(size, spare) + spare_blocks.bytes_of_tables(runner)
+        spare = cache_layout.bytes_of_spare_blocks(runner, wanted.max_rows)
+        return max(size, spare) + cache_layout.bytes_of_tables(runner)
     except Exception as error:
         if wanted.on_error == "raise":
             raise

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
 from ...serving.step import Rows, States
-from . import aligned_states, audited
+from . import aligned_states, audited_requests
 from .runner_protocols import GatedDeltaMetadata, Runner, RunnerV1, SelectiveMetadata
 from .state_layers import kind_of, state_slots
 
@@ -103,7 +103,7 @@ def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    drafts, dim = audited.most_drafts(runner), 2 if is_conv_state_dim_first() else 1
+    drafts, dim = audited_requests.most_drafts(runner), 2 if is_conv_state_dim_first() else 1
     modules = runner.compilation_config.static_forward_context
     found = {}
     for ref in refs:

@@ -16,7 +16,14 @@ import attrs
 import torch
 
 from ..policy import release_records, supported, wants
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
+from ..policy.engine_facts import (
+    GATED_DELTA,
+    MAMBA2,
+    OLMO_DELTA,
+    OTHER_STATES,
+    SHORT_CONV,
+    EngineFacts,
+)
 from ..policy.settings import asked_states
 from ..policy.state_rules import TOKENS
 from . import backends, workers
@@ -230,10 +237,10 @@ def expected_facts(config: VllmConfig) -> EngineFacts:
 
 
 def _rows_in_line(config: VllmConfig) -> bool:
-    """Tell whether row will follow row in the caches; ``spare_blocks.has_rows_in_line`` reads them.
+    """Tell whether row will follow row in the caches, before there are any.
 
-    They do in the layout that vLLM chooses by itself, but the user's environment or a KV
-    connector may ask for another one.
+    ``cache_layout.has_rows_in_line`` reads it off the caches themselves. Rows are in line in the
+    layout that vLLM chooses, but the user's environment or a KV connector may ask for another one.
     """
     from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout

@@ -18,7 +18,7 @@ from ....audit import Key
 from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
-from .audited import arrival_of, tokens_of
+from .audited_requests import arrival_of, tokens_of
 from .engine_protocols import KVCacheConfig, SchedulerOutput
 from .request_blocks import RequestBlocks
 from .runner_protocols import (

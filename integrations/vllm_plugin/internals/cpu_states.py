@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...serving.eager_steps import StateRows
-from ..policy.engine import MAMBA2, SHORT_CONV
+from ..policy.engine_facts import MAMBA2, SHORT_CONV
 from .hooks import method_of, not_called
 from .runner_protocols import (
     GatedDeltaLayer,

@@ -22,7 +22,7 @@ from ....cuda_graphs import GraphCache
 from ....errors import LayerError
 from ....log import get_logger
 from ....state_supplier import Capture, StateSupplier
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import aligned_states, config
 from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .hooks import not_called, not_used

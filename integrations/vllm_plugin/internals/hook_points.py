@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import (
     aligned_states,
-    audited,
+    audited_requests,
     batches,
     containment,
     cpu_states,
@@ -93,7 +93,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             _V1,
             (
                 *(name for name in batches.V1_METHODS if name != "initialize_kv_cache"),
-                *(name for name in audited.AUDITED_METHODS if name != "initialize_kv_cache"),
+                *(
+                    name
+                    for name in audited_requests.AUDITED_METHODS
+                    if name != "initialize_kv_cache"
+                ),
                 *(*state_layers.METHODS, *_STEP),
             ),
         ),
@@ -116,7 +120,12 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_V1}.initialize_kv_cache",
         *_of(
             _V2,
-            (*batches.V2_METHODS, *audited.AUDITED_V2_METHODS, "get_kv_cache_spec", *_STEP),
+            (
+                *batches.V2_METHODS,
+                *audited_requests.AUDITED_V2_METHODS,
+                "get_kv_cache_spec",
+                *_STEP,
+            ),
         ),
         # What the ledger reads in between, or is told by.
         *_of(_V2, ("finish_requests", "add_requests")),

@@ -9,10 +9,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..policy.engine import EngineFacts
+from ..policy.engine_facts import EngineFacts
 from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
 from .config import runner_facts
+from .engine_protocols import KVCacheSpec
 from .runner_protocols import AttentionLayer, Runner, ScaledImpl
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
@@ -64,6 +65,13 @@ def draft_layers(runner: Runner) -> set[str]:
     """Return the names of the drafter's attention layers; V1 and V2 runners keep them apart."""
     v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
     return set(v1 or getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ()))
+
+
+def row_specs(runner: Runner) -> list[KVCacheSpec]:
+    """Return the cache specifications of all layers that have rows, a drafter's too."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return [s for s in runner.get_kv_cache_spec().values() if isinstance(s, AttentionSpec)]
 
 
 def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta, verify_gated_delta
 from ....backends.mamba2 import verify_mamba2
-from ..policy.engine import GATED_DELTA, MAMBA2
+from ..policy.engine_facts import GATED_DELTA, MAMBA2
 from . import state_layers
 from .runner_protocols import GatedDeltaMetadata
 from .state_commits import StateCommits, StateTables, VerifyStep

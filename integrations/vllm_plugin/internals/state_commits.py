@@ -21,7 +21,7 @@ from torch import Tensor
 from ....backends.launching.graph_launch import replay_of
 from ....cuda_graphs import GraphCache, capture
 from ....state_supplier import Capture
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 from .runner_protocols import GatedDeltaMetadata, Runner, SelectiveMetadata
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
 from .engine_protocols import KVCacheSpec
 from .hooks import method_of, with_globals

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 from .hooks import method_of
 from .runner_protocols import GatedDeltaLayer, GatedDeltaMetadata, Mamba2Layer
 from .state_commits import StateCommits, StateTables, VerifyStep

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import attrs
 
-from .engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
-from .rule_type import Decision
+from .decision import Decision
+from .engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rules import decide
 from .state_rules import TAKEN
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import supported
-from .engine import EngineFacts
-from .rule_type import (
+from .decision import (
     MEASURED,
     ON_ONE_GPU,
     UNLISTED,
@@ -21,6 +20,7 @@ from .rule_type import (
     connector,
     lacking,
 )
+from .engine_facts import EngineFacts
 from .state_rules import STATE_RULES
 
 #: The reason for a policy that the user names and the engine can have.

@@ -22,14 +22,14 @@ from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError
 from ....policy_choice import choose_policy
-from ...serving import step_batches
+from ...serving import window_rows
 from ...serving.given_settings import GivenSettings
 from . import is_asked, wants
 
 _WHERE: Final = "additional_config['kvtxn']"
 
 #: By device type: settings of ``TxnConfig`` that its steps do not use, and why.
-WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": step_batches.WITHOUT_EFFECT}
+WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": window_rows.WITHOUT_EFFECT}
 
 
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from . import supported
-from .engine import (
+from .decision import ON_ONE_GPU, Rule, of_stock
+from .engine_facts import (
     GATED_DELTA,
     KNOWN_STATES,
     MAMBA2,
@@ -19,7 +20,6 @@ from .engine import (
     SHORT_CONV,
     EngineFacts,
 )
-from .rule_type import ON_ONE_GPU, Rule, of_stock
 
 # -- what "auto" chooses --------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...serving.parts import Parts
 from ...serving.step import Array
-from ..internals import audited, batches, state_layers
+from ..internals import audited_requests, batches, state_layers
 from ..internals.batches import PlannedV1
 from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
 from ..internals.runner_protocols import Prepared
@@ -85,7 +85,7 @@ class AdapterV1:
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        changes = partial(audited.changes, self, scheduler_output)  # type: ignore[arg-type]
+        changes = partial(audited_requests.changes, self, scheduler_output)  # type: ignore[arg-type]
         self.kvtxn_parts.requests_changed(changes)
         return result
 

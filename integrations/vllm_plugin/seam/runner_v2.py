@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Parts
-from ..internals import audited, audited_steps, batches, state_layers
+from ..internals import audited_requests, audited_steps_gpu, batches, state_layers
 from ..internals.batches import PlannedV2
 from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
 from ..internals.runner_protocols import InputBatchV2
@@ -83,7 +83,7 @@ class AdapterV2:
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
-        changes = partial(audited.changes_v2, self, scheduler_output)  # type: ignore[arg-type]
+        changes = partial(audited_requests.changes_v2, self, scheduler_output)  # type: ignore[arg-type]
         self.kvtxn_parts.requests_changed(changes)
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +125,7 @@ class AdapterV2:
         ``postprocess_sampled``.
         """
         self.kvtxn_parts.sampling_begins(
-            partial(audited_steps.sampled_outputs, hidden_states, input_batch)
+            partial(audited_steps_gpu.sampled_outputs, hidden_states, input_batch)
         )
         output = super().sample(  # type: ignore[misc]
             hidden_states, input_batch, grammar_output

@@ -16,7 +16,7 @@ from ..internals import layers as attention_layers
 from ..internals import ranks, workers
 from ..internals.layers import TargetLayer
 from ..policy import RequiredError
-from ..policy.engine import EngineFacts
+from ..policy.engine_facts import EngineFacts
 from ..policy.rules import decide
 from .hooked_runner import HookedRunner, stay_out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvtxn.integrations.vllm_plugin.policy import supported
-from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU, WITHOUT_STAGES
+from kvtxn.integrations.vllm_plugin.policy.decision import ON_ONE_GPU, WITHOUT_STAGES
 
 #: By check: the name of its list in ``supported``.
 LISTS = {

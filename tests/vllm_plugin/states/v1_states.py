@@ -14,12 +14,12 @@ import state_operators
 import torch
 from engine_child import played
 from kvtxn.integrations.serving.graph_steps import PackedGraphSteps
-from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.gpu import states, windows
 from kvtxn.integrations.vllm_plugin.internals import held_states
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import Mamba2Rows
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.rule_type import Decision
+from kvtxn.integrations.vllm_plugin.policy.decision import Decision
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
 from kvtxn.integrations.vllm_plugin.seam import window_steps
 from mixer_models import write
@@ -96,7 +96,7 @@ def hold_states() -> None:
         make(worker)
         wanted = PluginSettings(TxnConfig(policy="undo", max_rows=256), recurrent="exact")
         facts = EngineFacts(device="cuda", runner="v1", recurrent="any")
-        parts.attach(worker.model_runner, wanted, 0, facts, windows=True)
+        runner_parts.attach(worker.model_runner, wanted, 0, facts, windows=True)
 
     windows.WindowCaches.make_steps = hold_alone  # type: ignore[method-assign]
     for module in (states, window_steps):

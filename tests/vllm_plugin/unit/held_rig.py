@@ -26,7 +26,7 @@ from held_layers import (
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
-from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import MAMBA2
 from torch import Tensor
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited, lora_adapters
+from kvtxn.integrations.vllm_plugin.internals import audited_requests, lora_adapters
 from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
 from transfer_rig import (
     TOKENS,
@@ -31,7 +31,7 @@ def loaded(rig):
     """By number, the adapters that a worker has; the audit hears of each that is loaded."""
     manager = rig.runner.lora_manager = Loaded()
     real = manager._load_adapter = lambda lora_request: Weights()
-    undo = audited.follow_adapters(rig.runner)
+    undo = audited_requests.follow_adapters(rig.runner)
     yield manager.adapters
     undo()
     assert manager._load_adapter is real
@@ -58,7 +58,7 @@ def extras(rig, loaded, load):
 
     def told(name, number, path, **more):
         state = state_of([7, 8], TOKENS[:10], lora_request=named(name, number, path, **more))
-        found = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+        found = audited_requests.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
         if number not in loaded or more:
             load(name, number, path)
         return found
@@ -77,7 +77,7 @@ def test_an_adapter_that_cannot_be_read_is_known_by_its_name_and_path(extras):
 def test_a_salt_is_no_adapter_of_that_name(rig, extras):
     """vllm-project/vllm#44701: a client chooses its salt, and older releases mixed the two up."""
     state = state_of([7, 8], TOKENS[:10], cache_salt="poet")
-    salted = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+    salted = audited_requests.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
     assert salted == []  # its rows are those of the model alone
     assert extras("poet", 1, "/poet") != salted
 
@@ -170,7 +170,7 @@ def test_requests_of_one_step_read_an_adapter_once(rig, loaded, load, folder, mo
     )
 
     def come():
-        adapters = audited._kept(rig.runner, "kvtxn_adapters", lora_adapters.Adapters)
+        adapters = audited_requests._kept(rig.runner, "kvtxn_adapters", lora_adapters.Adapters)
         return adapters.identity(named("poet", 1, folder), rig.runner)
 
     old = come()
@@ -221,7 +221,7 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     calls, found = [], {}
     sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
     try:
-        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given), Media())
+        found = audited_requests._embedded(SimpleNamespace(mm_features=[feature], **given), Media())
     finally:
         sys.setprofile(None)
     assert len(calls) < 5 * len(vectors)
@@ -230,7 +230,7 @@ def test_a_vector_costs_its_hash_and_nothing_else():
     assert found[2] == lora_adapters.hash_of(raw) != found[3]
     assert found[2000] == found[51_999] == lora_adapters.hash_of(b"a picture")
     given["prompt_embeds"] = vectors[:0]
-    assert audited._embedded(SimpleNamespace(mm_features=None, **given), Media()) == {}
+    assert audited_requests._embedded(SimpleNamespace(mm_features=None, **given), Media()) == {}
 
 
 @pytest.mark.parametrize(

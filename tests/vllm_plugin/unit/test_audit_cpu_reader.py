@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.backends.audit_numba.engine_input import copy_step
-from kvtxn.integrations.vllm_plugin.internals import audited_cpu
+from kvtxn.integrations.vllm_plugin.internals import audited_steps_cpu
 
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, RowGroup
@@ -64,9 +64,9 @@ def rig(monkeypatch, request):
     ]
     given = {f"layer.{number}": each for number, each in enumerate(metadata)}
     context = SimpleNamespace(slot_mapping={}, attn_metadata=given)
-    monkeypatch.setattr(audited_cpu, "forward_context", lambda: context)
+    monkeypatch.setattr(audited_steps_cpu, "forward_context", lambda: context)
     ledger = Ledger(list(groups.values()), max_requests=4, max_length=32)
-    reader = audited_cpu.StepReader(runner, groups, ledger.input)
+    reader = audited_steps_cpu.StepReader(runner, groups, ledger.input)
     return SimpleNamespace(runner=runner, metadata=metadata, reader=reader, context=context)
 
 

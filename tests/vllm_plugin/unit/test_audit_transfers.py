@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.audit import watched_connectors
-from kvtxn.integrations.vllm_plugin.internals import audited, connectors
+from kvtxn.integrations.vllm_plugin.internals import audited_requests, connectors
 from transfer_rig import (
     GROUP,
     ROWS,
@@ -83,7 +83,7 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
     state = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
     rig.runner.kvtxn_requests.hear(scheduled(new=[("c", state)]))
-    arrival = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]])
+    arrival = audited_requests.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]])
     extras = arrival.extras if right else []
     rig.ledger.admit("c", TOKENS[:10], extras=extras, embedded=arrival.embedded)
     write(rig.ledger, "c", [7, 8])

@@ -14,17 +14,17 @@ pytest.importorskip("vllm")
 from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin import parts
+    from kvtxn.integrations.vllm_plugin import runner_parts
     from kvtxn.integrations.vllm_plugin.audit import watch_opening
+    from kvtxn.integrations.vllm_plugin.gpu import cache_layout
 
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
     connectors,
     containment,
     ranks,
-    spare_blocks,
 )
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
@@ -316,9 +316,9 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     groups = rig.config.kv_cache_groups
     specs = {f"{name}.{n}": g.kv_cache_spec for g in groups for name in g.layer_names for n in "ab"}
     rig.runner.get_kv_cache_spec = lambda: specs
-    plan = spare_blocks.planned(rig.runner)
+    plan = cache_layout.planned(rig.runner)
     page = 2 * SIZE * 8 * 4
-    assert plan == spare_blocks.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
+    assert plan == cache_layout.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
     kept = watch_opening.cache_bytes_left(rig.runner, wanted, free)
@@ -498,7 +498,7 @@ class Later(Own):
 def test_methods_that_the_ledger_does_not_need_take_what_they_like():
     runner = Later()
     wanted = settings({"kvtxn": {"audit": "ledger"}}, 1, "cuda")
-    parts.attach(runner, wanted, 0, EngineFacts(device="cuda", runner="v2"), windows=False)
+    runner_parts.attach(runner, wanted, 0, EngineFacts(device="cuda", runner="v2"), windows=False)
     assert is_hooked(runner)
     assert runner.prepare_inputs("scheduled", "desc") == "inputs"
     runner.update_pp_decode_requests("outputs")

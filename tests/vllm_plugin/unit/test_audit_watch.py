@@ -10,10 +10,10 @@ import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.internals import audited_steps
-from kvtxn.integrations.vllm_plugin.internals.audited import unwatched
+from kvtxn.integrations.vllm_plugin.internals import audited_steps_gpu
+from kvtxn.integrations.vllm_plugin.internals.audited_requests import unwatched
 from kvtxn.integrations.vllm_plugin.policy import doctor
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 
@@ -370,7 +370,7 @@ def drawn(ids, drafts, discarded=(False,)):
         discard_request_mask=SimpleNamespace(gpu=torch.tensor(discarded)),
         max_num_reqs=len(ids),
     )
-    reader = audited_steps.SampledReader(runner, watch().ledger.input)
+    reader = audited_steps_gpu.SampledReader(runner, watch().ledger.input)
     return reader.sampled(torch.tensor(ids, dtype=torch.int32), drafts)
 
 

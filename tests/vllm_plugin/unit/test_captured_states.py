@@ -12,7 +12,7 @@ from held_layers import DELTAS
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import state_commits
 from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

@@ -17,10 +17,10 @@ from v2_rig import Rig
 with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch
 
-from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.audit import runner_steps
 from kvtxn.integrations.vllm_plugin.internals.batches import PlannedV1
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
 TOKENS = [1, 2, 3, 4, 5]
@@ -46,9 +46,9 @@ WATCHED = settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu")
 def hooked(monkeypatch, device):
     """A hooked runner with a ledger, before a forward that was prepared."""
     made = Failing()
-    monkeypatch.setattr(parts.audited, "AUDITED_METHODS", {})
-    monkeypatch.setattr(parts.audited, "samples", lambda runner: True)
-    parts.attach(made, WATCHED, 0, EngineFacts(device=device, runner="v1"), windows=False)
+    monkeypatch.setattr(runner_parts.audited_requests, "AUDITED_METHODS", {})
+    monkeypatch.setattr(runner_parts.audited_requests, "samples", lambda runner: True)
+    runner_parts.attach(made, WATCHED, 0, EngineFacts(device=device, runner="v1"), windows=False)
     made.kvtxn_planned = PlannedV1(made, (torch.tensor([4]),), None)
     return made
 

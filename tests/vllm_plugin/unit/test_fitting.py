@@ -13,7 +13,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.doctor import bounded, check_fit, report
-from kvtxn.integrations.vllm_plugin.policy.engine import (
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
     MAMBA2,
     OLMO_DELTA,

@@ -23,7 +23,7 @@ from held_rig import (
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
 from kvtxn.integrations.vllm_plugin.internals import verified_rows
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 from kvtxn.errors import KVTxnError
 

@@ -9,7 +9,7 @@ import pytest
 from building import ROOT
 from kvtxn.integrations.serving.source_files import Sources
 from kvtxn.integrations.vllm_plugin.internals import (
-    audited,
+    audited_requests,
     batches,
     layers,
     state_layers,
@@ -172,5 +172,9 @@ def test_one_runner_stands_for_both():
     sources, cpu = Sources(workers.source_folder()), f"{_WORKER}.cpu_model_runner.CPUModelRunner"
     own = {name for name in batches.V1_METHODS if f"{cpu}.{name}" in NAMES}
     assert own == {"initialize_kv_cache"}
-    for name in {*batches.V1_METHODS, *audited.AUDITED_METHODS, *state_layers.METHODS} - own:
+    for name in {
+        *batches.V1_METHODS,
+        *audited_requests.AUDITED_METHODS,
+        *state_layers.METHODS,
+    } - own:
         assert sources.find(f"{cpu}.{name}") == sources.find(f"{_V1}.{name}") is not None

@@ -8,7 +8,7 @@ import torch
 from engine_jobs import missing
 from held_layers import DELTAS, DRAFTS, REQUESTS
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2
 from step_rig import anywhere  # noqa: F401
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

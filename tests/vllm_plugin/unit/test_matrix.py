@@ -12,8 +12,9 @@ import torch
 from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.internals import backends, workers
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.policy.decision import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
     BACKENDS,
     FAMILIES,
@@ -25,7 +26,6 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
     SEEN_RELEASE,
     matrix,
 )
-from kvtxn.integrations.vllm_plugin.policy.rule_type import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
 from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS, takes_heads
 

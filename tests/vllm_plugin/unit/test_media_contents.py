@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited, media_contents
+from kvtxn.integrations.vllm_plugin.internals import audited_requests, media_contents
 from kvtxn.integrations.vllm_plugin.internals.media_contents import CONTENTS, Media
 
 
@@ -174,14 +174,14 @@ def test_tokens_between_an_images_rows_keep_their_ids():
     place = SimpleNamespace(offset=4, length=3, is_embed=mask)
     feature = SimpleNamespace(mm_position=place, identifier="a picture")
     state = SimpleNamespace(prompt_embeds=None, mm_features=[feature])
-    assert [*audited._embedded(state, Media())] == [4, 6]
+    assert [*audited_requests._embedded(state, Media())] == [4, 6]
 
 
 def test_the_mask_of_vectors_counts_and_not_only_the_vectors():
     """vllm-project/vllm#56655: the same ids and the same vectors are other rows by the mask."""
     given = {"prompt_embeds": torch.zeros(3, 2), "mm_features": None}
     found = [
-        audited._embedded(SimpleNamespace(prompt_is_token_ids=mask, **given), Media())
+        audited_requests._embedded(SimpleNamespace(prompt_is_token_ids=mask, **given), Media())
         for mask in ([True] * 3, [False, True, True], [False] * 3, None)
     ]
     assert [[*each] for each in found] == [[], [0], [0, 1, 2], [0, 1, 2]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import audited
-from kvtxn.integrations.vllm_plugin.internals.audited import PutBack
+from kvtxn.integrations.vllm_plugin.internals import audited_requests
+from kvtxn.integrations.vllm_plugin.internals.audited_requests import PutBack
 
 
 def told(new=(), cached=(), scheduled=None, finished=(), preempted=None):
@@ -52,7 +52,7 @@ def test_a_request_had_the_rows_of_the_last_step_in_which_it_took_part():
 def test_no_row_counts_of_a_request_that_sat_out_too_many_steps():
     put_back = PutBack()
     put_back.hear(told(cached=[("a", 5)], scheduled={"a": 2}))
-    for _ in range(audited._STEPS):
+    for _ in range(audited_requests._STEPS):
         put_back.hear(told())
     put_back.hear(told(preempted={"a"}))
     assert put_back.take("a") == 0
@@ -81,7 +81,7 @@ def test_a_v2_runner_hears_of_it(monkeypatch):
             new.prompt_token_ids, new.prefill_token_ids = [7] * 40, [7] * 43
             new.prompt_embeds = new.mm_features = new.lora_request = None
             new.block_ids = ([1, 2],)
-        return audited.changes_v2(runner, found)
+        return audited_requests.changes_v2(runner, found)
 
     (first,) = step(new=[("a", 0)], scheduled={"a": 40}).arrivals
     assert (first.prompt, first.had) == (40, None)

@@ -18,7 +18,7 @@ from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report
 from kvtxn.integrations.vllm_plugin.policy import release_records, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import record_release
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.release_records import Release
 
 from kvtxn import doctor

@@ -17,7 +17,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.cpu.states import operators_differ
     from kvtxn.integrations.vllm_plugin.internals import cpu_states, held_states, hooks
     from kvtxn.integrations.vllm_plugin.internals.hooks import not_used, with_globals
-    from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 
     from kvtxn import LayerError
 

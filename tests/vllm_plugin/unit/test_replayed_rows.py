@@ -18,7 +18,7 @@ from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
 from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
 from kvtxn.integrations.vllm_plugin.internals import replayed_rows, state_layers
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
 from torch import Tensor
 
 from kvtxn.errors import KVTxnError, LayerError

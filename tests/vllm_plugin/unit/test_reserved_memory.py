@@ -13,12 +13,12 @@ from kernels_here import importing_kernels
 pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
+from kvtxn.integrations.vllm_plugin.gpu import cache_layout
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import spare_blocks
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory
-    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 
 from kvtxn import TxnConfig
 from kvtxn.cuda_graphs import MOST_BYTES
@@ -126,8 +126,8 @@ def test_room_is_that_of_the_spare_blocks(rows, layers, states, groups):
     added = sum(-(-rows // size) for size in sizes) * 4 * (1 << 16)
     with pytest.MonkeyPatch.context() as patch:
         names = {name: None for name in specs if name.startswith("state")}
-        patch.setattr(spare_blocks.state_layers, "modules_of", lambda runner: names)
-        assert spare_blocks.bytes_of_spare_blocks(made, rows) == added
+        patch.setattr(cache_layout.state_layers, "modules_of", lambda runner: names)
+        assert cache_layout.bytes_of_spare_blocks(made, rows) == added
 
 
 class Wanting(Part):

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
     import held_rig as held
-    from kvtxn.integrations.vllm_plugin import parts
+    from kvtxn.integrations.vllm_plugin import runner_parts
     from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
-    from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
     from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
     from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
@@ -221,7 +221,7 @@ def runner(request, monkeypatch):
     monkeypatch.setattr(gpu_windows, "rows_may_wait", lambda _: False)
     own = RUNNERS[request.param](rig)
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
-    parts.attach(own, wanted, 0, facts, windows=True)
+    runner_parts.attach(own, wanted, 0, facts, windows=True)
     assert is_hooked(own)
     own.opened = []
     monkeypatch.setattr(gpu_windows, "open_steps", opened_alone)

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 from kvtxn.integrations.vllm_plugin.policy import doctor
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
     BACKENDS,
     CONVOLVED,

@@ -13,14 +13,14 @@ from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules
+from kvtxn.integrations.vllm_plugin.policy.decision import MEASURED, ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.doctor import check_states
-from kvtxn.integrations.vllm_plugin.policy.engine import (
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     MAMBA2,
     OLMO_DELTA,
     OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.rule_type import MEASURED, ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
 from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN

@@ -10,11 +10,11 @@ import pytest
 import torch
 from engine_jobs import missing
 from kvtxn.integrations.serving.eager_steps import StateSteps
-from kvtxn.integrations.vllm_plugin import parts
+from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
 from kvtxn.integrations.vllm_plugin.internals import batches, cpu_states, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-from kvtxn.integrations.vllm_plugin.policy.engine import (
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
     EngineFacts,
 )
@@ -163,7 +163,7 @@ def hooked(monkeypatch, facts):
     runner = Own()
     monkeypatch.setattr(batches, "V1_METHODS", {})
     own = attrs.evolve(facts, device="cpu", runner="v1")
-    parts.attach(runner, settings(EXACT, 1, "cpu"), 0, own, windows=True)
+    runner_parts.attach(runner, settings(EXACT, 1, "cpu"), 0, own, windows=True)
     monkeypatch.setattr(states, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(windows, "open_steps", lambda *_: None)
     return runner

@@ -11,8 +11,9 @@ import pytest
 from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules, supported
+from kvtxn.integrations.vllm_plugin.policy.decision import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
-from kvtxn.integrations.vllm_plugin.policy.engine import (
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
     MAMBA2,
     OLMO_DELTA,
@@ -20,7 +21,6 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     EngineFacts,
 )
 from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
-from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
 

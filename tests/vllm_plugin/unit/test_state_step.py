@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 with importing_kernels():
     import held_rig as held
     from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA
     from step_rig import Calls
 
     from kvtxn import LayerRef, TransactionManager, TxnConfig

@@ -15,7 +15,7 @@ import torch
 from engine_jobs import missing
 from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
 from kvtxn.integrations.vllm_plugin.internals.state_layers import StateLayer
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

@@ -228,7 +228,7 @@ class Worker:
 
 def test_a_worker_of_a_running_engine_is_given_back(clean, monkeypatch):
     """Its runner, its warm-up, the backend that it registered, the log's handlers."""
-    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 
     worker = Worker(monkeypatch, EngineFacts(device="cuda", runner="v2"))
     runner, ours = worker.model_runner, logging.getLogger("kvtxn")
@@ -248,7 +248,7 @@ def test_a_worker_of_a_running_engine_is_given_back(clean, monkeypatch):
 
 def test_buffers_that_graphs_read_outlive_the_hooks(clean, monkeypatch):
     """A captured graph holds addresses; it finds no drafts there any more."""
-    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 
     worker = Worker(monkeypatch, EngineFacts(device="cuda", runner="v2"))
     plugin._on_worker(worker.wrapper)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
+from kvtxn.integrations.vllm_plugin.internals import audited_requests, audited_states
 
 kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
 
@@ -34,17 +34,17 @@ def runner_with(found):
 
 @pytest.mark.parametrize("kind", [name for name in MORE if hasattr(kinds, name)])
 def test_a_group_of_another_kind_is_named_with_its_kind(kind, monkeypatch):
-    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    monkeypatch.setattr(audited_requests, "draft_layers", lambda runner: ())
     other = getattr(kinds, kind)(**SIZES | MORE[kind])
     runner = runner_of(kinds.FullAttentionSpec(**SIZES), other)
-    watched = audited.row_groups(runner)
+    watched = audited_requests.row_groups(runner)
     assert [*watched] == ["group.0"]
-    assert audited.groups_left_out(runner, watched) == [f"group.1 ({kind})"]
+    assert audited_requests.groups_left_out(runner, watched) == [f"group.1 ({kind})"]
 
 
 def test_a_models_first_layer_has_rows_without_context(monkeypatch):
     """A drafter of the EAGLE kind counts its layers after the model's."""
-    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    monkeypatch.setattr(audited_requests, "draft_layers", lambda runner: ())
     spec = kinds.FullAttentionSpec(**SIZES)
     names = [
         ["model.layers.0.self_attn.attn"],
@@ -53,14 +53,14 @@ def test_a_models_first_layer_has_rows_without_context(monkeypatch):
         ["language_model.model.layers.10.self_attn.attn"],
         ["draft_model.model.layers.0.self_attn.attn"],
     ]
-    watched = audited.row_groups(runner_with([(spec, each) for each in names]))
+    watched = audited_requests.row_groups(runner_with([(spec, each) for each in names]))
     assert [group.context_free for group in watched.values()] == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"])
 def test_states_whose_metadata_nobody_can_read_are_left_out(kind, monkeypatch):
     """Else they would count as watched, and no state of theirs would ever be compared."""
-    monkeypatch.setattr(audited, "draft_layers", lambda runner: ())
+    monkeypatch.setattr(audited_requests, "draft_layers", lambda runner: ())
     kind = MambaAttentionBackendEnum[kind]
     states = kinds.MambaSpec(
         block_size=16, shapes=((2, 2),), dtypes=(torch.float32,), mamba_type=kind
@@ -69,7 +69,9 @@ def test_states_whose_metadata_nobody_can_read_are_left_out(kind, monkeypatch):
     runner.cache_config = SimpleNamespace(mamba_cache_mode="none")
     runner.speculative_config = None
     watched = audited_states.state_groups(runner)
-    left_out = audited.groups_left_out(runner, [*audited.row_groups(runner), *watched])
+    left_out = audited_requests.groups_left_out(
+        runner, [*audited_requests.row_groups(runner), *watched]
+    )
     assert ([*watched], left_out) == (
         ([], ["group.1 (MambaSpec)"]) if kind.name == "LINEAR" else (["group.1"], [])
     )

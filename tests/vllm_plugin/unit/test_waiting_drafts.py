@@ -26,7 +26,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
     from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.rules import decide
     from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
     from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin.audit import watch_opening
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
+from kvtxn.integrations.vllm_plugin.internals import audited_requests, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings, settings
 
 from kvtxn import LayerError, TxnConfig
@@ -45,10 +45,12 @@ def opened(request, monkeypatch):
         monkeypatch.setattr(ranks, "of_all", other.of_all)
         monkeypatch.setattr(ranks, "are_asked_together", lambda runner: True)
         found = {} if fails == "groups" else GROUPS
-        monkeypatch.setattr(audited, "row_groups", lambda runner: found)
+        monkeypatch.setattr(audited_requests, "row_groups", lambda runner: found)
         monkeypatch.setattr(audited_states, "state_groups", lambda runner: {})
-        monkeypatch.setattr(audited, "groups_left_out", lambda runner, watched: [])
-        monkeypatch.setattr(audited, "room", lambda runner: audited.Room(4, 64, False))
+        monkeypatch.setattr(audited_requests, "groups_left_out", lambda runner, watched: [])
+        monkeypatch.setattr(
+            audited_requests, "room", lambda runner: audited_requests.Room(4, 64, False)
+        )
         settings = PluginSettings(TxnConfig(), required=required, windows=False, audit="ledger")
         runner = SimpleNamespace(
             kvtxn_rank=0,

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin import parts
-    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+    from kvtxn.integrations.vllm_plugin import runner_parts
+    from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 
@@ -124,7 +124,7 @@ class Rig:
         self.runner = Own()
         wanted = settings({"kvtxn": {"audit": "ledger", **asked}}, 1, "cuda")
         facts = EngineFacts(device="cuda", runner="v2")
-        parts.attach(self.runner, wanted, 0, facts, windows=False)
+        runner_parts.attach(self.runner, wanted, 0, facts, windows=False)
         self.config = cache_config(window)
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []

@@ -11,15 +11,15 @@ import attrs
 from .....config import POLICIES
 from .....errors import ConfigError
 from ....serving.source_files import Sources
-from ...internals import audited, workers
+from ...internals import audited_requests, workers
 from ...internals import config as engine_config
 from ...internals.engine_protocols import VllmConfig
 from ...internals.hook_points import HOOK_POINTS, places_of
 from .. import release_records, supported
-from ..engine import EngineFacts
+from ..decision import Decision
+from ..engine_facts import EngineFacts
 from ..matrix import BACKENDS, LEGEND, matrix
 from ..release_records import Move
-from ..rule_type import Decision
 from ..rules import ASKED_FOR, decide, on_trial, refused
 from ..settings import PluginSettings, asked_rows, settings
 from ..state_rules import NO_FAST_FORM, PROMISES, measured_fast, takes, without_fast_form
@@ -251,7 +251,7 @@ def _outcomes(
             yield _states(wanted.recurrent, facts)
     if wanted.audit == "off":
         return
-    unwatched = audited.unwatched(config)
+    unwatched = audited_requests.unwatched(config)
     if unwatched is not None:
         yield _Outcome("audit", wanted.audit, "off", unwatched)
         return
@@ -260,7 +260,7 @@ def _outcomes(
     found = wanted.audit if unread is None else "ledger"
     rate = f"a slot in {wanted.audit_every} is compared in each step" if found == "bytes" else None
     yield _Outcome("audit", wanted.audit, found, unread or rate)
-    kept = audited.uncontained(config) if wanted.evicts else None
+    kept = audited_requests.uncontained(config) if wanted.evicts else None
     contains = kept if wanted.on_violation == "contain" else None
     yield _Outcome(
         "on_violation", wanted.on_violation, "log" if contains else wanted.on_violation, contains

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..serving.parts import Part, Parts
-from .internals import Foreign, audited, batches, state_layers
-from .policy.engine import EngineFacts
+from .internals import Foreign, audited_requests, batches, state_layers
+from .policy.engine_facts import EngineFacts
 from .policy.settings import PluginSettings
 from .seam.hooked_runner import hook_runner, is_hooked
 from .seam.runner_v1 import AdapterV1
@@ -49,7 +49,7 @@ def attach(
     elif windows:
         parts += _on_gpu(runner, facts.runner, states=states)
     if audit:
-        runner.kvtxn_samples = audited.samples(runner)
+        runner.kvtxn_samples = audited_requests.samples(runner)
         parts.append(_ledger(runner, facts))
     runner.kvtxn_parts = Parts(parts)
 
@@ -58,9 +58,9 @@ def _methods(
     facts: EngineFacts, *, windows: bool, states: bool, audit: bool
 ) -> Mapping[str, Sequence[str]]:
     """Return the methods that a runner must have for its parts, see ``check_methods``."""
-    rows, watched = batches.V1_METHODS, audited.AUDITED_METHODS
+    rows, watched = batches.V1_METHODS, audited_requests.AUDITED_METHODS
     if facts.runner == "v2":
-        rows, watched = batches.V2_METHODS, audited.AUDITED_V2_METHODS
+        rows, watched = batches.V2_METHODS, audited_requests.AUDITED_V2_METHODS
     elif facts.device != "cpu":
         rows = batches.V1_GPU_METHODS
     found = {**(rows if windows else {}), **(watched if audit else {})}

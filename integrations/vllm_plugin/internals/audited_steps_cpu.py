@@ -15,7 +15,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ....audit.step_input import StepBuffers, StepInput
 from ...serving.step import Rows
-from . import audited
+from . import audited_requests
 from .runner_protocols import (
     BatchMetadata,
     BlockTable,
@@ -62,7 +62,7 @@ class StepReader:
                 tokens=zeros(rows),
                 slots=tuple(zeros(rows) for _ in groups),
                 tables=tuple(
-                    torch.zeros_like(audited.own_blocks(self._table(name), requests, size))
+                    torch.zeros_like(audited_requests.own_blocks(self._table(name), requests, size))
                     for name, size in self._sizes.items()
                 ),
             )
@@ -87,7 +87,7 @@ class StepReader:
             tables=tuple(
                 table.block_table.gpu
                 if self._sizes[name] == int(table.block_size)
-                else audited.own_blocks(table, number, self._sizes[name])
+                else audited_requests.own_blocks(table, number, self._sizes[name])
                 for name, table in tables.items()
             ),
             lengths=tuple(runner.seq_lens for _ in tables),
@@ -150,7 +150,7 @@ class StepReader:
             own = table.slot_mapping.gpu
             blocks = given_blocks(metadata, table.block_table.gpu, number)
             if size != int(table.block_size):
-                blocks = audited.own_blocks(table, number, size, blocks)
+                blocks = audited_requests.own_blocks(table, number, size, blocks)
             lengths = given_lengths(metadata, runner.seq_lens, starts)
             if lengths is None:
                 odd.append(name)

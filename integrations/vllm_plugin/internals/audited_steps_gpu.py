@@ -17,7 +17,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ....audit.step_input import StepInput
 from ...serving.step import Array, Rows
-from . import audited
+from . import audited_requests
 from .runner_protocols import (
     BlockTable,
     DraftCounts,
@@ -94,7 +94,9 @@ class StepReaderV1(GpuStepReader):
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             #: Tables whose kernels have smaller blocks than the scheduler.
             self._tables: Final = {
-                name: torch.zeros_like(audited.own_blocks(table, number, groups[name].block_size))
+                name: torch.zeros_like(
+                    audited_requests.own_blocks(table, number, groups[name].block_size)
+                )
                 for name, table in self._own_tables()
                 if table.block_size != groups[name].block_size
             }
@@ -123,7 +125,7 @@ class StepReaderV1(GpuStepReader):
         self._forget_unless(lasting)
         for name, table in own:
             if name in self._tables:
-                blocks = audited.own_blocks(table, number, self._groups[name].block_size)
+                blocks = audited_requests.own_blocks(table, number, self._groups[name].block_size)
                 self._tables[name][:number].copy_(blocks)
         drafts = self._drafts_of(prepared[1], number)
         key = number, drafts is None

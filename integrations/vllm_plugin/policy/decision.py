@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 import attrs
 
 from . import supported
-from .engine import EngineFacts
+from .engine_facts import EngineFacts
 
 
 class Decision(NamedTuple):
