@@ -74,7 +74,7 @@ _Known = tuple[Content, Sequence[Identity]]
 
 
 def _span_of(each: Handed) -> Span:
-    """Return the blocks that a connector was handed."""
+    """Return a transfer's blocks as a span of its request; ``other`` and ``keys`` are left out."""
     return Span(each.request, each.group, each.blocks, each.begin)
 
 
@@ -150,7 +150,7 @@ class TransferWatch:
         self._opaque = False  # the metadata do not say which blocks leave; some steps have none
 
     def restart(self) -> None:
-        """Forget every transfer; the ledger has forgotten the rows."""
+        """Forget every transfer, every remembered block and every question to other processes."""
         self._blocks.clear()
         self._full.clear()
         self._known.clear()
@@ -177,14 +177,14 @@ class TransferWatch:
             self._stop(error)
 
     def flush(self, metadata: object) -> None:
-        """Note the blocks that the connector stores before a step changes anything."""
+        """Compare and remember the blocks that are stored before a step changes anything."""
         self._export(self._read(metadata).at_once)
 
     def begin(self, metadata: object) -> None:
         """Note the blocks that the connector loads, and those to be stored after the step.
 
-        If the metadata do not say so, the bytes of all blocks that arrivals find are read now,
-        which waits.
+        If the metadata are opaque, ``forward`` has to find what was loaded: so the checksums of all
+        blocks that arrivals come with are taken now, which waits.
 
         Args:
             metadata: the connector's, of the step.
@@ -200,12 +200,12 @@ class TransferWatch:
             self._before = self._blocks.contents([*rows, *states])
 
     def end(self) -> None:
-        """Note the blocks that the connector stores now that the step's forward is over."""
+        """Compare and remember the blocks that are stored now that the step's forward is over."""
         stores, self._stores = self._stores, []
         self._export(stores)
 
     def received(self, names: Iterable[str] | None) -> None:
-        """Note the requests whose rows were loaded while they waited."""
+        """Note requests whose rows were loaded while they waited; None stands for no request."""
         self._received.update(names or ())
 
     def failed(self, blocks: Iterable[int]) -> None:
@@ -213,7 +213,10 @@ class TransferWatch:
         self._failed.update(blocks)
 
     def _export(self, stores: Iterable[Handed]) -> None:
-        """Compare the rows of blocks with what they are stored under, and remember their bytes."""
+        """Compare the rows of blocks with what they are stored under, and remember their bytes.
+
+        States are remembered alone. Unknown requests and unwatched groups are left out.
+        """
         kept = [
             each
             for each in stores
@@ -229,7 +232,7 @@ class TransferWatch:
         self._blocks.remember(spans, self._doubtful, partial(self._note_stored, kept))
 
     def _compare(self, spans: Sequence[Span]) -> None:
-        """Compare the rows of blocks that leave with their requests' tokens."""
+        """Compare the rows of blocks that leave with their requests' tokens, as kind "exported"."""
         for group in dict.fromkeys(span.group for span in spans):
             own = [span for span in spans if span.group == group]
             for at in range(0, len(own), _AT_ONCE):
@@ -256,14 +259,14 @@ class TransferWatch:
         return Stretch(line, first, end, read, "exported", of)
 
     def _compare_with(self, each: Handed, other: Arrival) -> None:
-        """Compare the rows of blocks with other tokens, under which they are stored."""
+        """Compare the rows of blocks with ``other``, which is admitted to the ledger meanwhile."""
         embedded = {at: what for at, what in other.embedded.items() if at < len(other.tokens)}
         self._ledger.admit(_NOBODYS, other.tokens, extras=other.extras, embedded=embedded)
         self._compare([attrs.evolve(_span_of(each), request=_NOBODYS)])
         self._ledger.release(_NOBODYS)
 
     def _note_stored(self, kept: Iterable[Handed], known: set[Place]) -> None:
-        """Note where blocks were stored of which it is known what they are."""
+        """Note the places in the store that got known blocks; forget those that got others."""
         for each in kept:
             for block, key in zip(each.blocks, each.keys or (), strict=False):
                 if (each.group, block) in known:
@@ -273,7 +276,7 @@ class TransferWatch:
         self._doubt_places()
 
     def _doubt_places(self) -> None:
-        """Forget what was stored where, once bytes are forgotten that would count as wrong."""
+        """Forget what was stored where, if remembered bytes were pushed out since the last call."""
         if self._blocks.forgotten > self._forgotten:
             self._forgotten = self._blocks.forgotten
             self._stored.clear()
@@ -281,7 +284,8 @@ class TransferWatch:
     def _settled(self, rows: Rows) -> list[tuple[str, int, int]]:
         """Return by request where its rows in a step begin, and where those without drafts end.
 
-        Where the device alone knows positions, the host knows them as far as tokens were given.
+        Where the device alone knows positions, these are 0, and the rows that the host knows to be
+        computed from tokens that were given.
         """
         if rows.first is None:
             return [(name, 0, self._known.get(name, (0, 0))[0]) for name in rows.names]
@@ -290,7 +294,11 @@ class TransferWatch:
         return [*zip(rows.names, rows.first.tolist(), settled.tolist(), strict=True)]
 
     def _remember_full(self, rows: Rows) -> None:
-        """Remember the blocks that a step has filled with rows that stay."""
+        """Remember the blocks that a step has newly filled with rows that stay.
+
+        Groups with a ring are left out, requests that the ledger or the host does not know, and
+        blocks that have left a sliding window.
+        """
         spans = self._settled(rows)
         groups = {name: each for name, each in self._groups.items() if each.ring is None}
         full: list[Span] = []
@@ -321,6 +329,9 @@ class TransferWatch:
     ) -> None:
         """Note what a step changes before its forward.
 
+        Blocks that are handed out are loaded and doubtful no more; doubt is copied with rows.
+        States of arrivals that were loaded while they waited are recorded in the ledger.
+
         Args:
             arrivals: the requests that come.
             handed_out: the blocks that get new owners.
@@ -346,11 +357,11 @@ class TransferWatch:
                 mark(self._doubtful, (group, target))
 
     def scheduled(self, numbers: Mapping[str, int]) -> None:
-        """Note how many rows each request has in the coming step, where the device knows more.
+        """Count the rows of the coming step as computed, up to the tokens known of each request.
 
         Args:
-            numbers: by request, its rows, drafts included; no request has drafts before its last
-                token that is known.
+            numbers: by request, its rows, drafts included; unknown requests are left out. No
+                request has drafts before its last token that is known.
         """
         for name, number in numbers.items():
             done, known = self._known.get(name, (0, 0))
@@ -358,7 +369,10 @@ class TransferWatch:
                 self._known[name] = min(done + number, known), known
 
     def forward(self, rows: Rows) -> None:
-        """Record the rows that a connector loaded for requests that begin in the coming step.
+        """Record the rows and states that were loaded for requests that begin in the coming step.
+
+        Bytes that nobody knows count as right, and make their block doubtful. What was noted of
+        these requests' arrival and loads is used up.
 
         Args:
             rows: the step's; where the device alone knows their positions, and the metadata say
@@ -396,7 +410,7 @@ class TransferWatch:
         self._arrivals, self._before, self._given = (), {}, {}
 
     def _known_of(self, places: Sequence[Place]) -> dict[Place, _Known]:
-        """Return the checksum of the bytes of each block, and what is known of them."""
+        """Return the checksum of each block's bytes, and what is known of such bytes; waits."""
         contents = self._blocks.contents(places)
         known = self._blocks.lookup([*contents.values()])
         return dict(zip(contents, zip(contents.values(), known, strict=True), strict=True))
@@ -404,7 +418,8 @@ class TransferWatch:
     def _is_filled(self, place: Place, now: Mapping[Place, _Known]) -> bool:
         """Tell whether a block was filled since the step began, though the metadata do not say so.
 
-        A block that was handed out may be filled with the bytes that it had before.
+        Its bytes have changed; or it was handed out, with the bytes that it had before, and these
+        are remembered or were doubtful. False if the metadata were not opaque.
         """
         if place not in self._before:
             return False
@@ -420,10 +435,12 @@ class TransferWatch:
         return self._loading or bool(self._failed)
 
     def take_failed(self) -> tuple[list[str], list[int]]:
-        """Return what could not be loaded; call it once the connector has said so of a step.
+        """Take what could not be loaded; call it once the connector has said so of a step.
+
+        Doubts and questions about these blocks are dropped.
 
         Returns:
-            The requests that began with such a block in the last step, and the blocks.
+            The requests that began with such a block in the last step, and the blocks, sorted.
         """
         failed, self._failed, self._loading = self._failed, set(), False
         names = {name: None for name, block in self._came if block in failed}
@@ -433,17 +450,17 @@ class TransferWatch:
         return [*names], sorted(failed)
 
     def take_back(self) -> None:
-        """Remember nothing of a step that failed."""
+        """Drop the rows of a failed step, so that ``end_step`` remembers none of their blocks."""
         self._rows = None
 
     def end_step(self) -> None:
-        """Remember the blocks that the step has filled; a drafter's rows are there now, too."""
+        """Remember the blocks that the step has filled, a drafter's too, unless taken back."""
         rows, self._rows = self._rows, None
         if rows is not None:
             self._remember_full(rows)
 
     def settle(self) -> None:
-        """Judge what came from other processes, as far as their store answers soon."""
+        """Wait for what is noted, then judge what the store of other processes answers soon."""
         self._blocks.settle()
         if self._shared is not None:
             self._shared.settle()
@@ -465,6 +482,8 @@ class TransferWatch:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the words of rows that came for a request, and the origin of the first of them.
 
+        Of unknown bytes in a full block other processes are asked, if there is a store.
+
         Args:
             words_of: as for ``_written``.
             length: the number of the request's tokens.
@@ -476,7 +495,9 @@ class TransferWatch:
                 for what the block is, too, if it is known what the request has there.
 
         Returns:
-            None for the words if nothing is known, and for the origin if nobody stored these bytes.
+            The words, int64 on the host: zeros for other bytes than this engine stored there, the
+            request's own while other processes are asked, None if nothing is known. The origin;
+            None unless the bytes are known.
         """
         (group, _), (content, known) = place, now
         size = self._groups[group].block_size
@@ -511,7 +532,8 @@ class TransferWatch:
     ) -> Tensor | None:
         """Return the words of a block's rows from its writer's tokens, while the ledger has them.
 
-        They tell at which row a block begins to be another one; its ends alone do not.
+        They tell at which row a block begins to be another one; its ends alone do not. None without
+        them, or if the block does not begin and end with these words.
         """
         writer = self._ledger.name_of(known.serial)
         if writer is None or writer not in self._ledger:
@@ -521,7 +543,11 @@ class TransferWatch:
         return words if is_its else None
 
     def _take_state(self, arrival: Arrival, place: Place, now: _Known) -> None:
-        """Record a state that a connector brought for a request; unknown bytes are believed."""
+        """Record a state that a connector brought for a request; unknown bytes are believed.
+
+        Other bytes than this engine alone has stored there count as wrong. Bytes that are not known
+        make the block doubtful. ``unsettled`` is True afterwards.
+        """
         group, length = place[0], arrival.computed
         own = int(self._ledger.expected(arrival.name, group, length - 1, length)[0])
         _, known = now
@@ -538,7 +564,7 @@ class TransferWatch:
         self._loading = True
 
     def _best(self, known: Sequence[Identity], right: Sequence[Identity]) -> Identity | None:
-        """Return what some bytes count for: what is right, or else the latest that is known.
+        """Return what some bytes count for: the latest of ``right``, or else of all that is known.
 
         None: nothing is known; or all are wrong, and one that was right may have been forgotten.
         """
@@ -553,7 +579,7 @@ class TransferWatch:
         return key is not None and (place[0], key) in self._stored
 
     def _state_places(self, arrival: Arrival) -> list[Place]:
-        """Return the blocks that have the states after what is computed of a request."""
+        """Return the blocks with the states after what is computed of a request, if anything is."""
         found: list[Place] = []
         for name, size in self._states.items() if arrival.computed else ():
             blocks = arrival.tables[int(name.partition(".")[2])]
@@ -563,7 +589,7 @@ class TransferWatch:
         return found
 
     def _computed(self, arrival: Arrival) -> Iterator[tuple[Place, Sequence[int], int, int]]:
-        """Yield the blocks that a request comes with, their table, and their positions."""
+        """Yield each watched block with computed rows: place, table, first position and end."""
         for number, blocks in enumerate(arrival.tables):
             name = f"group.{number}"
             group = self._groups.get(name)

@@ -176,11 +176,14 @@ class Watch:
         self.found.evicts_stale = stale == "contain"
 
     def join_stages(self) -> None:
-        """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
+        """Replace ``peers``: exchange reports with the ranks of all pipeline stages from now on.
+
+        Fingerprints are still compared with the tensor-parallel ranks alone, if they were before.
+        """
         self._agree(compares=self.peers is not None, stages=True)
 
     def _agree(self, *, compares: bool, stages: bool = False) -> None:
-        """Exchange reports with other ranks from now on, see ``RankAgreement``."""
+        """Replace ``peers`` with a new ``RankAgreement``, which gets the arguments."""
         assert self._ranks is not None  # whoever is compared, or joins stages, can reach them
         self.peers = RankAgreement(
             self.ledger, self._ranks, self._meets, compares=compares, stages=stages
@@ -189,7 +192,11 @@ class Watch:
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on, and forget the warm-up. On a CPU that is from the first step on."""
+        """Watch from now on. On a CPU every step is watched anyway, and nothing else changes.
+
+        On a GPU everything of the warm-up is dropped: rows, requests, counters, findings and the
+        number of steps. Every pass is launched once; if that fails, the audit ends.
+        """
         self.begun = True
         if self._counters is None:
             return
@@ -201,12 +208,12 @@ class Watch:
         self._try(self._begin)
 
     def _begin(self) -> None:
-        """Forget what was watched during the warm-up, and launch every pass once."""
+        """Forget what was watched and counted so far, and launch every pass once."""
         self.forget()
         self.warm_up()
 
     def forget(self) -> None:
-        """Forget every row and request, as the caches' content is lost; keep what was counted."""
+        """Forget every row, request and transfer, as caches lost their content; keep the counts."""
         self._known.clear()
         self._batch = self._unsealed = self.under_way = None
         self._awaits = False
@@ -215,9 +222,10 @@ class Watch:
             self.transfers.restart()
 
     def warm_up(self) -> None:
-        """Compile a GPU's kernels: launch every pass once, over a step of padding, and forget that.
+        """Compile a GPU's kernels: launch every pass once, over a step of padding.
 
-        Call it before the engine says that it has warmed up; a first request must not wait.
+        The ledger forgets everything then, its counters and findings included. Call it before the
+        engine says that it has warmed up; a first request must not wait.
         """
         with torch.inference_mode():
             launch_all(self.ledger, self.groups, self.states, self.scrub, self._published)
@@ -240,9 +248,10 @@ class Watch:
             self.stop(error)
 
     def stop(self, error: Exception) -> None:
-        """Stop watching after an error of the audit's own; the engine runs on.
+        """End the audit after an error of its own, and log the error; the engine runs on.
 
-        Other ranks end their audits as well when they meet next.
+        Windows are not followed any more. The failure stands in this rank's next report, by which
+        other ranks end their audits as well. Once the audit has ended, no further error is logged.
         """
         if not self.stopped:
             why = f"the audit failed: {error!r}"
@@ -252,7 +261,12 @@ class Watch:
         self.stopped = True
 
     def change(self, changes: Changes) -> None:
-        """Seal the step before; tell the ledger what a step changes before its forward."""
+        """Seal the step before; tell the ledger what a step changes before its forward.
+
+        First an epoch begins if weights have changed, and blocks that could not be loaded are
+        forgotten. With a connector, requests that ended stay in the ledger until it is full.
+        Nothing is done once the audit has ended.
+        """
         if self.stopped:
             return
         if self.weights is not None:  # before rows come from outside: they may be of the new ones
@@ -282,7 +296,11 @@ class Watch:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
-        """Forget rows that could not be loaded, and the requests whose step is dropped for it."""
+        """Forget rows that could not be loaded, and the requests whose step is dropped for it.
+
+        Violations that the last step found in these blocks are withdrawn. Nothing is done unless a
+        load may have failed since the last call.
+        """
         if self.transfers is None or not self.transfers.unsettled:
             return
         names, blocks = self.transfers.take_failed()
@@ -292,19 +310,31 @@ class Watch:
             self._come_and_go(known, (), dict.fromkeys(self.groups, blocks))
 
     def _give(self, grown: Sequence[Sequence[int]]) -> None:
-        """Tell the ledger which blocks running requests get, by number of their group."""
+        """Tell the ledger which blocks of watched groups running requests get, if there are any.
+
+        Args:
+            grown: the blocks, by number of their group among all groups of the caches.
+        """
         given = {name: grown[at] for name, at in self._numbers if grown and grown[at]}
         if given:
             self.ledger.change(given=given)
 
     def admit(self, arrivals: Iterable[Arrival]) -> None:
-        """Begin requests or renew their tokens; a full ledger forgets requests that wait."""
+        """Begin requests, or renew the tokens of known ones.
+
+        If there are more than the ledger has lines for, those that were in no batch for the longest
+        time are forgotten.
+        """
         self._come_and_go((), list(arrivals), {})
 
     def _come_and_go(
         self, gone: Iterable[str], arrivals: Sequence[Arrival], fresh: Mapping[str, Sequence[int]]
     ) -> None:
-        """Tell the ledger of requests that end and begin, and of blocks that are handed out."""
+        """Tell the ledger of requests that end and begin, and of blocks that are handed out.
+
+        Ended requests that are not known and blocks of groups that are not watched are left out. If
+        there are more requests than lines, those in no batch for the longest time are forgotten.
+        """
         given = {
             name: blocks
             for name, blocks in fresh.items()
@@ -333,7 +363,9 @@ class Watch:
     def step(
         self, read: Callable[[], tuple[Rows, States | None]], returning: Callable[[str], Arrival]
     ) -> None:
-        """Note what a forward writes, and compare what it reads; an error ends the audit alone.
+        """Note what a forward writes, compare what it reads, and log what was found until now.
+
+        An error ends the audit alone. Once the audit has ended, the step is only counted.
 
         Args:
             read: returns the batch's rows, and its states if any are watched. It is called here, so
@@ -353,6 +385,13 @@ class Watch:
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
+        """Record in the ledger what a forward writes, and compare what it reads.
+
+        Bytes are compared before, if there is a scrub. Lengths that attention reads are compared
+        after, and so are blocks that the step fills, if prefixes are cached. On a CPU with a
+        connector, a request that begins before position 0 is left out, and then no block is
+        compared.
+        """
         lines, whole = self._lines(rows.names, returning), True
         late = self.drafts_late and self._counters is not None
         step = self._forms.step(rows, lines, states, copies=late)
@@ -373,7 +412,11 @@ class Watch:
             self._published.publish(step)
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
-        """Return the lines of requests, int64 ``[num_requests]``, -1 without a name; admit them."""
+        """Return the lines of requests in the ledger, int64 ``[num_requests]``, -1 without a name.
+
+        Requests that the ledger has forgotten are admitted. For the same names as in the last call
+        the same tensor is returned.
+        """
         if self._batch is None or self._batch[0] != names:
             found = self.ledger.lines_of(names)
             for name in filter(None, names):
@@ -386,7 +429,12 @@ class Watch:
         return self._batch[1]
 
     def sampled(self, number: Tensor, ids: Tensor) -> None:
-        """Tell the ledger which drafts were accepted and which tokens come next, or a window has.
+        """End the ledger's last step by what was sampled, unless a window has ended it already.
+
+        The bytes of rows and states are sealed, or noted to be sealed in ``ended`` if the drafter
+        still writes, and states that the step leaves are recorded. On a CPU failed loads are taken
+        up, too, and findings logged. Nothing is done once the audit has ended, or for a GPU's
+        unwatched step.
 
         Args:
             number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
@@ -416,9 +464,10 @@ class Watch:
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
 
-        On a GPU a report names a poisoned row, or no slot. On a CPU, where wrong rows are
-        contained, rows with a NaN are filled with zeros: the attention of a CPU would hand the NaN
-        to whoever gets the block next.
+        Nothing is done without a scrub, or without a watched step. On a GPU a report names a
+        poisoned row, or no slot, and nothing waits. On a CPU what is found is logged at once, and
+        where wrong rows are contained, rows with a NaN are filled with zeros: the attention of a
+        CPU would hand the NaN to whoever gets the block next.
 
         Args:
             logits: float ``[n, vocabulary]``.
@@ -437,7 +486,11 @@ class Watch:
             self._say()
 
     def take_back(self) -> None:
-        """Mark a failed step's rows as unwritten: the prefix cache has their blocks already."""
+        """Mark the rows of a failed step as unwritten: the prefix cache has their blocks already.
+
+        Windows are not followed any more. If no step is under way, or the audit has ended, that is
+        all.
+        """
         step, self.under_way, self._awaits = self.under_way, None, False
         self.windows.remove()
         if step is not None and not self.stopped:
@@ -456,13 +509,16 @@ class Watch:
             self.take_back()
 
     def ended(self) -> None:
-        """Take the checksums that wait for the drafter; the step is over."""
+        """End the step under way, and take the checksums that wait for its drafter, if any do."""
         self.under_way = None
         if self._unsealed is not None and not self.stopped:
             self._seal()
 
     def _seal(self) -> None:
-        """Take the checksums of the rows and states that the last step leaves, once."""
+        """Take the checksums of the rows and states that the last step leaves, unless taken.
+
+        Nothing is done without a scrub.
+        """
         unsealed, self._unsealed = self._unsealed, None
         if self.scrub is not None and unsealed is not None:
             self.scrub.seal(*unsealed[:2], besides=unsealed[2])
@@ -470,7 +526,11 @@ class Watch:
     # -- what came of it ---------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Log what was found until now or, where the device runs behind, until some steps ago."""
+        """Log what was found until now or, where the device runs behind, until some steps ago.
+
+        Nothing is logged while a load may have failed. Where the device runs behind, the next copy
+        of the counters begins when it is due.
+        """
         waits = self.transfers is not None and self.transfers.unsettled
         if not waits and (self._counters is None or self._counters.found_more()):
             self._say()
@@ -478,14 +538,16 @@ class Watch:
             self._counters.copy(self.steps, soon=self.on_violation != "log")
 
     def _say(self) -> None:
-        """Log the violations that were found since the last call."""
+        """Log the violations that were found since the last call, and keep them for the reports."""
         self.found.take(self.on_violation)
 
     def end_step(self) -> Wrong | None:
         """End a step on all ranks alike; every rank must call this after each step, failed or not.
 
         Returns:
-            The wrong reads that have to be contained; None without any.
+            What has to be contained: the wrong reads that the ranks have exchanged, and this rank's
+            blocks of earlier weights that are to leave the prefix cache. None without any, or if
+            the ranks do not meet after this step and no such block was found.
 
         Raises:
             AuditError: on all ranks, if one found a violation and ``on_violation`` is "raise".
@@ -499,7 +561,15 @@ class Watch:
         return (wrong or Wrong()) | Wrong(stale=stale)
 
     def _end_step(self) -> Wrong | None:
-        """Exchange findings with the other ranks; return what to contain, but for stale rows."""
+        """Exchange findings with the other ranks, if they meet after this step.
+
+        Returns:
+            What to contain, without stale rows; None if there is nothing, or the ranks do not meet,
+            or the watch has not begun, or a rank is alone and its audit has ended or only logs.
+
+        Raises:
+            AuditError: as in ``end_step``.
+        """
         alone = self.peers is None
         if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
@@ -522,14 +592,29 @@ class Watch:
         self._own |= self.found.take_report()
 
     def _find(self) -> None:
-        """Wait for a GPU's violations, if they are contained; those of a CPU are found at once."""
+        """Wait for a GPU's violations and log them, if they are contained; else do nothing.
+
+        ``finds_more`` may say that there are none to log. Those of a CPU are found at once.
+        """
         if self._counters is not None and self.on_violation == "contain" and not self.stopped:
             self._settle_loads()
             if self.finds_more is None or self.finds_more():
                 self._say()
 
     def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
-        """Exchange reports with the other ranks, and act on them; tell whether the ranks met."""
+        """Exchange reports with the other ranks, and act on them.
+
+        If a rank reports that its audit ended, or the exchange fails, this rank's audit ends, too,
+        and ``peers`` is None from then on. Else fingerprints that came are compared, and findings
+        logged.
+
+        Args:
+            hear: makes the exchange; returns the reports of all ranks in one, or None if they do
+                not meet.
+
+        Returns:
+            True if the ranks met, or the exchange failed; False if they do not meet now.
+        """
         peers = self.peers
         if peers is None:
             return False
@@ -560,12 +645,20 @@ class Watch:
             self.stop(error)
 
     def compare_ranks(self) -> None:
-        """Compare what the ranks wrote; all ranks must call this after the same step."""
+        """Compare what the ranks wrote; all ranks must call this after the same step.
+
+        Differences are logged, and what other ranks report is acted on. Nothing is done without
+        other ranks to compare with, or if ``asks_peers`` is False.
+        """
         if self.asks_peers:
             self._meet(lambda peers: peers.now(self._own))
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the violations that were found, oldest first; all ranks must call this."""
+        """Return the remembered violations as dicts, oldest first; all ranks must call this.
+
+        Before, what the ranks wrote is compared, other processes' answers are awaited for a moment,
+        and new violations are logged.
+        """
         self.compare_ranks()
         if self.transfers is not None:
             self._try(self.transfers.settle)
@@ -573,7 +666,10 @@ class Watch:
         return self.found.report()
 
     def ages(self) -> list[dict[str, Any]]:
-        """Return the rows of earlier weights that each request has read, oldest request first."""
+        """Return the rows of earlier weights that each request has read, oldest request first.
+
+        If the ledger fails, the audit ends, and the list is empty.
+        """
         found: list[dict[str, Any]] = []
         self._try(lambda: found.extend(each.as_dict() for each in self.ledger.read_ages()))
         return found
