@@ -68,7 +68,7 @@ class _Noted:
 
 
 def _nothing(known: set[Place]) -> None:
-    """Make no use of what is remembered."""
+    """Do nothing: no one waits for the blocks that are remembered."""
 
 
 class BlockIdentities:
@@ -103,7 +103,7 @@ class BlockIdentities:
         self._noted: Final[deque[_Noted]] = deque()
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block, also those on their way, whose ``then`` is never called."""
         self._noted.clear()
         self._table.clear()
 
@@ -114,7 +114,10 @@ class BlockIdentities:
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Tell whether bytes that are known may have been somebody else's, too."""
+        """Tell whether known bytes may have had another identity, too, that was pushed out.
+
+        True once any identity was pushed out and some bytes have several.
+        """
         return self._table.repeats and self._table.forgotten > 0
 
     def remember(
@@ -125,7 +128,8 @@ class BlockIdentities:
     ) -> None:
         """Remember blocks by the bytes that they have now.
 
-        Left out are blocks whose rows are not all there, or not all of one prefix.
+        Left out are blocks whose rows are not all there, or not all of one prefix. The call waits
+        only with a store, or when too many steps' blocks are under way, for the first of them.
 
         Args:
             spans: blocks of admitted requests.
@@ -156,21 +160,24 @@ class BlockIdentities:
             self._take(self._noted.popleft())
 
     def settle(self) -> None:
-        """Wait for the device, and take over what was noted until now."""
+        """Wait for the device, and take over all that was noted until now."""
         while self._noted:
             noted = self._noted.popleft()
             noted.found.wait()
             self._take(noted)
 
     def lookup(self, contents: Sequence[Content]) -> list[list[Identity]]:
-        """Return what is known of blocks with these bytes; waits for what was noted."""
+        """Return what is known of each of these bytes, an empty list of unknown ones.
+
+        Waits for what was noted, unless nothing is asked.
+        """
         if not contents:
             return []
         self.settle()
         return self._table.lookup(torch.tensor(contents))
 
     def contents(self, places: Iterable[Place]) -> dict[Place, Content]:
-        """Return two 64-bit checksums of each block's bytes; waits for the device."""
+        """Return two 64-bit checksums of each block's bytes, by place; waits for the device."""
         blocks: dict[str, dict[int, None]] = {}
         for group, block in places:
             blocks.setdefault(group, {})[block] = None
@@ -181,11 +188,14 @@ class BlockIdentities:
         }
 
     def _sums(self, group: str, blocks: Sequence[int]) -> Tensor:
-        """Return checksums of the bytes of blocks, int64 ``[n, 2]``; of no other group's."""
+        """Return checksums of blocks' bytes, int64 ``[n, 2]``, others for each group."""
         return self._checksums(group, blocks) + self._ledger.books.key.salt(group)
 
     def _described(self, group: str, spans: Sequence[Span]) -> Tensor:
-        """Return what ``_Noted.found`` has of blocks of one group, on the device."""
+        """Return what ``_Noted.found`` has of blocks of one group, int64 ``[n, 10]`` on the device.
+
+        A state that is not the one at the end of its block has an identity of zeros.
+        """
         size, is_state = self._sizes[group], group in self._states
         requests = [span.request for span in spans for _ in span.blocks]
         blocks = [block for span in spans for block in span.blocks]
@@ -201,7 +211,10 @@ class BlockIdentities:
         return torch.cat([self._sums(group, blocks), identities, ends], 1)
 
     def _take(self, noted: _Noted) -> None:
-        """Remember blocks whose description has arrived."""
+        """Remember blocks whose description has arrived, call ``then``, and tell a store.
+
+        Doubtful blocks and states are not told to the store.
+        """
         found = noted.found.values
         contents, known = found[:, :2], found[:, 2:9]
         known[noted.doubtful, 2:] = UNWRITTEN

@@ -34,7 +34,10 @@ class BroughtRows:
     origin: Tensor | None
 
     def follows(self, other: BroughtRows) -> bool:
-        """Tell whether these rows come after others of the same request, and are known alike."""
+        """Tell whether these rows begin where others of the same request and group end.
+
+        Both must have words, or both none, and both an origin, or both none.
+        """
         return (
             (self.request, self.group, self.first) == (other.request, other.group, other.end)
             and (self.words is None) == (other.words is None)
@@ -43,7 +46,7 @@ class BroughtRows:
 
 
 def import_runs(ledger: Ledger, brought: Iterable[BroughtRows]) -> None:
-    """Record rows that came; neighbouring blocks of a request that are known alike in one call.
+    """Record in the ledger rows that came, with one call for neighbouring blocks known alike.
 
     Args:
         ledger: the worker's ledger.

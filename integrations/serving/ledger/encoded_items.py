@@ -57,6 +57,9 @@ class EncodedItems:
     def change(self, watch: Watch, step: EncoderStep | None) -> None:
         """Note the epoch of the outputs that a step encodes; find ``late`` for its forward.
 
+        Outputs that the engine drops are forgotten, and an output of unknown epoch counts as new.
+        Without a step ``late`` is empty.
+
         Args:
             watch: the watch, which has begun the step's epoch.
             step: as in ``Changes``.
@@ -77,7 +80,7 @@ class EncodedItems:
             self.late = [_Late(each.request, each.first, each.end, n) for each, n in ages if n]
 
     def keeping(self, read: Read) -> Read:
-        """Return a function that reads a step, and keeps its rows for ``note``."""
+        """Return a function that returns what ``read`` does, and keeps the rows for ``note``."""
 
         def keep() -> tuple[Rows, States | None]:
             rows, states = read()
@@ -89,7 +92,9 @@ class EncodedItems:
     def note(self, watch: Watch) -> None:
         """Tell the ledger how old those rows of the forward are that earlier weights have encoded.
 
-        Call it once per forward, after the ledger has recorded the rows.
+        Rows of drafters' groups and of requests that are not in the forward are left out, and
+        ``late`` is empty afterwards. Call it once per forward, after the ledger has recorded the
+        rows.
         """
         rows, late, self.late, self._rows = self._rows, self.late, (), None
         names = [name for name, group in watch.groups.items() if not group.drafter]

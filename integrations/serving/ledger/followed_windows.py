@@ -42,7 +42,9 @@ class FollowedWindows:
         return self._following is not None
 
     def begin(self) -> None:
-        """Follow the windows, for a step that the ledger is told next.
+        """Follow the windows of the manager that ``find`` returns, for the ledger's next step.
+
+        Windows that were followed before are left. Without a manager none are followed.
 
         Raises:
             ConfigError: the manager's groups are not the ledger's; see ``Ledger.follow``.
@@ -53,7 +55,7 @@ class FollowedWindows:
             self._following = self._ledger.follow(manager)
 
     def commit_nears(self, number: Tensor, ids: Tensor) -> None:
-        """Tell the ledger the tokens of the step, before a window ends it.
+        """Tell the ledger the tokens of the step, before a window ends it; nothing if none may.
 
         Args:
             number: as for ``Watch.sampled``.
@@ -78,7 +80,7 @@ class FollowedWindows:
         return left
 
     def remove(self) -> None:
-        """Follow no more windows."""
+        """Follow no more windows; nothing if none are followed."""
         following, self._following = self._following, None
         if following is not None:
             following.remove()

@@ -30,7 +30,10 @@ class LateCounters:
         self._copy = None
 
     def found_more(self) -> bool:
-        """Tell whether a copy has arrived that counts violations which nobody has taken yet."""
+        """Tell whether a copy has arrived that counts violations which nobody has taken yet.
+
+        A copy that has arrived is looked at once, and makes room for the next; False without one.
+        """
         copy = self._copy
         if copy is None or not copy.ready:
             return False
@@ -38,11 +41,11 @@ class LateCounters:
         return self._ledger.findings.has_more(copy)
 
     def copy(self, step: int, *, soon: bool) -> None:
-        """Begin a copy now and then, if none is on its way.
+        """Begin a copy of the counters every 32 steps, if none is on its way.
 
         Args:
             step: the number of the step.
-            soon: someone waits for what it says.
+            soon: someone waits for what it says: every 8 steps.
         """
         if self._copy is None and step % (COPY_SOON if soon else _COPY_EVERY) == 0:
             self._copy = self._ledger.copy_counters(self._spare, prints=False)

@@ -100,7 +100,7 @@ class LedgerPart(Part):
         self._outcome: tuple[Tensor, Tensor] | None = None
 
     def _tell(self, tell: Callable[[Watch], None]) -> None:
-        """Call a function with the watch, if there is one; its error ends the audit alone."""
+        """Call ``tell`` with the watch, if there is one; its error ends the audit alone."""
         watch = self.reader.watch
         if watch is not None:
             watch.hear(tell)
@@ -108,21 +108,22 @@ class LedgerPart(Part):
     # -- caches ------------------------------------------------------------------------------
 
     def caches_dropped(self) -> None:
-        """Let go of the watch over the caches that go."""
+        """Let go of the watch over the caches that go; its windows are not followed any more."""
         self._drop_watch()
 
     def caches_made(self) -> None:
-        """Open a ledger over new caches, or log why there is none."""
+        """Open a watch over new caches, which follows the windows; None if the reader cannot."""
         self._planned, self._encoded = None, EncodedItems()
         self.reader.watch = watch = self.reader.open(self.is_ready)
         if watch is not None:
             watch.windows.find = self._manager
 
     def released(self) -> None:
-        """Stop watching."""
+        """Let go of the watch, as ``caches_dropped`` does: nothing is watched any more."""
         self._drop_watch()
 
     def _drop_watch(self) -> None:
+        """Follow no more windows, and set the reader's watch to None."""
         if self.reader.watch is not None:
             self.reader.watch.windows.remove()
         self.reader.watch = None
@@ -134,7 +135,7 @@ class LedgerPart(Part):
     # -- a forward ---------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Forget a step that was dropped half-way."""
+        """Forget a step that was dropped half-way, and let the reader read ahead."""
         self._planned, self._in_forward = None, False
         self.reader.begin()
 
@@ -143,31 +144,39 @@ class LedgerPart(Part):
         self._tell(partial(self._change, changes))
 
     def _change(self, changes: Callable[[], Changes], watch: Watch) -> None:
+        """Read a step's changes, and tell them to the watch and to the record of encoded items."""
         told = changes()
         watch.change(told)
         self._encoded.change(watch, told.encoder)
 
     def planned(self, step: PlannedStep) -> None:
-        """Tell which rows and states the forward writes and reads, if they can be read."""
+        """Tell the watch of the step's forward if the reader is ready then; keep it if ready later.
+
+        A reader that is ready when the forward begins is told in ``forward_begins``.
+        """
         if self.reader.ready == "planned":
             self._tell_forward(step, {})
         elif self.reader.ready == "later":
             self._planned = step
 
     def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Tell which rows and states the forward writes and reads; nothing of a warm-up."""
+        """Tell the watch of the step's forward, if the reader is ready only then.
+
+        A forward without a step, such as a warm-up, is not watched, nor is what is sampled next.
+        """
         if step is None:
             self._unsampled = None
         elif self.reader.ready == "forward":
             self._tell_forward(step, inputs)
 
     def is_ready(self) -> None:
-        """Tell which rows and states the forward of the planned step writes and reads."""
+        """Tell the watch of the planned step's forward, once; nothing if no step waits for it."""
         step, self._planned = self._planned, None
         if step is not None:
             self._tell_forward(step, {})
 
     def _tell_forward(self, step: PlannedStep, inputs: Mapping[str, object]) -> None:
+        """Tell the watch what a forward writes and reads, and how old its encoder outputs are."""
         self._unsampled, self._in_forward, self._outcome = step, True, None
         read: Read = partial(self.reader.read, step, inputs)
         if self._encoded.late:
@@ -181,9 +190,10 @@ class LedgerPart(Part):
         self._in_forward = False
 
     def failed(self, error: BaseException) -> None:
-        """Take a forward that raised back: nobody knows which of its rows are there.
+        """Take back a forward that raised: nobody knows which of its rows are there.
 
-        If the watch was not told of it yet, it never is: what comes next may be a dummy run.
+        If the forward has ended, nothing is taken back. If the watch was not told of the step yet,
+        it never is: what comes next may be a dummy run.
         """
         self._planned = None
         if self._in_forward:
@@ -199,31 +209,40 @@ class LedgerPart(Part):
             watch.hear(partial(_tell_outputs, step, outputs))
 
     def commit_nears(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Tell the watch the tokens of a step that it follows, before its window ends."""
+        """Tell the watch the tokens of a step whose windows it follows, before a window ends it.
+
+        Nothing is told without ids, or if no window may end the step.
+        """
         watch = self.reader.watch
         if ids is not None and self._unsampled is not None and watch and watch.windows:
             self._tell(partial(self._read_tokens, ids, counts))
 
     def _read_tokens(self, ids: Tensor, counts: Tensor | None, watch: Watch) -> None:
+        """Read what was sampled, keep it for ``sampled``, and tell the followed windows."""
         self._outcome = self.reader.sampled(ids, counts)
         if self._outcome is not None:
             watch.windows.commit_nears(*self._outcome)
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Tell the watch which drafts were accepted, unless ``outcome_kept`` comes with the ids."""
+        """Tell the watch what was sampled, which ends its step; without ids do nothing."""
         if ids is not None:
             self._tell_sampled(ids, counts)
 
     def outcome_kept(self, ids: Tensor, counts: Tensor) -> None:
-        """Tell the watch which drafts were accepted, unless ``sampled`` has done so."""
+        """Tell the watch what was sampled, which ends its step, unless ``sampled`` has done so."""
         self._tell_sampled(ids, counts)
 
     def _tell_sampled(self, ids: Tensor, counts: Tensor | None) -> None:
+        """Tell the watch what the step has sampled, once; nothing if the step is not watched."""
         step, self._unsampled = self._unsampled, None
         if step is not None:
             self._tell(partial(self._read_sampled, ids, counts))
 
     def _read_sampled(self, ids: Tensor, counts: Tensor | None, watch: Watch) -> None:
+        """Tell the watch what was sampled, as ``commit_nears`` has read it, or as it is read now.
+
+        Nothing is told if the reader says that it is of another step.
+        """
         found, self._outcome = self._outcome, None
         if found is None:
             found = self.reader.sampled(ids, counts)
@@ -231,7 +250,7 @@ class LedgerPart(Part):
             watch.sampled(*found)
 
     def step_ended(self, output: object) -> None:
-        """End the step, and mark the requests that read wrong rows in its output.
+        """End the step on all ranks, and add what has to be contained to its output.
 
         Raises:
             AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
@@ -245,14 +264,17 @@ class LedgerPart(Part):
     def launched(self) -> None:
         """Take the checksums that wait for the drafter, since all of the step was launched.
 
-        An engine may call ``Watch.end_step`` later.
+        Nothing is taken if no bytes are compared. An engine may call ``Watch.end_step`` later.
         """
         self._unsampled, watch = None, self.reader.watch
         if watch is not None and watch.scrub is not None:
             watch.hear(Watch.ended)
 
     def step_failed(self) -> None:
-        """End the step without an output; an AuditError is dropped, as the step's error goes on."""
+        """End the step without an output, and take it back if rows or states of it may be missing.
+
+        An AuditError is dropped, as the step's own error goes on.
+        """
         self._unsampled, watch = None, self.reader.watch
         if watch is not None:
             watch.hear(Watch.sampling_failed)
@@ -261,7 +283,10 @@ class LedgerPart(Part):
 
 
 def _tell_outputs(step: PlannedStep, outputs: Outputs, watch: Watch) -> None:
-    """Let a watch look for a NaN in the outputs of a step's forward."""
+    """Let a watch look for a NaN in the outputs of a step's forward; nothing if there are none.
+
+    Without numbers of their rows, these are the step's own.
+    """
     logits, rows = outputs()
     if logits is not None:
         watch.came_out(logits, step.outputs() if rows is None else rows)

@@ -92,7 +92,10 @@ class RankReport:
 
     @property
     def level(self) -> int:
-        """0 without anything to act on; the largest level of all stages says what all must do."""
+        """0 without anything to act on, 1 with wrong reads, 2 with a failure, 3 with a violation.
+
+        The largest level of all stages says what all must do.
+        """
         if self.violation is not None:
             return 3
         return 2 if self.failure is not None else int(bool(self.wrong))
@@ -156,19 +159,22 @@ class RankAgreement:
         self._compared: CounterCopy | None = None
 
     def restart(self) -> None:
-        """Drop the fingerprints that are on their way: steps are counted from the first again."""
+        """Drop the copy of fingerprints on its way: steps are counted from the first again."""
         self._copy = None
 
     def copies_prints(self, number: int) -> bool:
-        """Tell whether ``copy_prints`` is due after the step of this number."""
+        """Tell whether ``copy_prints`` is due after this step; never if nothing is compared."""
         return self._compares and number % _COMPARED_EVERY == 0
 
     def copy_prints(self) -> None:
-        """Begin to copy the fingerprints that the ranks compare some steps later."""
+        """Begin to copy the fingerprints of now; ``after_step`` exchanges them some steps later."""
         self._copy = self._ledger.copy_counters()
 
     def after_step(self, number: int, own: RankReport, on_violation: str) -> RankReport | None:
         """Exchange reports with the other ranks, if the ranks meet after the step of this number.
+
+        Some steps after ``copy_prints`` was due, fingerprints are exchanged as well, for
+        ``compare``.
 
         Args:
             number: the step's, counted alike on all ranks.
@@ -176,7 +182,9 @@ class RankAgreement:
             on_violation: the setting.
 
         Returns:
-            The reports of all ranks in one; None if the ranks do not meet now.
+            The reports of all tensor-parallel ranks in one. If these have nothing to act on, but
+            ranks of another pipeline stage do: a report that says so. If no rank has: ``own``. None
+            if the ranks do not meet now.
         """
         due = number > _COMPARED_EVERY and number % _COMPARED_EVERY == _COMPARED_LATER
         if due and self._compares:
@@ -194,7 +202,7 @@ class RankAgreement:
         return heard if heard.level else _ELSEWHERE[level]
 
     def now(self, own: RankReport) -> RankReport | None:
-        """Exchange reports and fingerprints of now with the other ranks; waits for the device.
+        """Exchange reports and fingerprints of now, for ``compare``; waits for the device.
 
         Args:
             own: this rank's report.
@@ -210,7 +218,8 @@ class RankAgreement:
     def _exchange(self, own: RankReport, copy: CounterCopy | None) -> RankReport:
         """Exchange reports and fingerprints, and return the reports of all ranks in one.
 
-        A rank that fails before the exchange takes part all the same, and reports its failure.
+        The other ranks' fingerprints are kept for ``compare``. A rank that fails before the
+        exchange takes part all the same, with its failure in its report and without fingerprints.
 
         Args:
             own: this rank's report.
@@ -231,7 +240,10 @@ class RankAgreement:
         return own
 
     def compare(self) -> None:
-        """Compare the fingerprints that the last meeting brought, if it brought any."""
+        """Compare this rank's fingerprints with those that the last meeting brought, once.
+
+        The ledger notes a violation for each difference.
+        """
         others, self._theirs = self._theirs, []
         for theirs in others:
             self._ledger.compare_ranks(theirs, self._compared)

@@ -106,12 +106,15 @@ class SharedIdentities:
         return self._thread.dropped
 
     def restart(self) -> None:
-        """Forget what was asked, and the hash of the weights."""
+        """Drop all questions, and forget the hash of the weights, so that it is taken anew."""
         self._asked.clear()
         self._weights.clear()
 
     def _content(self, group: str) -> int | None:
-        """Return the hash of the weights that compute a group's rows; taken once in an epoch."""
+        """Return the hash of the weights that compute a group's rows; taken once in an epoch.
+
+        None if it cannot be known.
+        """
         epoch, drafter = self._ledger.epoch, self._drafters[group]
         known = self._weights.get(drafter)
         if known is None or known[0] != epoch:
@@ -123,7 +126,8 @@ class SharedIdentities:
     ) -> None:
         """Have the identities of full blocks written to the store, for other processes.
 
-        Blocks without the request's own rows, by the weights of now, are left out.
+        Blocks without the request's own rows, by the weights of now, are left out. Nothing is
+        written if the hash of the weights cannot be known.
 
         Args:
             request: the request whose rows they are.
@@ -151,7 +155,7 @@ class SharedIdentities:
     def ask(
         self, request: str, place: tuple[str, int], content: Tensor, first: int, rows: int, own: int
     ) -> bool:
-        """Ask whose rows a connector has brought.
+        """Ask the store whose rows a connector has brought; ``look`` judges the answer later.
 
         Args:
             request: the request that they were brought for.
@@ -180,7 +184,10 @@ class SharedIdentities:
         self._asked = [each for each in self._asked if each.block not in blocks]
 
     def look(self) -> None:
-        """Judge the blocks of which the store has answered: report rows that are another's."""
+        """Judge the blocks of which the store has answered; the others go on waiting.
+
+        Rows that are another's become violations, and unknown ones count as unverified.
+        """
         waiting = []
         for each in self._asked:
             if each.question.answer is None:
@@ -190,7 +197,7 @@ class SharedIdentities:
         self._asked = waiting
 
     def settle(self) -> None:
-        """Wait a moment for the store, and judge what it has answered; not for a step.
+        """Wait up to a second for the store, and judge what it has answered; not for a step.
 
         No step runs meanwhile, and a server asks for counters again and again. So a store that
         fails or hangs is waited for once, and then no more until it has answered.
@@ -201,6 +208,16 @@ class SharedIdentities:
             self.look()
 
     def _judge(self, asked: _Asked, known: Sequence[StoredBlock]) -> None:
+        """Compare what the store knows of a block's bytes with the request that got the block.
+
+        The request's own rows by the present weights are right. Unknown bytes, or those of several
+        other prefixes, count as unverified. Else a violation of kind "imported" is added, which
+        names the writer and the difference.
+
+        Args:
+            asked: the block.
+            known: the store's entries for its bytes.
+        """
         own = [each for each in known if each.digest == asked.digest]
         if any(each.weights == asked.weights for each in own):
             return
@@ -231,9 +248,10 @@ class SharedIdentities:
 
 
 def read_key(url: str | None, path: str | None) -> Key | None:
-    """Return the key of the processes that share a store; None without a store.
+    """Return the key of the processes that share a store; None without a store or a file.
 
-    A file that has no key is said in the log, and then nothing is shared.
+    A file that has no valid key is said in the log as a warning, and None is returned: then nothing
+    is shared.
 
     Args:
         url: of the store; the first process of a machine's own store writes the file.
@@ -258,7 +276,9 @@ def share(
     *,
     names: bool,
 ) -> SharedIdentities:
-    """Share the identities of a ledger's blocks with other processes, until it is closed.
+    """Return the sharing of a ledger's blocks with other processes; a thread opens the store.
+
+    Close it to end the thread.
 
     Args:
         ledger: the ledger, which has the key of these processes.
@@ -285,7 +305,10 @@ def share(
 
 
 def _difference(asked: _Asked, other: StoredBlock, *, same_tokens: bool) -> str:
-    """Return the key of ``violation.DIFFERENCES`` for a block that another process has written."""
+    """Return the key of ``violation.DIFFERENCES`` for a block that another process has written.
+
+    "weights" for the same tokens, else "position" if it lay elsewhere in its request, or "unknown".
+    """
     if same_tokens:
         return "weights"
     return "unknown" if other.position == asked.first else "position"

@@ -24,6 +24,9 @@ def fresh_blocks(
 ) -> dict[str, list[int]]:
     """Return the blocks that a step hands out, by name of their KV-cache group.
 
+    Of a request that arrives with computed rows, blocks that have them are left out; in a group
+    that is in neither ``groups`` nor ``kept``, all of its blocks are.
+
     Args:
         changes: what the step changes.
         groups: the watched groups with a row per token, by name.
@@ -58,7 +61,9 @@ def number_of_group(name: str) -> int:
 
 
 def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
-    """Name one group of each pool: the words of copied blocks are there once for all its groups.
+    """Return the name of each pool's first group; a group without a pool is a pool of its own.
+
+    The words of copied blocks are there once for all groups of a pool.
 
     Args:
         groups: the watched groups with a row per token, by name.
@@ -70,7 +75,9 @@ def one_of_each_pool(groups: Mapping[str, RowGroup]) -> list[str]:
 
 
 def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
-    """Describe requests that come for the ledger, which looks at an array quicker than at a list.
+    """Describe arriving requests for the ledger, with their tokens in arrays.
+
+    The ledger looks at an array quicker than at a list.
 
     Args:
         arrivals: the requests.
@@ -82,7 +89,7 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
 
 
 def count_repeated(work: RepeatedWork, changes: Changes) -> None:
-    """Count the arriving requests that the engine had put back, and the reuse that is lost.
+    """Count the arriving requests that the engine had put back, and the cached rows left unused.
 
     Args:
         work: counts them.
@@ -97,7 +104,10 @@ def count_repeated(work: RepeatedWork, changes: Changes) -> None:
 
 
 def _in_array(tokens: list[int]) -> array[int]:
-    """Return token ids in an array: of 32 bits, so that nobody need look for too large ones."""
+    """Return token ids in an array: unsigned 32 bits, or 64 bits if one of them does not fit.
+
+    Ids of 32 bits need no check for too large ones.
+    """
     try:
         return array("I", tokens)
     except OverflowError:
@@ -120,7 +130,7 @@ class LineBuffer:
         self._views: Final[dict[int, Tensor]] = {}
 
     def put(self, lines: Sequence[int]) -> Tensor:
-        """Put the lines of a batch in place.
+        """Put the lines of a batch in place; those of the last call are overwritten.
 
         Args:
             lines: one for each request.
@@ -136,10 +146,10 @@ class LineBuffer:
 
 
 def leave_out(ledger: Ledger, lines: Tensor, first: Tensor) -> bool:
-    """Turn requests that begin before position 0 into padding, and count them as malformed.
+    """Turn requests that begin before position 0 into padding, and count them as refused.
 
     vLLM computes such rows if a connector says that it brings fewer than no tokens, as
-    ``ExampleConnector`` does for a prompt of one token that it has stored.
+    ``ExampleConnector`` does for a prompt of one token that it has stored. Waits for the device.
 
     Args:
         ledger: the ledger.
@@ -209,14 +219,17 @@ class StepForms:
         self._copies: Final[dict[tuple[int, int], Tensor]] = {}
 
     def step(self, rows: Rows, lines: Tensor, states: States | None, *, copies: bool) -> Step:
-        """Return the step of a forward.
+        """Return the step of a forward, the same object for the same ``buffers``.
+
+        Rows or states without ``buffers`` make a new one each time.
 
         Args:
             rows: the batch's rows.
-            lines: int64 ``[num_requests]``, the lines of its requests.
+            lines: int64 ``[num_requests]``, the lines of its requests; not looked at in a known
+                step, so they have to be in the same place each time.
             states: its states; None if the model has none.
-            copies: copy the rows' slots, because the drafter writes into the runner's buffers
-                before the step has ended.
+            copies: copy the rows' starts and slots in each call, because the drafter writes into
+                the runner's buffers before the step has ended.
         """
         recurs = rows.buffers is not None and (states is None or states.buffers is not None)
         key = id(rows.buffers), id(states and states.buffers)
@@ -233,14 +246,17 @@ class StepForms:
         return known[1]
 
     def _copied(self, rows: Rows) -> tuple[Rows, Copies]:
-        """Return rows with starts and slots in tensors of their own, and what is copied there."""
+        """Return rows with starts and slots in tensors of their own, and each source with its copy.
+
+        Nothing is copied yet.
+        """
         copies = {theirs: self._copy_of(theirs) for theirs in (rows.starts, *rows.slots.values())}
         slots = {name: copies[each] for name, each in rows.slots.items()}
         own = attrs.evolve(rows, starts=copies[rows.starts], slots=slots)
         return own, tuple(copies.items())
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor for copies of a runner's buffer; the same one for the same buffer."""
+        """Return a tensor for copies of a runner's buffer, the same for one address and length."""
         key = tensor.data_ptr(), len(tensor)
         if key not in self._copies:
             with torch.inference_mode(False):
@@ -249,7 +265,7 @@ class StepForms:
 
 
 def _step(rows: Rows, lines: Tensor, states: States | None) -> Step:
-    """Describe a forward."""
+    """Return the ledger's step of a forward; its tensors are those of ``rows`` and ``states``."""
     return Step(
         lines=lines,
         starts=rows.starts,
@@ -305,6 +321,8 @@ class PublishedBlocks:
     def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
         """Note how far requests that came have full blocks, which are not checked once more.
 
+        Nothing is noted without arrivals, or without groups whose blocks are checked.
+
         Args:
             lines: the line of each.
             arrivals: the requests.
@@ -347,22 +365,26 @@ class PublishedBlocks:
 
 
 def _published(step: Step, group: RowGroup, begin: Tensor, end: Tensor) -> Stretch:
-    """Describe the rows of a step's requests that a group has full blocks of, to be checked."""
+    """Return rows ``begin`` to ``end`` of each request in a group, to be checked as "published"."""
     tables = {group.name: step.tables[group.name]}
     maps = {name: each for name, each in step.block_maps.items() if name == group.name}
     return Stretch(step.lines, begin, end, tables, "published", step.table_lines, maps)
 
 
 def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:
-    """Return where the blocks begin that a request still has, of those from ``begin`` on.
+    """Return the later of ``begin`` and the first block that a request's next row still needs.
 
     A block that leaves the window or the chunk of a request's next row goes back to the pool before
-    it is published, if only that row's step says that its last row was an accepted draft's.
+    it is published, if only that row's step says that its last row was an accepted draft's. In a
+    group with neither, ``begin`` itself is returned.
 
     Args:
         group: the group.
         first: int64 ``[num_requests]``, the position of each request's first row in the step.
         begin: int64 ``[num_requests]``, positions at which blocks begin.
+
+    Returns:
+        int64 ``[num_requests]``, positions at which blocks begin.
     """
     if group.chunk is not None:
         first = first // group.chunk * group.chunk
@@ -380,7 +402,9 @@ def launch_all(
     scrub: Scrub | None,
     published: PublishedBlocks,
 ) -> None:
-    """Launch every pass once, over a step of padding.
+    """Launch every pass of the ledger and the scrub once, over a step of padding.
+
+    A request of the warm-up stays in the ledger.
 
     Args:
         ledger: on a GPU, without requests; it has to be restarted afterwards.

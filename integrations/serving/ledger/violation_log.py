@@ -65,7 +65,7 @@ class FoundViolations:
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
 
     def drop(self, step: int, blocks: Iterable[int]) -> None:
-        """Take back what a step found in blocks: the engine drops what it computed of them.
+        """Note that results of a step are dropped: ``take`` withdraws what it found in blocks.
 
         Args:
             step: the number of the ledger's step.
@@ -115,7 +115,7 @@ class FoundViolations:
         return new
 
     def _runs(self, new: Iterable[Violation]) -> list[list[Violation]]:
-        """Put violations together that one line of the log can say.
+        """Put violations together that one line of the log can say, in the order of their first.
 
         These are rows of one block whose bytes one step found changed; and, where a block is a
         slot, neighbouring rows that one request read in one step. Of other groups a run of rows is
@@ -133,7 +133,7 @@ class FoundViolations:
         return runs
 
     def take_report(self) -> RankReport:
-        """Return a report of the violations that were taken since the last call, for all ranks."""
+        """Return a report of what ``take`` added since the last call, and begin an empty one."""
         found, self._report_of_step = self._report_of_step, RankReport()
         return found
 
@@ -143,7 +143,11 @@ class FoundViolations:
         return found
 
     def _log(self, run: Sequence[Violation]) -> None:
-        """Log violations that are one run; a line names the first, and the last one's position."""
+        """Log violations that are one run; a line names the first, and the last one's position.
+
+        After 20 lines only one in 1000 is a warning; the others are not logged, or with
+        ``logs_all`` as debug lines. Tokens are left out unless ``log_tokens``.
+        """
         number, self._number, self._lines = (
             self._number + 1,
             self._number + len(run),
@@ -161,12 +165,12 @@ class FoundViolations:
         say("kvtxn.audit_violation", rank=self._rank, number=number, **facts)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the violations that are remembered, oldest first."""
+        """Return the last 10000 violations that were taken, as dicts, oldest first."""
         return list(self._report)
 
 
 def _run_of(violation: Violation, *, by_slot: bool) -> Hashable:
-    """Return a key that the violations of a run share.
+    """Return a key that the violations of a run share; one that equals no other if it is alone.
 
     Args:
         violation: one of them.
@@ -181,7 +185,10 @@ def _run_of(violation: Violation, *, by_slot: bool) -> Hashable:
 
 
 def _goes_on(last: Violation, violation: Violation) -> bool:
-    """Tell whether a violation is the next one of the run that ends with ``last``."""
+    """Tell whether a violation of the same key is the next one of the run that ends with ``last``.
+
+    Of changed bytes each is; of others, one whose position is the next.
+    """
     if violation.found == "bytes" or last.position is None:
         return True
     return violation.position == last.position + 1
