@@ -86,7 +86,7 @@ class EagerSteps:
     # -- the runner's side --------------------------------------------------------
 
     def plan(self, rows: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Plan the step.
+        """Note which rows of the step are drafts; without any, or if it fails, there is no plan.
 
         Args:
             rows: returns the drafts of each request, and one past the last row of each.
@@ -96,10 +96,10 @@ class EagerSteps:
             self._plan = Plan.build(*rows(), self.manager.device)
 
     def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
-        """Open the window of a planned step; nothing without a plan.
+        """Open the window of a planned step over the slots of its drafts; nothing without a plan.
 
-        A step with more rows than the manager takes, or without slots, is counted as bypassed. Any
-        other failure counts as a fallback, or raises, as ``fail`` says.
+        Where there are no slots, or more rows than the manager takes, the step has no window and is
+        counted as bypassed. Any other failure counts as a fallback, or raises, as ``fail`` says.
 
         Args:
             find: returns the batch's slots by group, one per row, or per request for layers with a
@@ -128,9 +128,10 @@ class EagerSteps:
                 self.manager.bypass("max_rows")
 
     def commit(self, sampled: Callable[[], Tensor]) -> None:
-        """Commit the accepted drafts, and end the step; without a window nothing.
+        """Commit the accepted drafts, and end the step; without a window do nothing.
 
-        If it fails, the step falls back, or the error is raised, as ``fail`` says.
+        In ``written_directly`` the window is aborted instead. If the commit fails, the step falls
+        back, or the error is raised, as ``fail`` says; the step has ended all the same.
 
         Args:
             sampled: returns the ids that were sampled, int ``[num_requests, n]``, -1 for none;
@@ -173,7 +174,7 @@ class EagerSteps:
     def without_drafts(self, group: str, slots: Tensor) -> Tensor:
         """Return a copy of the batch's slots, with -1 for draft rows; made once per step and group.
 
-        While rows are written directly, ``slots`` themselves.
+        While rows are written directly, return ``slots`` itself.
         """
         if self._directly:
             return slots
@@ -203,7 +204,7 @@ class EagerSteps:
         """Return a layout of the whole batch, in which no row of the batch is in the cache yet.
 
         ``kvtxn.attention.attend`` reads with it the rows of the batch from the arguments, and the
-        rows before them from the cache.
+        rows before them from the cache. It is made once per step; later ``starts`` are not read.
 
         Args:
             starts: int ``[num_requests + 1]`` on the host, the first row of each request, and the
@@ -233,6 +234,9 @@ class EagerSteps:
     def fail(self, operation: str, error: Exception) -> None:
         """Count and log a failure; the step goes on without a window, as stock.
 
+        An open window falls back: its staged rows are written. If the window has ended, the failure
+        is logged only, at debug.
+
         Raises:
             Exception: ``error``, under ``on_error="raise"``, or if the caches' bytes are unknown.
         """
@@ -250,6 +254,7 @@ class EagerSteps:
 
     @contextmanager
     def _guard(self, operation: str) -> Iterator[None]:
+        """Give an exception of the block to ``fail``, as that of the operation."""
         try:
             yield
         except Exception as error:
@@ -318,10 +323,10 @@ class StateSteps(EagerSteps):
         return self._slots[group][self._plan.rows]
 
     def verified(self, ref: LayerRef, rows: StateRows) -> None:
-        """Keep the draft rows of a layer with a state; stage them if the step's window defers.
+        """Keep the draft rows of a layer with a state; stage them too if the step's window defers.
 
         A stage that fails makes the step fall back, as ``fail`` says; the kept rows still reach the
-        state.
+        state. In a step without a plan the rows are kept unchecked.
 
         Raises:
             KVTxnError: the rows are not the drafts of the step's plan. Nothing is kept. A draft
@@ -354,8 +359,12 @@ class StateSteps(EagerSteps):
     def commit(self, sampled: Callable[[], Tensor]) -> None:
         """Commit the accepted drafts; afterwards every state has taken them in.
 
+        States that the window did not bring up to date, or without a window, take in their kept
+        rows one layer at a time. The step is over then.
+
         Raises:
-            KVTxnError: a state did not take them in. The engine must not go on.
+            KVTxnError: a layer with a state did not verify the drafts, or a state did not take them
+                in. The engine must not go on.
         """
         rows, staged = self._rows, self._staged
         if self._plan is not None:
@@ -403,6 +412,7 @@ class StateSteps(EagerSteps):
         self._forget()
 
     def _forget(self) -> None:
+        """Drop the step's slots and draft rows."""
         self._slots, self._rows, self._staged = {}, {}, set()
 
     def _take_in(self, ref: LayerRef, rows: StateRows, sampled: Tensor) -> None:

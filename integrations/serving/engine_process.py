@@ -95,7 +95,7 @@ class EngineProcess:
         theirs.close()
 
     def ask(self, message: object, when: str) -> Any:
-        """Send a command and wait for its answer.
+        """Send a command, wait for its answer, for ``timeout`` seconds at most, and return it.
 
         Args:
             message: anything that can be pickled.
@@ -151,6 +151,8 @@ class EngineProcess:
     def stop(self, last: object = None, patience: float = 30.0) -> None:
         """End the process and every process that it started; a second time does nothing.
 
+        Those that do not end by ``last`` are killed. The pipe is closed.
+
         Args:
             last: a command after which the engine ends by itself; None if no command does that.
             patience: seconds that the engine may take to end by itself; after an error none.
@@ -167,11 +169,14 @@ class EngineProcess:
         self._pipe.close()
 
     def log(self) -> str:
-        """Return everything that the engine has printed."""
+        """Return everything that the engine has printed; "" if it was not ``quiet``."""
         return Path(self._log.name).read_text(errors="replace")
 
     def error(self, problem: str, about: str = "") -> EngineError:
-        """Make an error that ends with lines of the engine's log; ``stop`` will not wait for it.
+        """Return an error that quotes the engine's log; ``stop`` will not wait for the engine then.
+
+        With ``rest`` it quotes the first line that names an error, else or without such a line the
+        last 40. An engine that is not ``quiet`` has shown its log already.
 
         Args:
             problem: the end of a sentence that begins with "the engine 'name' ".
@@ -190,7 +195,7 @@ class EngineProcess:
         )
 
     def _first_error(self, problem: str) -> str:
-        """Say which error the log names first; "" if it names none, or ``problem`` names it.
+        """Return a hint with the log's first error; "" without one, or if ``problem`` has it.
 
         It is the cause of those after it: an engine's own processes fail first, and what waits for
         them knows only that they failed.
@@ -239,10 +244,10 @@ def calling(module: str) -> list[str]:
 
 
 def main() -> None:
-    """Serve by the module named on the command line; send its exception as an answer.
+    """Call ``serve`` of the module named on the command line, with the caller's pipe.
 
-    The last two words are the module's name and the pipe's file number. It returns quietly if the
-    caller is gone.
+    The last two words are the module's name and the pipe's file number. An exception is printed,
+    and its first line sent as an answer that failed. It returns quietly if the caller is gone.
     """
     pipe: Connection[Any, Any] = Connection(int(sys.argv[-1]))
     try:

@@ -29,7 +29,7 @@ class GivenSettings:
     elsewhere: Mapping[str, str] = attrs.field(factory=dict)
 
     def check_names(self, known: Sequence[str]) -> None:
-        """Refuse settings that do not exist; name the setting spelled most alike."""
+        """Refuse settings that do not exist; the error names the one spelled most alike."""
         unknown = sorted(str(name) for name in self.given if name not in known)
         if unknown:
             self._refuse_elsewhere(unknown[0], known)
@@ -38,7 +38,11 @@ class GivenSettings:
             raise self._error(what, f"one of {', '.join(known)}", got, near or "leave it out")
 
     def one_of(self, name: str, values: Sequence[str], hint: str | None = None) -> str:
-        """Return a setting's value, one of ``values``; the first of them without the setting."""
+        """Return a setting's value, one of ``values``; the first of them without the setting.
+
+        Another value is refused; the error's next step is the value spelled most alike, else
+        ``hint``.
+        """
         value = self.given.get(name, values[0])
         if value not in values:
             self._refuse_elsewhere(f"{name} {value!r}", values)
@@ -54,7 +58,10 @@ class GivenSettings:
         return value
 
     def number(self, name: str, default: int, hint: str = "") -> int:
-        """Return a setting that is a positive number; ``hint`` is added to the next step."""
+        """Return a setting that is an int from 1 to 2^31 - 1; ``default`` without it.
+
+        ``hint`` is added to the error's next step.
+        """
         value = self.given.get(name, default)
         if type(value) is not int or not 1 <= value < _TOO_LARGE:
             expected = f"an int from 1 to {_TOO_LARGE - 1}"
@@ -62,13 +69,15 @@ class GivenSettings:
         return value
 
     def not_valid(self, name: str, expected: str, hint: str) -> ConfigError:
-        """Return the error of a setting that cannot take its value."""
+        """Return, without raising it, the error of a setting that cannot take its value."""
         return self._error(f"{name} is not valid", expected, repr(self.given.get(name)), hint)
 
     def _refuse_elsewhere(self, what: str, known: Sequence[str]) -> None:
+        """Refuse a setting or value that works beside another engine alone; else do nothing."""
         if what in self.elsewhere:
             why = f"{what} does not work beside {self.elsewhere[what]}"
             raise self._error(why, f"one of {', '.join(known)}", what, "leave it out")
 
     def _error(self, what: str, expected: str, got: str, hint: str) -> ConfigError:
+        """Return an error about these settings."""
         return ConfigError(self.where, what, expected=expected, got=got, hint=hint)

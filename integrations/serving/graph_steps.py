@@ -115,13 +115,14 @@ class GraphSteps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device that the steps hold."""
+        """Bytes on the device that the windows hold."""
         return self.windows.nbytes
 
     def warm_up(self) -> None:
-        """Launch every kernel that a step may launch, and plan the usual steps; caches stay as is.
+        """Launch every kernel that a step may launch, and plan the usual steps.
 
-        Overwrites the runner's slots, so no step may be under way.
+        These have up to 256 requests with all of their drafts each, as far as windows have rows.
+        Caches stay as they are. The runner's slots are overwritten, so no step may be under way.
         """
         most = min(_READY, self.manager.config.max_rows // self.query_len)
         drafts = self.query_len - 1
@@ -182,7 +183,11 @@ class GraphSteps:
             self._unmark()
 
     def _without(self, plan: StepPlan | str | None, key: Hashable, *batch: Any) -> StepPlan | None:
-        """Return a plan for the step, or None, and count the reason, if it gets no window.
+        """Return the plan for a step's window; None if the step gets none.
+
+        The reason is counted, but for a batch without drafts. Planning that fails counts as a
+        fallback, or raises under ``on_error="raise"``. A step after a failure is counted as
+        "resting".
 
         Args:
             plan: the plan or the reason that is known for such a batch; "" if none is: then the
@@ -211,6 +216,9 @@ class GraphSteps:
     def _unmark(self) -> None:
         """Clear the marks of draft rows, so that the forward writes every row to its own slot.
 
+        A first failure counts as a fallback and is tried again, or raises under
+        ``on_error="raise"``.
+
         Raises:
             Exception: they cannot be cleared: the rows would be lost.
         """
@@ -233,7 +241,8 @@ class GraphSteps:
     def save_in_forward(self, num_rows: int) -> Callable[[], None] | None:
         """Return a launch that a captured forward begins with, so that it saves old rows itself.
 
-        Launches it once, which compiles its kernel; no row is saved for a window by that.
+        Launches it once, which compiles its kernel; no row is saved for a window by that. A failure
+        counts as a fallback, or raises under ``on_error="raise"``.
 
         Args:
             num_rows: rows of the forward.
@@ -251,7 +260,7 @@ class GraphSteps:
         return save
 
     def before_replay(self, *, saves: bool) -> None:
-        """Tell the step's window that a captured forward is replayed now.
+        """Tell the step's window that a captured forward is replayed now; nothing without a window.
 
         Args:
             saves: the forward begins with ``save_in_forward``'s launch.
@@ -262,7 +271,10 @@ class GraphSteps:
 
     @property
     def window(self) -> CapturedWindow | None:
-        """The window of the forward that is under way, if it has one."""
+        """The window of the step under way; None if it has none.
+
+        That of a step that recurs is opened by this.
+        """
         if self._unopened:
             self._count()
             self._unopened, self._recurring = False, 0  # should its end not come, the next sees it
@@ -283,7 +295,8 @@ class GraphSteps:
     def commit(self, sampled: Tensor, batch: Tensor | None = None) -> None:
         """Make the accepted rows durable, and advance the states by them. Does not wait.
 
-        A commit that fails is finished as ``on_error`` says.
+        Without a window only states that wait are committed; without these nothing is done. A
+        commit that fails is finished as ``on_error`` says.
 
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: the number of tokens
@@ -311,7 +324,7 @@ class GraphSteps:
         self._unopened_ends += 1
 
     def _count(self) -> None:
-        """Count the windows of steps that ended without opening one."""
+        """Count windows that ended without being opened as committed, since the last call."""
         count, self._unopened_ends = self._unopened_ends, 0
         if count:
             self.windows.count_committed(self._recurs, count)
@@ -319,7 +332,10 @@ class GraphSteps:
     def _commit(
         self, sampled: Tensor, batch: Tensor | None, failed: BaseException | None = None
     ) -> None:
-        """Commit the step's window; without one only states that wait.
+        """Commit the step's window; without one only states that wait, else nothing.
+
+        A window over rows that does not end as committed starts a rest without windows. One that
+        does ends the growth of rests, and its layout may recur.
 
         Args:
             sampled: as for ``commit``.
@@ -356,7 +372,7 @@ class GraphSteps:
     def _commit_window(
         self, window: CapturedWindow, sampled: Tensor, batch: Tensor | None
     ) -> WindowState:
-        """Commit a window; if drafts of some layers do not wait in it, after a fallback."""
+        """Commit a window, after a fallback if it lacks layers' drafts, and return its state."""
         try:
             return window.commit_sampled(sampled, batch)
         except IncompleteWindowError as error:  # something else wrote the rows of other layers
@@ -364,7 +380,7 @@ class GraphSteps:
             return window.commit_sampled(sampled, batch)
 
     def abandon(self, *, replayed: bool | None = None) -> None:
-        """Abort the step's window, so that no draft row stays in a cache.
+        """Abort the step's window, so that no draft row stays in a cache; or drop its states alone.
 
         Args:
             replayed: see ``CapturedWindow.abort``.
@@ -395,9 +411,9 @@ class GraphSteps:
         self._failed("begin", error)
 
     def _failed(self, operation: str, error: Exception) -> None:
-        """Count and log the failure of a step that has no window yet, or raise it if asked to.
+        """Count and log the failure of a step that has no window yet, and begin a rest.
 
-        Windows then rest for some steps.
+        Under ``on_error="raise"`` raise the error instead.
         """
         if self.manager.config.on_error == "raise":
             raise error
@@ -405,6 +421,10 @@ class GraphSteps:
         self._start_rest()
 
     def _start_rest(self) -> None:
+        """Let the next steps have no window, twice as many each time, from 8 to 4096.
+
+        No step recurs until a commit.
+        """
         self._recurring = 0
         self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)
 
@@ -451,9 +471,11 @@ class PackedGraphSteps(GraphSteps):
     def begin_among(
         self, drafts: Array | None, lengths: Array, prefilling: Array, slots: Sequence[Tensor]
     ) -> None:
-        """Copy the slots, and plan the forward that comes next.
+        """Copy the slots, and begin the step whose forward comes next; abort an open window first.
 
-        Without drafts, or if the copy fails, which counts as a fallback, the step has no window.
+        Under ``deferred``, or if requests with drafts lead the batch, the first rows are copied;
+        else only those of requests with drafts, which the window has alone. Without drafts, or if
+        the copy fails, which counts as a fallback, the step has no window.
 
         Args:
             drafts: numpy int ``[num_requests]``, draft rows of each request; None without drafts.
@@ -481,11 +503,16 @@ class PackedGraphSteps(GraphSteps):
         self.begin(drafts, lengths, prefilling)
 
     def _copy(self, slots: Sequence[Tensor], count: int) -> None:
+        """Copy the slots of the batch's first ``count`` rows; nothing if a window takes fewer."""
         if count <= self._slots.shape[1]:  # else the step has no window
             for line, source in zip(self._slots, slots, strict=True):
                 line[:count].copy_(source[:count])
 
     def _gather(self, slots: Sequence[Tensor], which: list[int], lengths: Array) -> None:
+        """Copy the slots of all rows of the requests ``which``, and note these for ``commit_ids``.
+
+        Nothing is done if they have more rows than a window takes.
+        """
         ends = lengths.cumsum().tolist()
         rows = tuple(row for r in which for row in range(ends[r] - int(lengths[r]), ends[r]))
         if len(rows) > self._slots.shape[1]:
@@ -496,7 +523,9 @@ class PackedGraphSteps(GraphSteps):
         self._requests = self._index(tuple(which))
 
     def commit_ids(self, ids: Tensor) -> None:
-        """Make the accepted rows durable; does not wait.
+        """Make the rows durable that the ids accept, and advance the states; does not wait.
+
+        Without a window only states are advanced, if there are any.
 
         Args:
             ids: int ``[num_requests, n]`` of the batch, on the device: sampled token ids, -1

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @cache
 def _metric(family: Family) -> Counter | Gauge:
-    """Return this process's metric for a family; Prometheus takes each name once."""
+    """Return this process's counter or gauge for a family, the same one each time.
+
+    Prometheus takes each name once.
+    """
     from prometheus_client import Counter, Gauge  # reads its environment, which the engine has set
 
     labels = ["model_name", "engine"]

@@ -38,21 +38,21 @@ class Part:
     # -- caches ------------------------------------------------------------------------------
 
     def memory_wanted(self) -> int:
-        """Return the bytes of the device's memory that the part will take beside the caches."""
+        """Return the bytes of device memory that the part will take beside the caches; here 0."""
         return 0
 
     def caches_wanted(self) -> None:
         """Hear that the engine is about to say which caches it wants."""
 
     def wants_one_state(self) -> bool:
-        """Tell whether the caches shall have one state per request, which commits write."""
+        """Tell whether caches shall have one state per request, written by commits; here False."""
         return False
 
     def caches_dropped(self) -> None:
         """Hear that the engine is about to replace its caches: let go of the present ones."""
 
     def caches_planned(self, config: object) -> object:
-        """Return what the engine shall make, given the caches that it is about to make.
+        """Return what the engine shall make, given the caches that it plans; here the same.
 
         Args:
             config: the engine's own; only a part that is made for this engine looks into it.
@@ -70,14 +70,14 @@ class Part:
     def windows_manager(self) -> TransactionManager | None:
         """Return the manager of the windows that the part opens over the present caches.
 
-        None if it opens none, or none that a ledger shall follow.
+        None if it opens none, or none that a ledger shall follow, as here.
         """
         return None
 
     def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
-        """Take the way to the manager whose windows end the steps.
+        """Take the function that returns the manager whose windows end the steps; here nothing.
 
-        The list calls this when it is made, if a part before this one may open windows.
+        The list calls this when it is made, if a part of it may open windows.
 
         Args:
             manager: finds it, anew for each step: new caches have another one, or none.
@@ -255,7 +255,9 @@ class Parts(Part):
     so are the parts at the end.
 
     If a part raises, the parts behind it do not hear the event. Only ``failed``, ``step_failed``,
-    ``outcomes_arrived`` and ``released`` reach all of them, whichever part raises.
+    ``outcomes_arrived`` and ``released`` reach all of them, whichever part raises; but for
+    ``failed``, the first error is raised then. Parts of the list that may open windows make
+    ``sampled`` tell ``commit_nears`` first.
 
     Args:
         parts: the parts, the first one first.
@@ -274,18 +276,28 @@ class Parts(Part):
             self._bind("sampled", self._heard("commit_nears") + self._heard("sampled"), _each)
 
     def _heard(self, event: str) -> list[Callable[..., None]]:
-        """Return an event's methods of the parts that override it."""
+        """Return the methods of the parts that override an event, in the list's order."""
         return [getattr(part, event) for part in self._parts if _overrides(part, event)]
 
     def _bind(
         self, event: str, heard: list[Callable[..., None]], together: Callable[..., None]
     ) -> None:
-        """Let methods of parts hear an event in the list's place."""
+        """Replace the list's own method for an event with methods of parts; without any, it stays.
+
+        Args:
+            event: the name of the method.
+            heard: the methods; a single one takes the list's place itself.
+            together: calls several of them, given these and the event's arguments.
+        """
         if heard:
             setattr(self, event, heard[0] if len(heard) == 1 else partial(together, heard))
 
     def _has_windows(self) -> bool:
-        """Tell whether a part may open windows; refuse a ledger that comes before such a part."""
+        """Tell whether a part may open windows, those of lists among the parts included.
+
+        Raises:
+            ConfigError: a part that follows windows comes before one that opens them.
+        """
         parts = [*_each_part(self._parts)]
         opens = [part for part in parts if _overrides(part, "windows_manager")]
         follows = [part for part in parts if _overrides(part, "follow_windows")]
@@ -340,7 +352,7 @@ class Parts(Part):
         return config
 
     def failed(self, error: BaseException) -> None:
-        """Let every part abort the step; what a part raises becomes a note of ``error``."""
+        """Let every part hear of the failure; what a part raises becomes a note of ``error``."""
         for part in self._parts:
             try:
                 part.failed(error)
@@ -360,7 +372,8 @@ class Parts(Part):
         """Run one of the calls of which an engine's step consists, and tell the parts how it ended.
 
         Parts hear ``step_ended`` or ``step_failed`` if the step ends with the call, and ``raised``
-        of an error. That a step begins, and that its forward ``failed``, the adapter tells itself.
+        of an error, unless it is a BaseException alone, such as an interrupt. That a step begins,
+        and that its forward ``failed``, the adapter tells itself.
 
         Args:
             run: the engine's own method, whose errors are raised again.
@@ -385,7 +398,7 @@ class Parts(Part):
 
 
 def _each_part(parts: Iterable[Part]) -> Iterator[Part]:
-    """Go through parts and those of lists among them."""
+    """Yield parts in order, and in the place of a list among them its parts."""
     for part in parts:
         if isinstance(part, Parts):
             yield from _each_part(part._parts)
@@ -399,13 +412,13 @@ def _overrides(part: Part, method: str) -> bool:
 
 
 def _each(heard: Iterable[Callable[..., None]], *arguments: object) -> None:
-    """Make every call with the same arguments."""
+    """Make every call with the same arguments; the first that raises ends it."""
     for hear in heard:
         hear(*arguments)
 
 
 def _every(events: Iterable[Callable[[], None]]) -> None:
-    """Make every call, then raise what the first failing one raised."""
+    """Make every call, then raise the first error that one of them raised, if any did."""
     first: Exception | None = None
     for event in events:
         try:

@@ -122,16 +122,17 @@ class PipelineSteps:
         return sum(lane.nbytes + lane.windows.slots.nbytes for lane in self.lanes)
 
     def warm_up(self) -> None:
-        """Launch every kernel that a step may launch; caches stay as they are."""
+        """Launch every kernel that a step may launch, for each lane; caches stay as they are."""
         for lane in self.lanes:
             lane.warm_up()
 
     # -- the beginning of a step: an earlier one's acceptance -----------------------------
 
     def advance(self, batch: object, freed: Array | None) -> None:
-        """Begin a step; the one whose acceptance comes now is committed next.
+        """Begin a step, and take the earlier step whose acceptance is due now, for ``commit``.
 
-        If it has no acceptance, its window is left without a commit.
+        Its window loses the rows of freed requests. If ``batch`` is not the one that is due, its
+        window ends without a commit. So does one that was due before and not committed.
 
         Args:
             batch: the batch whose acceptance comes, the object that ``begin`` was given; None if
@@ -153,7 +154,7 @@ class PipelineSteps:
             self._forget(due.lane, freed)
 
     def commit(self, sampled: Tensor) -> None:
-        """Put back the rejected rows of the step whose acceptance is known now.
+        """Put back the rejected rows of the step that ``advance`` has taken; nothing without one.
 
         Args:
             sampled: int ``[num_requests]`` of that step's batch, on the device: the number of
@@ -164,13 +165,21 @@ class PipelineSteps:
             due.lane.commit(sampled)
 
     def settle(self) -> None:
-        """Abort the window of a step whose outcome never came; the caches stay as they are."""
+        """Abort the window of a due step that was not committed; the caches stay as they are.
+
+        Nothing is done if no step is due.
+        """
         due, self._due = self._due, None
         if due is not None:
             self._leave(due.lane)
 
     def _forget(self, lane: GraphSteps, freed: Array) -> None:
-        """Take the rows of freed requests out of a lane's window."""
+        """Turn the rows of freed requests in a lane's window into padding, which no commit writes.
+
+        Args:
+            lane: the lane; nothing is done if it has no window.
+            freed: numpy bool ``[num_requests]``, True for requests that are gone.
+        """
         window = lane.window
         if window is None:
             return
@@ -179,7 +188,7 @@ class PipelineSteps:
             lane.windows.slots[:, starts[request] : starts[request + 1]].fill_(-1)
 
     def _leave(self, lane: GraphSteps) -> None:
-        """Abort a lane's window without writing: its slots become padding first."""
+        """Abort a lane's window, if it has one, without writing: its slots become padding."""
         if lane.window is not None:
             lane.windows.slots.fill_(-1)
             lane.abandon()
@@ -187,10 +196,10 @@ class PipelineSteps:
     # -- the step itself --------------------------------------------------------------------
 
     def begin(self, drafts: Array | None, lengths: Array, prefilling: Array, batch: object) -> None:
-        """Begin the window of the forward that comes next; its slots are in place.
+        """Begin the window of the forward that comes next, in the lane whose turn it is.
 
-        Without drafts, or if the slots cannot be copied, which counts as a fallback, it has no
-        window.
+        Its slots are in place, and are copied. Without drafts, or if they cannot be copied, which
+        counts as a fallback, the step has no window.
 
         Args:
             drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
@@ -210,13 +219,16 @@ class PipelineSteps:
         self._flights[-1] = None if lane.window is None else _Flight(lane, batch)
 
     def _copy(self, lane: GraphSteps, count: int) -> None:
-        """Copy the slots of the batch's first rows, which the runner overwrites in later steps."""
+        """Copy the slots of the batch's first rows, which the runner overwrites in later steps.
+
+        Nothing is copied if the lane has room for fewer.
+        """
         slots = lane.windows.slots
         if count <= slots.shape[1]:  # else the step has no window
             slots[:, :count].copy_(self._slots[:, :count])
 
     def abandon(self) -> None:
-        """End all windows, and leave the caches as stock would have them."""
+        """Abort all windows without writing, and forget every step whose acceptance is to come."""
         self._due = None
         self._flights = deque([None] * len(self.lanes))
         for lane in self.lanes:

@@ -62,7 +62,7 @@ class Sources:
     _modules: dict[str, _Module | None] = attrs.field(factory=dict, init=False)
 
     def version_of(self, package: str) -> str:
-        """Return a package's release, as its file ``_version.py`` says; "" if it does not say."""
+        """Return a package's release by its ``_version.py``, without a local part; or ""."""
         module = self._module(f"{package}._version")
         for node in [] if module is None else ast.walk(module.tree):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
@@ -84,7 +84,7 @@ class Sources:
         return Found(_parameters(node), _hash([node]))
 
     def _module(self, name: str) -> _Module | None:
-        """Parse a module; None if there is no such file, or no Python that this version reads."""
+        """Return a module's parsed file, read once; None without one that this Python parses."""
         if name not in self._modules:
             path = self.root.joinpath(*name.split("."))
             files = [path.with_suffix(".py"), path / "__init__.py"]
@@ -97,7 +97,10 @@ class Sources:
         return self._modules[name]
 
     def _node(self, name: str, depth: int) -> tuple[_Function | ast.ClassDef, _Module] | None:
-        """Find a definition, through imports and base classes, and the module it is in."""
+        """Return the definition of a dotted name, and the module that it is in; None without one.
+
+        The longest part of the name that is a module is searched, through imports and base classes.
+        """
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             module = self._module(".".join(parts[:cut]))
@@ -108,7 +111,10 @@ class Sources:
     def _inside(
         self, module: _Module, parts: list[str], depth: int
     ) -> tuple[_Function | ast.ClassDef, _Module] | None:
-        """Find a definition that is in a module or imported there."""
+        """Return a definition that a module has or imports, and its module; None without one.
+
+        Imports and base classes are followed at most eight deep.
+        """
         if depth > _DEEPEST:
             return None
         for node in _statements(module.tree.body):
@@ -128,7 +134,10 @@ class Sources:
     def _member(
         self, owner: ast.ClassDef, module: _Module, parts: list[str], depth: int
     ) -> tuple[_Function | ast.ClassDef, _Module] | None:
-        """Find a method in a class or in its base classes; the class itself without ``parts``."""
+        """Return a method of a class or of its bases, and its module; the class without ``parts``.
+
+        None if there is none, or the name goes deeper.
+        """
         if not parts:
             return owner, module
         if len(parts) > 1:
@@ -145,7 +154,7 @@ class Sources:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, those within ``if`` and ``try`` too, and no ``@overload``."""
+    """Yield statements, in place of ``if`` and ``try`` those within, and no ``@overload``."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _statements(node.body)
@@ -155,15 +164,18 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _overloads(decorator: ast.expr) -> bool:
+    """Tell whether a decorator is ``overload``, of any module."""
     return ast.unparse(decorator).rpartition(".")[2] == "overload"
 
 
 def _target(node: ast.stmt) -> ast.expr:
+    """Return the target of an assignment; of several targets the first."""
     assert isinstance(node, ast.AnnAssign | ast.Assign)
     return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
 
 
 def _parameters(node: _Function) -> tuple[str, ...]:
+    """Return the names of a function's parameters, without a leading ``self`` or ``cls``."""
     given = node.args
     named = [*given.posonlyargs, *given.args, *filter(None, [given.vararg])]
     names = [each.arg for each in (*named, *given.kwonlyargs, *filter(None, [given.kwarg]))]
@@ -171,12 +183,16 @@ def _parameters(node: _Function) -> tuple[str, ...]:
 
 
 def _hash(nodes: Sequence[ast.stmt]) -> str:
+    """Return 12 hexadecimal digits of a hash over syntax trees, see ``_plain``."""
     text = "\n".join(map(_plain, nodes))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _plain(node: object) -> str:
-    """Write a syntax tree down; the same text for every version of Python that parses it."""
+    """Return a syntax tree as text, the same in every version of Python that parses it.
+
+    Docstrings, comments and positions are left out.
+    """
     if isinstance(node, list):
         return "[" + ",".join(map(_plain, node)) + "]"
     if not isinstance(node, ast.AST):

@@ -52,7 +52,7 @@ class PlannedStep(Protocol):
 
 
 def known(outcome: Tensor | None) -> Tensor:
-    """Return an outcome that a part needs to commit what waits for it.
+    """Return an outcome as it is; refuse None, with which a part cannot commit what waits.
 
     Raises:
         KVTxnError: it is None: the engine did not say what was sampled.

@@ -57,16 +57,16 @@ class WindowsPart(Part):
         self._followed: Final = followed
 
     def windows_manager(self) -> TransactionManager | None:
-        """Return the manager of the present steps, if a ledger shall follow it."""
+        """Return the manager of the present steps; None without any, or if it is not followed."""
         steps = self._reader.steps
         return steps.manager if steps is not None and self._followed else None
 
     def caches_dropped(self) -> None:
-        """Forget the steps over the caches that go."""
+        """Set the reader's steps, which are over the caches that go, to None."""
         self._reader.steps = None
 
     def caches_made(self) -> None:
-        """Make steps over new caches."""
+        """Let the reader make steps over new caches; None if it cannot."""
         self._reader.steps = self._reader.open()
 
     def step_begins(self) -> None:
@@ -74,29 +74,34 @@ class WindowsPart(Part):
         self._abandon()
 
     def planned(self, step: PlannedStep) -> None:
-        """Note which rows of the step are drafts, for ``forward_begins``."""
+        """Note which rows of the step are drafts, for ``forward_begins``; nothing without steps."""
         if self._reader.steps is not None:
             self._reader.steps.plan(lambda: drafts_and_ends(step.rows()))
 
     def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Open the step's window."""
+        """Open the step's window, if it was planned with drafts and can have one."""
         steps = self._reader.steps
         if steps is not None:
             steps.begin(lambda: self._reader.slots(steps, inputs))
 
     def failed(self, error: BaseException) -> None:
-        """Abort the step's window."""
+        """Forget the step, and abort its window if it is open; the error is not looked at."""
         self._abandon()
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the drafts that the sampled ids accept."""
+        """Commit the drafts that the sampled ids accept, and end the step, if it has a window.
+
+        Raises:
+            KVTxnError: there are no ids, under ``on_error="raise"``; else the step falls back.
+        """
         if self._reader.steps is not None:
             self._reader.steps.commit(lambda: known(ids))
 
     def released(self) -> None:
-        """Abort a window that is still open."""
+        """Forget the step, and abort its window if it is still open."""
         self._abandon()
 
     def _abandon(self) -> None:
+        """Forget the step, and abort its window if it is open; nothing without steps."""
         if self._reader.steps is not None:
             self._reader.steps.abandon()
