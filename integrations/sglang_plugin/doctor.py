@@ -40,7 +40,7 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
 
 
 def _settings() -> str:
-    """Say what the settings in the environment come to."""
+    """Return the environment's settings in words, or why they are not valid or not there."""
     text = os.environ.get(VARIABLE)
     if not text:
         return f"{VARIABLE} is not set: SGLang runs as if kvtxn were not there"

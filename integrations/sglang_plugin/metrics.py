@@ -41,7 +41,7 @@ class Metrics:
         self._failed = False
 
     def show(self, found: dict[str, float]) -> None:
-        """Show counters, by name; if that fails, log why, once, and show none any more."""
+        """Show the audit's counters among ``found``; a failure is logged and ends the showing."""
         if self._failed:
             return
         try:
@@ -53,10 +53,7 @@ class Metrics:
             log.warning("kvtxn.no_metrics", why=repr(error), effect="the audit goes on")
 
     def update(self, ledger: Ledger, *, active: bool) -> None:
-        """Show the counters every ``INTERVAL`` seconds; call it in each step.
-
-        Nothing waits: one call begins to copy the counters from the device, and a later call shows
-        them, once the copy is there.
+        """Show the ledger's counters every ``INTERVAL`` seconds; call it in each step.
 
         Args:
             ledger: has them.

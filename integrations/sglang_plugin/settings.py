@@ -66,14 +66,14 @@ class Settings:
 
 
 def read_settings(text: str) -> Settings:
-    """Read and check the settings.
+    """Read the settings, check them, and fill in the defaults of those left out.
 
     Args:
         text: a JSON object.
 
     Raises:
         ConfigError: it is none, or a setting does not exist, does not work beside SGLang, or cannot
-            take its value.
+            take its value; or ``audit_every`` stands without audit "bytes".
     """
     try:
         given = json.loads(text)

@@ -39,9 +39,9 @@ class RequiredError(KVTxnError, RuntimeError):
 
 
 def start(text: str) -> None:
-    """Put hooks into SGLang in this process, if the settings ask for an audit.
+    """Put hooks into SGLang in this process, unless the settings say "off".
 
-    A release that is not as expected gets none, and that is logged.
+    A release that is not as expected gets none, and that is logged as a warning.
 
     Args:
         text: the settings.
@@ -85,10 +85,10 @@ class Hooks:
         self._metrics: Metrics | None = None
 
     def around(self) -> dict[str, hook_points.Hook]:
-        """Return, by dotted name, the function for each hook point.
+        """Return our function by the dotted name of each hook point.
 
-        Those of ``OPTIONAL`` only as far as this release has them, those of ``CONTAINING`` only if
-        the user wants wrong reads contained.
+        Points of ``OPTIONAL`` are left out if this release lacks them, those of ``CONTAINING`` that
+        are hooked unless wrong reads are wanted contained and can be.
         """
         forward, run_batch, flush, release, _ = hook_points.HOOK_POINTS
         opens, state, weights = hook_points.OPTIONAL
@@ -109,19 +109,27 @@ class Hooks:
 
     @property
     def _contains(self) -> bool:
+        """True if the user wants wrong reads contained, and nothing known speaks against it."""
         return self._settings.on_violation == "contain" and not self._uncontained
 
     # -- the audit of a scheduler ------------------------------------------------------------
 
     def _of(self, scheduler: Scheduler) -> Watching | None:
-        """Return a scheduler's audit; open it when it is first asked for."""
+        """Return a scheduler's audit, opened when first asked for; None if it could not be opened.
+
+        Raises:
+            RequiredError: as by ``_open``.
+        """
         if self._scheduler is not scheduler:
             self._scheduler, self._watching = scheduler, None
             self._watching = self._open(scheduler)
         return self._watching
 
     def _open(self, scheduler: Scheduler) -> Watching | None:
-        """Open the audit of a scheduler; if that is impossible, log why.
+        """Open the audit of a scheduler; if that is impossible, log why and return None.
+
+        What is not watched and why wrong reads are not contained is logged, too. Where they are
+        contained, all ranks have to open theirs, or none does; every rank must call this then.
 
         Raises:
             RequiredError: it is impossible, and the user requires it.
@@ -189,7 +197,10 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Run a step of a scheduler, watched if the audit watches it; return SGLang's result."""
+        """Run a step of a scheduler, watched if the audit watches it; return SGLang's result.
+
+        The metrics are brought up to date before.
+        """
         watching = self._of(scheduler)
         if watching is not None and self._metrics is not None:
             watching.show(self._metrics)
@@ -206,7 +217,7 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Take in the result of a step."""
+        """Take in a step's result, without tokens spoilt by wrong rows; return what SGLang does."""
         run = partial(original, scheduler, batch, result, *args, **kwargs)
         return run() if self._watching is None else self._watching.take_in(run, batch, result)
 
@@ -217,7 +228,7 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> NextBatchPlan:
-        """Plan a step."""
+        """Return SGLang's plan of a step, made after spoilt requests are retracted."""
         run = partial(original, scheduler, *args, **kwargs)
         contained = None if self._watching is None else self._watching.containment
         return run() if contained is None else contained.plan(run)
@@ -241,7 +252,7 @@ class Hooks:
     def release_kv_cache(
         self, original: Callable[..., None], req: Req, *args: object, **kwargs: object
     ) -> None:
-        """Let a request give back its rows."""
+        """Note that a request gives back its rows, and let it do so."""
         if self._watching is not None:
             self._watching.adapter.released(req)
         original(req, *args, **kwargs)
@@ -249,7 +260,7 @@ class Hooks:
     def flush_cache(
         self, original: Callable[..., bool], scheduler: Scheduler, *args: object, **kwargs: object
     ) -> bool:
-        """Empty the caches, unless requests run."""
+        """Let SGLang empty the caches, and the audit forget them; False if SGLang refuses."""
         done = original(scheduler, *args, **kwargs)
         if done and self._watching is not None:
             self._watching.flushed()
@@ -258,7 +269,10 @@ class Hooks:
     def weights_updated(
         self, original: Callable[..., object], updater: object, *args: object, **kwargs: object
     ) -> object:
-        """Hear that an update of the weights has succeeded, before the cache may be flushed."""
+        """Note that an update of the weights has succeeded, before SGLang may flush the cache.
+
+        Return what SGLang's function does.
+        """
         if self._watching is not None:
             self._watching.weights_changed()
         return original(updater, *args, **kwargs)
@@ -270,9 +284,9 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> InternalState:
-        """Add the report to the state of a scheduler, which ``/server_info`` shows.
+        """Return a scheduler's state, which ``/server_info`` shows, with the report as "kvtxn".
 
-        If that fails, it is logged, and the state is SGLang's own.
+        Without an audit, or if the report fails, which is logged, the state is SGLang's own.
         """
         output = original(scheduler, *args, **kwargs)
         try:

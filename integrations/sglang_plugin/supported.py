@@ -54,13 +54,16 @@ STATE_SETTINGS: Final[Mapping[str, str]] = {
 
 
 def _unknown_rows(facts: EngineFacts) -> str | None:
-    """Return a class of pools that is not known; None if all are."""
+    """Return the first class of pools that may not have a row of each layer per slot; or None."""
     made = facts.inside if facts.rows in _MADE_OF_POOLS else (facts.rows,)
     return next((name for name in made or (facts.rows,) if name not in _POOLS), None)
 
 
 def _windows_unknown(facts: EngineFacts) -> str | None:
-    """Say why it is not known which rows a sliding window still has; None if it is known."""
+    """Return why it is not known which rows a sliding window still has; None if it is known.
+
+    Without a window this is a reason, too.
+    """
     if facts.chunked:
         return "rows of attention by chunks are not followed yet"
     if facts.windows:
@@ -71,7 +74,7 @@ def _windows_unknown(facts: EngineFacts) -> str | None:
 
 
 def _states_unknown(facts: EngineFacts) -> str | None:
-    """Say why it is not known which states a hybrid has where; None if it is known."""
+    """Return why it is not known which states a hybrid has where; None if it is known."""
     for name, why in STATE_SETTINGS.items():
         if name in facts.settings:
             return why
@@ -123,7 +126,7 @@ _RULES: Final[tuple[_Rule, ...]] = (
 
 
 def cannot_watch(facts: EngineFacts) -> str | None:
-    """Say why an engine cannot be watched; None if it can.
+    """Return a sentence why an engine cannot be watched, the first that applies; None if it can.
 
     Args:
         facts: the engine's.
@@ -135,7 +138,9 @@ def cannot_watch(facts: EngineFacts) -> str | None:
 
 
 def left_out(facts: EngineFacts) -> dict[str, str]:
-    """Say which groups of an engine that is watched are not, by name, and why.
+    """Return the groups of a watched engine that are not watched, by name, with a sentence why.
+
+    These are at most ``WINDOWS`` and ``STATES``.
 
     Args:
         facts: the engine's.
@@ -151,7 +156,9 @@ def left_out(facts: EngineFacts) -> dict[str, str]:
 
 
 def cannot_contain(facts: EngineFacts) -> str | None:
-    """Say why wrong rows of an engine that is watched cannot be contained; None if they can.
+    """Return a sentence why a watched engine's wrong rows cannot be contained; None if they can.
+
+    They cannot where a storage of HiCache's may bring them back.
 
     Args:
         facts: the engine's.
@@ -162,4 +169,5 @@ def cannot_contain(facts: EngineFacts) -> str | None:
 
 
 def _stores(facts: EngineFacts) -> bool:
+    """Tell whether HiCache is on, with a storage behind it."""
     return STORAGE in facts.settings and HOST in facts.settings

@@ -60,7 +60,7 @@ class Steps:
         """Do nothing: who comes and goes is known when the forward begins."""
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Return the rows and states of the step that is about to run; None if none is watched."""
+        """Return the rows of the step that is about to run, and its states, None if not watched."""
         assert isinstance(step, ForwardStep)
         rows = self._reader.rows(step)
         return rows, None if self._states is None else self._states.states(step, rows)
@@ -74,7 +74,7 @@ class Steps:
         raise LookupError(f"the ledger was not told of request {name!r}")
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return how many tokens each request has sampled, and which."""
+        """Return ``counts`` and ``ids``: how many tokens each request has sampled, and which."""
         assert counts is not None  # the adapter has them
         return counts, ids
 
@@ -84,6 +84,9 @@ class Steps:
 
 class Watching:
     """The ledger beside one scheduler.
+
+    When it is made, every pass is launched, HiCache's copies are followed, and the worker's and the
+    pools' methods are wrapped. ``on_violation="contain"`` without ``contains`` becomes "log".
 
     Args:
         scheduler: SGLang's, with its caches.
@@ -171,18 +174,25 @@ class Watching:
     def run_batch(
         self, run: Callable[[], GenerationBatchResult], batch: ScheduleBatch
     ) -> GenerationBatchResult:
-        """Run a step of the scheduler; see ``Adapter.run_batch``."""
+        """Run a step of the scheduler, and return its result.
+
+        The adapter and the containment hear of it; without these, or once the audit has ended, it
+        just runs. Raises as ``Adapter.run_batch``.
+        """
         whole = partial(self.adapter.run_batch, run, batch) if self.adapter.active else run
         return whole() if self.containment is None else self.containment.launch(whole, batch)
 
     def take_in(self, run: Callable[[], Result], batch: ScheduleBatch, result: object) -> Result:
-        """Let the scheduler take in a step's result; see ``Containment.take_in``."""
+        """Let the scheduler take in a step's result, and return what ``run`` does.
+
+        Where wrong reads are contained, this goes by ``Containment.take_in``.
+        """
         if self.containment is None:
             return run()
         return self.containment.take_in(run, batch, result, self.watch.end_step)
 
     def _follow_host(self, spaces: Sequence[SlotSpace], *, hybrid: bool) -> HostSlots | None:
-        """Follow what HiCache copies to the host and back; return None without HiCache."""
+        """Begin to follow HiCache's copies to the host and back; return None without HiCache."""
         controller = controller_of(self._scheduler)
         if controller is None:
             return None
@@ -196,7 +206,11 @@ class Watching:
         return HostSlots(controller, groups, self.carried, lambda what: tell(lambda _: what()))
 
     def carried(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Tell the ledger which rows or states were copied."""
+        """Tell the ledger which rows or states were copied, behind the forwards launched so far.
+
+        Args:
+            copies: by group, the slots copied from and to, int64 ``[n]`` each, on any device.
+        """
         device, here = self.watch.ledger.device, copies
         moved = {name: (one.to(device), other.to(device)) for name, (one, other) in here.items()}
         self._await_schedule(each for pair in moved.values() for each in pair)
@@ -204,7 +218,10 @@ class Watching:
             self.watch.hear(lambda watch: watch.ledger.carry(moved))
 
     def _await_schedule(self, tensors: Iterable[Tensor]) -> None:
-        """Let the stream of the forwards wait for tensors of the present stream."""
+        """Let the stream of the forwards wait for ``tensors`` of the present one, and hold these.
+
+        Nothing is done on a CPU, without overlap, or on that stream itself.
+        """
         if self.watch.ledger.device.type != "cuda" or not self._scheduler.enable_overlap:
             return
         stream = self._scheduler.forward_stream
@@ -214,20 +231,30 @@ class Watching:
                 each.record_stream(stream)
 
     def arrived(self, step: ForwardStep) -> None:
-        """Tell the ledger what a storage has brought for the requests of a step."""
+        """Tell the ledger what a storage of HiCache's has brought for the requests of a step."""
         host, table = self._host, self._scheduler.req_to_token_pool.req_to_token
         if host is not None:
             self.watch.hear(lambda watch: host.arrived(watch.ledger, step, table))
 
     def left(self, blocks: Tensor, lengths: Tensor) -> None:
-        """Tell the ledger which states were written once the step's drafts were decided."""
+        """Tell the ledger which states were written once the step's drafts were decided.
+
+        Nothing is told if no step is under way.
+
+        Args:
+            blocks: int64 ``[num_requests]``, the slot that got each request's state; -1 for none.
+            lengths: int64 ``[num_requests]``, the tokens that each state has taken in; -1 for none.
+        """
         step = self.watch.under_way
         if step is not None:
             blocks_of = {STATES: blocks}
             self.watch.hear(lambda watch: watch.ledger.leave(step.lines, blocks_of, lengths))
 
     def _compile(self, reader: StepReader, states: StateReader | None, drafts: int) -> None:
-        """Launch every pass over steps of padding, like this engine's; no request waits for it."""
+        """Launch every pass over steps of padding, like this engine's; no request waits for it.
+
+        The ledger forgets everything then.
+        """
         ledger, scrub, forms = self.watch.ledger, self.watch.scrub, StepForms()
         for rows, counts, ids in reader.paddings(drafts):
             empty = None if states is None else states.padding(rows)
@@ -261,18 +288,22 @@ class Watching:
             log.warning("kvtxn.audit_without_bytes", rank=rank, why=str(error), effect=effect)
 
     def _on_forward_stream(self) -> AbstractContextManager[object]:
-        """Launch what follows where the forwards are launched."""
+        """Return a context whose launches go to the stream of the forwards, if it is another."""
         if self.watch.ledger.device.type != "cuda" or not self._scheduler.enable_overlap:
             return nullcontext()
         return torch.cuda.stream(self._scheduler.forward_stream)
 
     def weights_changed(self) -> None:
-        """Hear that the target has other weights; the next step begins an epoch."""
+        """Note that the target has other weights; the next step begins an epoch."""
         if self.watch.weights is not None:
             self.watch.weights.changed("target")
 
     def flushed(self) -> None:
-        """Forget every row, as the caches were emptied: often behind an update of the weights."""
+        """Forget every row and request, as the caches were emptied.
+
+        That often follows an update of the weights, so the next step begins an epoch. Copies on the
+        host and what was to be contained are forgotten, too.
+        """
         self.weights_changed()
         self.adapter.flushed(self._forget)
         if self.containment is not None:
@@ -281,11 +312,12 @@ class Watching:
             self._host.forget()
 
     def _forget(self) -> None:
+        """Let the watch forget every row and request, on the stream of the forwards."""
         with self._on_forward_stream():
             self.watch.forget()
 
     def show(self, metrics: Metrics) -> None:
-        """Bring the metrics of this scheduler up to date, now and then; an error is logged."""
+        """Bring this scheduler's metrics up to date every few seconds; an error ends the audit."""
         active = self.adapter.active and not self.watch.stopped
         try:
             with self._on_forward_stream():
@@ -294,9 +326,9 @@ class Watching:
             self.watch.stop(error)
 
     def report(self) -> dict[str, object]:
-        """Return the counters and the violations that were found; waits for the device.
+        """Return ``{"counters": ..., "violations": ...}``; waits for the device.
 
-        With ``record`` the recording comes along.
+        With the setting ``record`` also ``"recording"``.
         """
         with self._on_forward_stream():
             found: dict[str, object] = {"counters": self.watch.counters()}
@@ -306,5 +338,5 @@ class Watching:
 
 
 def _parameters(runner: ModelRunner) -> Callable[[], list[Tensor]]:
-    """Return a function that lists the parameters of a runner's model."""
+    """Return a function that lists the parameters of a runner's model anew, detached."""
     return lambda: [each.detach() for each in runner.model.parameters()]

@@ -105,30 +105,36 @@ class Adapter:
             states.follow(self._committed, self._copied)
 
     def _follow(self, worker: ModelWorker) -> None:
-        """Hear what a model worker returns; the attribute hides the method of this worker alone."""
+        """Hear what a worker's ``forward_batch_generation`` returns.
+
+        The attribute hides the method of this worker alone.
+        """
         worker.forward_batch_generation = partial(self._generated, worker.forward_batch_generation)
 
     def _moves_rows(self, move: Callable[..., None], *slots: Tensor, **named: Tensor) -> None:
-        """Let a pool copy rows."""
+        """Let a pool copy rows, and note which, to be told after the step's outcome."""
         move(*slots, **named)
         self._tell(partial(self._note_move, *slots, **named))
 
     def _note_move(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Note which rows were copied."""
+        """Read which rows were copied, to be told after the step's outcome.
+
+        The parameters are SGLang's, by name.
+        """
         moves = self._reader.moves(src_loc, tgt_loc)
         self._behind.append(partial(self._heard.carried, moves))
 
     def _committed(self, read: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
-        """Note which states were written."""
+        """Read which states were written, to be told after the step's outcome."""
         self._tell(lambda: self._behind.extend(partial(self._heard.left, *each) for each in read()))
 
     def _copied(self, read: Callable[[], Mapping[str, tuple[Tensor, Tensor]]]) -> None:
-        """Tell which states were copied; the forward that runs has told of its own copies."""
+        """Tell which states were copied, unless the forward runs, whose own copies are told."""
         if not self._in_forward:
             self._tell(lambda: self._heard.carried(read()))
 
     def _tell(self, tell: Callable[[], None]) -> None:
-        """Tell something; an error ends the audit, unless the user asks for it."""
+        """Call ``tell`` if the audit is active; an error ends the audit, AuditError is raised."""
         if not self.active:
             return
         try:
@@ -168,7 +174,10 @@ class Adapter:
         return result
 
     def _step_ended(self, result: object) -> None:
-        """End the step; where wrong rows are contained, the ledger's ends when it is taken in."""
+        """End the part's step; where wrong rows are contained, only say that all was launched.
+
+        The ledger's step ends then when the result is taken in.
+        """
         if self._containment is None:
             self._part.step_ended(result)
         else:
@@ -177,13 +186,13 @@ class Adapter:
     def _generated(
         self, generate: Callable[..., GenerationBatchResult], *args: object, **kwargs: object
     ) -> GenerationBatchResult:
-        """Run a worker's forwards, and tell what was sampled."""
+        """Run a worker's forwards, tell what was sampled, and return their result."""
         result = generate(*args, **kwargs)
         self._tell(partial(self._tell_generated, result))
         return result
 
     def _tell_generated(self, result: GenerationBatchResult) -> None:
-        """Tell what was sampled, or tell it once that is done."""
+        """Tell what was sampled; of a batch that is sampled later ``_sample_later`` tells it."""
         later = result.delay_sample_func
         if later is None:
             self._tell_sampled(result)
@@ -192,13 +201,17 @@ class Adapter:
             self._samples_later = True
 
     def _sample_later(self, sample: Callable[[], object], result: GenerationBatchResult) -> object:
-        """Sample a batch whose forward has run, and end its step."""
+        """Sample a batch whose forward has run, tell what was sampled, and end its step.
+
+        Returns what ``sample`` does.
+        """
         done = sample()
         self._tell(partial(self._tell_sampled, result))
         self._tell(partial(self._step_ended, result))
         return done
 
     def _tell_sampled(self, result: GenerationBatchResult) -> None:
+        """Tell the part what the step has sampled, once, then what was noted behind the outcome."""
         step, self._step = self._step, None
         outcome = None if step is None else self._reader.outcome(step, result)
         if outcome is not None:
@@ -212,10 +225,11 @@ class Adapter:
     def forward(
         self, run: Callable[[], Result], runner: ModelRunner, batch: ForwardBatch
     ) -> Result:
-        """Run a forward of a model runner; the part hears of it if it is the watched runner's.
+        """Run a forward of a model runner, and return its output.
 
-        If the part fails, the audit ends, and SGLang goes on; an AuditError and what the forward
-        raises are raised.
+        The part hears of it if the runner is the watched one, in a step, and requests are in the
+        batch. If the part fails, the audit ends, and SGLang goes on; an AuditError and what the
+        forward raises are raised.
 
         Args:
             run: SGLang's own ``forward``, with its arguments.
@@ -239,6 +253,7 @@ class Adapter:
         return output
 
     def _tell_forward(self, scheduled: ScheduleBatch, batch: ForwardBatch) -> None:
+        """Tell the part who came and went, and that a forward begins; nothing of an idle batch."""
         if not batch.rids:  # an idle batch
             return
         self._behind.clear()  # of a step without an outcome
@@ -254,7 +269,7 @@ class Adapter:
     # -- hook C: ends ------------------------------------------------------------------------
 
     def released(self, req: Req) -> None:
-        """Note that a request is about to give back its rows."""
+        """Note that a request is about to give back its rows, unless the audit has ended."""
         self._tell(partial(self._requests.released, req))
 
     def flushed(self, forget: Callable[[], None]) -> None:

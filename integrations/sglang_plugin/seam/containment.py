@@ -114,7 +114,10 @@ class Containment:
     # -- steps -------------------------------------------------------------------------------
 
     def launch(self, run: Callable[[], Result], batch: ScheduleBatch) -> Result:
-        """Run a step; SGLang may let grammars take in tokens of the steps before it.
+        """Run a step and return its result; it is under way until ``take_in``, unless it raises.
+
+        Tokens of requests that are to be computed again are dropped. SGLang may let grammars take
+        in tokens of the steps before it, so their dropped requests count as retracted meanwhile.
 
         Args:
             run: SGLang's own ``run_batch``, with its arguments.
@@ -134,7 +137,9 @@ class Containment:
         return result
 
     def read(self, step: ForwardStep) -> None:
-        """Hear that the ledger's passes over a forward were launched, and the forward comes next.
+        """Note the rows that the step under way writes, and begin to copy the ledger's counters.
+
+        The ledger's passes over the forward were launched, and the forward comes next.
 
         Args:
             step: the forward.
@@ -147,7 +152,10 @@ class Containment:
         now.counters = self._ledger.copy_counters(spare, prints=False)
 
     def finds_more(self) -> bool:
-        """Wait for the step that is taken in, and tell whether more was found until it ran."""
+        """Wait for the step that is taken in, and tell whether violations found until it ran wait.
+
+        False without waiting if the ledger was not told of the step, or was asked already.
+        """
         step = self._taken
         if step is None or step.counters is None:
             return False
@@ -165,12 +173,18 @@ class Containment:
     ) -> Result:
         """Let SGLang take in the result of a step, without what was sampled of wrong rows.
 
+        Spoilt requests of no other step are retracted afterwards. An error of the containment is
+        logged, and wrong rows stay.
+
         Args:
             run: SGLang's own ``process_batch_result``, with its arguments.
             batch: the step's.
             result: likewise.
             verdict: ends the ledger's step; every rank has to call it. Returns what all ranks have
                 read wrongly.
+
+        Returns:
+            What ``run`` returned.
         """
         step = self._taken = self._step_of(result)
         wrong = verdict()
@@ -186,7 +200,10 @@ class Containment:
         return done
 
     def _step_of(self, result: object) -> UnderWay | None:
-        """Return the step that a result is of; steps before it had none that was taken in."""
+        """Return the step that a result is of; it and all steps before it are under way no longer.
+
+        None if no step under way has this result; then all stay.
+        """
         if not any(step.result is result for step in self._under_way):
             return None
         while (step := self._under_way.popleft()).result is not result:
@@ -194,7 +211,9 @@ class Containment:
         return step
 
     def plan(self, run: Callable[[], NextBatchPlan]) -> NextBatchPlan:
-        """Let SGLang plan a step; before, nobody waits for the last one any more.
+        """Retract spoilt requests, then let SGLang plan a step; return its plan.
+
+        No step waits for the last plan any more.
 
         Args:
             run: SGLang's own ``get_next_batch_to_run``, with its arguments.
@@ -206,13 +225,13 @@ class Containment:
         return plan
 
     def forget(self) -> None:
-        """Hear that the caches were emptied; no request runs."""
+        """Forget all steps, spoilt requests and suspect rows, as the caches were emptied."""
         self._under_way.clear()
         self._again.clear()
         self._suspects, self._in_tree, self._tries, self._planned = set(), False, 0, None
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Call something; an error of the audit's own leaves wrong rows where they are."""
+        """Call a function; an error of it is logged, and leaves wrong rows where they are."""
         try:
             call()
         except Exception as error:
@@ -225,7 +244,13 @@ class Containment:
 
         A request is spoilt if it read a wrong row, or if its table has a wrong one, or one that a
         spoilt request has written since. Of the latter the ledger knows nothing. So a request is
-        looked for that has found such a row in the tree, before the row could leave.
+        looked for that has found such a row in the tree, before the row could leave. One that
+        searches beams is left as it is, which is logged; places of wrong rows become suspects for
+        the tree.
+
+        Args:
+            step: the step that is taken in; None if it is not known.
+            wrong: what the ranks have read wrongly.
         """
         steps = [*([] if step is None else [step]), *self._under_way]
         known = set() if step is None else {req.rid for req in step.dropped}
@@ -267,7 +292,7 @@ class Containment:
             )
 
     def _live(self, steps: Sequence[UnderWay]) -> set[Req]:
-        """Return the requests that hold rows and go on."""
+        """Return the requests of these steps and of SGLang's batches that hold rows and go on."""
         batches = (self._scheduler.running_batch, self._scheduler.last_batch, self._planned)
         running = [[*batch.reqs] for batch in batches if batch is not None]
         every = chain(*running, *(step.requests for step in steps), [self._scheduler.chunked_req])
@@ -282,7 +307,7 @@ class Containment:
         return found
 
     def _places_of(self, req: Req) -> set[int]:
-        """Return the places of a request's rows, and of its state."""
+        """Return the places of a request's rows, and of its state, if states are watched."""
         pool, line = self._scheduler.req_to_token_pool, req.kv.req_pool_idx
         found = self._places(pool.req_to_token[line, : req.kv.kv_allocated_len])
         if self._states:
@@ -291,7 +316,10 @@ class Containment:
         return found
 
     def _written(self, step: UnderWay, chosen: Callable[[Req], bool]) -> set[int]:
-        """Return the places of the rows that a step has written for some of its requests."""
+        """Return the places of the rows that a step has written for the chosen of its requests.
+
+        Empty if the ledger was not told of the step.
+        """
         found: set[int] = set()
         if step.numbers is None:
             return found
@@ -302,7 +330,16 @@ class Containment:
         return found
 
     def _why_ends(self, req: Req, readers: Collection[str], changed: Collection[int]) -> str | None:
-        """Return why a spoilt request ends; None if it is computed again."""
+        """Return why a spoilt request ends; None if it is computed again.
+
+        It ends if it reads wrong rows for the second time, which is counted in an attribute of the
+        request; if rows that it may have read before have changed; or as a turn of a session.
+
+        Args:
+            req: the request.
+            readers: names of the requests that read wrong rows in this step.
+            changed: places of its rows that changed at an unknown time.
+        """
         times = getattr(req, _TIMES, 0) + (req.rid in readers)
         setattr(req, _TIMES, times)
         if times > _ONCE:
@@ -314,7 +351,11 @@ class Containment:
     # -- what is done ------------------------------------------------------------------------
 
     def _compute_again(self) -> None:
-        """Retract the spoilt requests of no batch that is still to be launched or sampled."""
+        """Retract the spoilt requests of no batch that is still to be launched or sampled.
+
+        Once all are retracted, sessions with suspect rows end, and the tree is emptied if suspects
+        were in it. While some stay there, the next call tries again, 128 steps at most.
+        """
         if not self._again and self._suspects == set():
             return
         later = "delay_sample_func"  # of a step that is sampled later
@@ -347,7 +388,7 @@ class Containment:
             say_logged_alone("wrong rows of the radix tree are locked by others than requests")
 
     def _suspects_in_tree(self) -> set[int]:
-        """Return the places of wrong rows that are known, and are in the tree."""
+        """Return the places of known wrong rows that are in the tree; empty if none are known."""
         if not self._suspects:
             return set()
         return self._suspects & retraction.rows_of_tree(self._scheduler, self._places)

@@ -65,7 +65,7 @@ class EngineFacts:
 
 
 def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
-    """Read the facts of an engine.
+    """Return the facts of an engine; what a release does not have is read as not in use.
 
     Args:
         scheduler: its scheduler.
@@ -102,14 +102,20 @@ def facts(scheduler: Scheduler, names: frozenset[str]) -> EngineFacts:
 
 
 def _commits(backend: object) -> bool:
-    """Tell whether states are written by the call that ``StateReader.follow`` hears."""
+    """Tell whether states are written by the call that ``StateReader.follow`` hears.
+
+    A backend that commits by a fused kernel makes no such call.
+    """
     linear = getattr(backend, "linear_attn_backend", None)
     fused = getattr(linear, "accept_lens_pool", None) is not None
     return hasattr(backend, "update_mamba_state_after_mtp_verify") and not fused
 
 
 def _tells_copies(scheduler: Scheduler) -> bool:
-    """Tell whether HiCache's copies name the slots of each rank, as ``HostSlots`` hears them."""
+    """Tell whether HiCache's copies name the slots of each rank, as ``HostSlots`` hears them.
+
+    False without HiCache, and where rows are spread over ranks.
+    """
     controller = controller_of(scheduler)
     engine = getattr(controller, "l2_transfer_engine", None)
     if controller is None or engine is None or getattr(controller, "is_kv_sharded", False):
@@ -127,7 +133,7 @@ def is_hybrid(scheduler: Scheduler) -> bool:
 
 
 def _arguments(scheduler: Scheduler) -> Mapping[str, object]:
-    """Return the arguments of the server by name, as SGLang has resolved them.
+    """Return the arguments of the server by name, as SGLang has resolved them; empty if unreadable.
 
     Not every release has all of them. Newer ones keep the user's own beside the resolved ones.
     """
@@ -138,12 +144,16 @@ def _arguments(scheduler: Scheduler) -> Mapping[str, object]:
 
 
 def _number(args: Mapping[str, object], name: str) -> int:
-    """Return an argument that is a number; 1 where it is not set."""
+    """Return an argument that is an int; 1 where it is not set, is 0 or is none."""
     value = args.get(name)
     return value if isinstance(value, int) and value else 1
 
 
 def _is_set(args: Mapping[str, object], name: str) -> bool:
+    """Tell whether an argument is in use: a size above 1, any other value that is not empty.
+
+    None, False, "", "null" and "none" count as empty.
+    """
     if name.endswith("_size"):
         return _number(args, name) > 1
     value = args.get(name)
@@ -155,13 +165,16 @@ _WEIGHTS_MOVE: Final = ("enable_eplb", "cpu_offload_gb", "offload_group_size")
 
 
 def weights_move(scheduler: Scheduler) -> bool:
-    """Tell whether an engine's parameters change places while it serves, and stay what they are."""
+    """Tell whether weights change places while an engine serves, as experts or by offloading."""
     args = _arguments(scheduler)
     return any(_is_set(args, name) and args[name] not in (0, -1) for name in _WEIGHTS_MOVE)
 
 
 def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
-    """Return a server's model name and the number of a scheduler's group; None without metrics."""
+    """Return a server's model name and the number of the scheduler's data-parallel group.
+
+    None if the server has no metrics.
+    """
     args = _arguments(scheduler)
     if not args.get("enable_metrics"):
         return None
@@ -170,7 +183,7 @@ def metrics_of(scheduler: Scheduler) -> tuple[str, int] | None:
 
 
 def most_drafts(scheduler: Scheduler) -> int:
-    """Return the most drafts of a request in one step."""
+    """Return the most drafts of a request in one step; 0 without speculation."""
     if scheduler.spec_algorithm.name == "NONE":
         return 0
     return max(_number(_arguments(scheduler), "speculative_num_draft_tokens") - 1, 0)
@@ -187,7 +200,7 @@ def room(scheduler: Scheduler) -> Room:
 
 
 def rank() -> int:
-    """Return this process's rank; 0 for an engine on one GPU."""
+    """Return this process's rank among all; 0 if torch.distributed is not in use."""
     import torch.distributed as ranks
 
     return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0

@@ -57,7 +57,7 @@ class Frontend:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[Output, None]:
-        """Make a request; yields its outputs as they come.
+        """Make a request; yields its outputs as they come, each with the tokens since the last.
 
         A caller that leaves early, after an abort, waits until SGLang has ended the request.
 
@@ -81,11 +81,14 @@ class Frontend:
                 pass
 
     async def abort(self, request_id: str) -> None:
-        """Give a request up."""
+        """Let SGLang end a request early, by the client's name; does not wait for its end."""
         self._engine.tokenizer_manager.abort_request(rid=request_id + _END)
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> object:
-        """Flush the radix tree; SGLang refuses while requests run, and cannot preempt them."""
+        """Flush the radix tree and return SGLang's answer; SGLang refuses while requests run.
+
+        With ``reset_running_requests`` do nothing and return None: SGLang cannot preempt them.
+        """
         if reset_running_requests:
             return None
         return await self._engine.tokenizer_manager.flush_cache()
@@ -97,7 +100,7 @@ class Frontend:
         return found
 
     def sizes(self) -> EngineSizes:
-        """Read the engine's sizes."""
+        """Return the engine's sizes; a page of none is one token."""
         manager = self._engine.tokenizer_manager
         arguments = manager.server_args
         model = manager.model_config
@@ -111,19 +114,22 @@ class Frontend:
 
 
 def own_name(name: str) -> str:
-    """Return the client's name of a request, for SGLang's."""
+    """Return the client's name of a request, given SGLang's, which has one character more."""
     return name.removesuffix(_END)
 
 
 def start(arguments: Mapping[str, Any]) -> Frontend:
-    """Start an engine of SGLang's; its scheduler has a process of its own."""
+    """Start an engine of SGLang's with these arguments, and wait for it.
+
+    Its scheduler has a process of its own.
+    """
     import sglang
 
     return Frontend(sglang.Engine(**arguments))
 
 
 def facts(arguments: Mapping[str, Any], sizes: EngineSizes) -> dict[str, str]:
-    """Describe an engine in words, for a report.
+    """Return facts of an engine in words, by their heading, for a report.
 
     Args:
         arguments: the engine's.
@@ -141,7 +147,7 @@ def facts(arguments: Mapping[str, Any], sizes: EngineSizes) -> dict[str, str]:
 
 
 def prompt(given: str | Sequence[int]) -> dict[str, object]:
-    """Return a prompt of a text, or of token ids, as SGLang takes it."""
+    """Return a text, or token ids, as the arguments by which SGLang takes a prompt."""
     return {"prompt": given} if isinstance(given, str) else {"input_ids": list(given)}
 
 
@@ -150,7 +156,7 @@ _BIAS: Final = 10_000.0
 
 
 def sampling(most: int, among: Sequence[int] | None, stop: int | None) -> dict[str, object]:
-    """Return greedy sampling as SGLang takes it.
+    """Return parameters of greedy sampling as SGLang takes them.
 
     Args:
         most: output tokens.

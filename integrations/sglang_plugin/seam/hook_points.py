@@ -81,9 +81,9 @@ def _sources(where: Path) -> Sources:
 def moved(
     points: Mapping[str, tuple[str, ...]] = HOOK_POINTS, where: Path | None = None
 ) -> list[str]:
-    """Return a sentence for each hook point that is gone, or takes other parameters.
+    """Return a sentence for each hook point that is gone, or takes other parameters; empty if none.
 
-    Further parameters behind the expected ones are right.
+    Further parameters behind the expected ones are right. Without SGLang all points are gone.
 
     Args:
         points: by a function's full name, the parameters that it should have, in order.
@@ -102,9 +102,7 @@ def moved(
 
 
 def hook(around: Mapping[str, Hook]) -> None:
-    """Put functions around hook points, by SGLang's own registry of hooks.
-
-    A point that cannot be patched is logged by SGLang and skipped.
+    """Register functions around hook points in SGLang's own registry, which patches them later.
 
     Args:
         around: by dotted name, a function that gets the original one and its arguments.

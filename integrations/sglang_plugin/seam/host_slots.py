@@ -45,7 +45,9 @@ class _Pool:
 
 
 class HostSlots:
-    """Hears which rows and states HiCache copies.
+    """Hears which rows and states HiCache copies: it wraps the controller's calls for copies.
+
+    Attributes of the pools and of the transfer engine are replaced; they call SGLang's own.
 
     Args:
         controller: SGLang's.
@@ -79,7 +81,7 @@ class HostSlots:
         engine.submit_host_to_device = partial(self._loads, engine.submit_host_to_device)
 
     def forget(self) -> None:
-        """Hear that all caches were emptied."""
+        """Hear that all caches were emptied: no slot has rows of unknown identity."""
         self._unknown.clear()
         for _, pool in self._pools:
             pool.known.fill_(True)
@@ -87,19 +89,23 @@ class HostSlots:
     def _allocates(
         self, allocate: Callable[..., Tensor | None], pool: _Pool, *args: Any, **named: Any
     ) -> Tensor | None:
-        """Let a pool of the host's give slots away: their next rows may be a storage's."""
+        """Let a pool of the host's give slots away, and return them, or None if there are too few.
+
+        With a storage their next rows may be the storage's, so their identity is not known.
+        """
         found = allocate(*args, **named)
         if found is not None and self._controller.enable_storage:
             pool.known[found] = False
         return found
 
     def _writes(self, submit: Callable[..., object], transfers: Sequence[L2Transfer]) -> object:
-        """Let slots be copied to the host."""
+        """Let slots be copied to the host, then note it; return what SGLang does."""
         done = submit(transfers)
         self._tell(lambda: self._note_writes(transfers))
         return done
 
     def _note_writes(self, transfers: Sequence[L2Transfer]) -> None:
+        """Tell of each watched copy to the host; the identity of its rows there is known now."""
         for transfer, pool in self._watched(transfers):
             if self._controller.enable_storage:
                 pool.known[transfer.host_indices.cpu()] = True
@@ -109,11 +115,12 @@ class HostSlots:
     def _loads(
         self, submit: Callable[..., object], transfers: Sequence[L2Transfer], **named: Any
     ) -> object:
-        """Let slots be copied to the device."""
+        """Note that slots are copied to the device, then let them be; return what SGLang does."""
         self._tell(lambda: self._note_loads(transfers))
         return submit(transfers, **named)
 
     def _note_loads(self, transfers: Sequence[L2Transfer]) -> None:
+        """Tell of each watched copy to the device, and note rows whose identity is not known."""
         for transfer, pool in self._watched(transfers):
             device, host = self._slots(transfer, pool)
             self._carried({pool.group: (host, device)})
@@ -123,7 +130,7 @@ class HostSlots:
                 self._unknown.update(device.cpu()[unknown].tolist())
 
     def _watched(self, transfers: Sequence[L2Transfer]) -> list[tuple[L2Transfer, _Pool]]:
-        """Return the transfers of groups that are watched; none of a drafter's rows."""
+        """Return each transfer of a watched group with its pool; none of a drafter's rows."""
         return [
             (transfer, pool)
             for transfer in transfers
@@ -137,7 +144,9 @@ class HostSlots:
         return transfer.device_indices.long(), transfer.host_indices.long() + pool.first
 
     def arrived(self, ledger: Ledger, step: ForwardStep, table: Tensor) -> None:
-        """Take rows of unknown identity for those of the requests that come with them.
+        """Import rows of unknown identity as those of the requests that come with them, once.
+
+        Nothing is done for a step without prompts.
 
         Args:
             ledger: knows the requests.

@@ -59,7 +59,7 @@ class SlotSpace:
 
 
 def controller_of(scheduler: Scheduler) -> HiCacheController | None:
-    """Return what copies a scheduler's rows to the host; None without HiCache."""
+    """Return HiCache's controller, which copies rows to the host; None without HiCache."""
     tree = getattr(scheduler, "tree_cache", None)
     found: HiCacheController | None = getattr(tree, "cache_controller", None)
     return found
@@ -71,7 +71,7 @@ def is_of(device_pool: object, pool: object) -> bool:
 
 
 def host_slots(scheduler: Scheduler, pool: object) -> int:
-    """Return the number of the host's slots for the rows or states of a pool."""
+    """Return the number of the host's slots for the rows or states of a pool; 0 without HiCache."""
     controller = controller_of(scheduler)
     entries = () if controller is None else controller.mem_pool_host.entries
     return sum(int(each.host_pool.size) for each in entries if is_of(each.device_pool, pool))
@@ -114,10 +114,19 @@ def _space(
     window: int | None = None,
     slot_map: Tensor | None = None,
 ) -> SlotSpace:
-    """Describe a space of so many slots; None: the layers are those of the pool from its first on.
+    """Return a space of ``number`` slots on the device, and those of the host behind them.
 
     SGLang's size of a window leaves the query out. With some kernels a step that decodes reads one
     row less; SGLang keeps that row as well.
+
+    Args:
+        scheduler: SGLang's.
+        name: the group's.
+        pool: has the rows.
+        layers: numbers in the model of the pool's layers; None: from the pool's first on.
+        number: of slots on the device.
+        window: tokens that a query sees, itself included; None: all.
+        slot_map: as in ``SlotSpace``.
     """
     every = number + host_slots(scheduler, pool)
     group = RowGroup(name, 1, every, window=window, drafter=False)
@@ -128,12 +137,13 @@ def _space(
 
 
 def _buffers(pool: RowPool) -> Sequence[Tensor]:
-    """Return the first buffer of each layer of a pool; none of a pool that has no such buffers."""
+    """Return the first buffer of each layer of a pool; empty for a pool without such buffers."""
     found: Sequence[Tensor] = getattr(pool, "kv_buffer" if _is_latent(pool) else "k_buffer", ())
     return found
 
 
 def _is_latent(pool: RowPool) -> bool:
+    """Tell whether a pool has one latent row per token and layer, in place of a key and a value."""
     return type(pool).__name__ == "MLATokenToKVPool"
 
 
@@ -142,7 +152,7 @@ _FORMATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def layer_refs(spaces: Sequence[SlotSpace]) -> list[LayerRef]:
-    """Describe the rows of the target's layers, a block of one row per slot.
+    """Return a reference to the rows of each of the target's layers, a block of one row per slot.
 
     Args:
         spaces: their spaces.

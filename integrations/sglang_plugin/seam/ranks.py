@@ -28,7 +28,7 @@ class TensorRanks:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> TensorRanks:
-        """Return the ranks that a scheduler is one of."""
+        """Return the ranks that a scheduler is one of; one alone without torch.distributed."""
         return cls(getattr(scheduler, "tp_cpu_group", None) if dist.is_initialized() else None)
 
     @property
@@ -37,7 +37,7 @@ class TensorRanks:
         return 1 if self._group is None else dist.get_world_size(self._group)
 
     def of_all(self, value: T) -> list[T]:
-        """Return the ``value`` of each rank."""
+        """Return the ``value`` of each rank, in their order; every rank has to call this."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.number
@@ -45,7 +45,10 @@ class TensorRanks:
         return found
 
     def highest(self, level: int, *, stages: bool) -> int:
-        """Return the largest ``level`` of the ranks; there are no pipeline stages."""
+        """Return the largest ``level`` of the ranks; every rank has to call this.
+
+        ``stages`` changes nothing: there are no pipeline stages.
+        """
         if self._group is None:
             return level
         found = torch.tensor([level], dtype=torch.int32)

@@ -35,7 +35,10 @@ class Requests:
         self._embedded: Final = count(1)
 
     def released(self, req: Req) -> None:
-        """Note that a request gives back its rows: it is done, aborted, or retracted."""
+        """Note that a request gives back its rows: it is done, aborted, or retracted.
+
+        A request that is not known is left alone. Of one that comes again its rows are remembered.
+        """
         if self._known.pop(req.rid, None) is None:
             return
         self._gone.append(req.rid)
@@ -51,7 +54,10 @@ class Requests:
         self._had.clear()
 
     def changes(self, step: ForwardStep) -> Changes:
-        """Return who came and went, before a step's forward.
+        """Return who came and went since the last step, before a step's forward.
+
+        ``NO_CHANGES`` if nobody did. The end of a finished request that takes part in this step is
+        told with a later one. Only a step with prompts can have arrivals.
 
         Args:
             step: the step.
@@ -67,6 +73,10 @@ class Requests:
         return Changes(gone, arrivals, (), ())
 
     def _arrivals(self, step: ForwardStep) -> list[Arrival]:
+        """Return the requests of a step with prompts that are new, and know them from now on.
+
+        Beyond the most requests, those that came first are known no longer.
+        """
         before = step.batch.extend_prefix_lens_cpu
         found = []
         for number, req in enumerate(step.requests):
@@ -91,7 +101,7 @@ class Requests:
 
 
 def plain(tokens: list[int]) -> list[int]:
-    """Return token ids as the ledger writes them.
+    """Return token ids as the ledger writes them: the same list, or one with the ids of images cut.
 
     For a position of an image SGLang has a hash of up to 63 bits. Of a row's id the ledger counts
     the bits of a token.
@@ -107,10 +117,11 @@ def plain(tokens: list[int]) -> list[int]:
 
 
 def extras_of(req: Req, number: Callable[[], int]) -> list[int]:
-    """Return what a request's rows depend on beside its tokens.
+    """Return what a request's rows depend on beside its tokens; empty without anything.
 
     An adapter counts by the name that SGLang gave it when it was loaded, which no two loads share.
-    A request with vectors in place of tokens shares rows with no other one.
+    A request with vectors in place of tokens gets a number of its own: it shares rows with no
+    other.
 
     Args:
         req: the request.

@@ -38,6 +38,9 @@ def pass_over_retracted(scheduler: Scheduler) -> None:
 def hidden(requests: Collection[Req], *, prompts: Sequence[Req] = ()) -> Iterator[None]:
     """Mark requests as retracted for a while: SGLang takes in no token of a retracted request.
 
+    With ``prompts`` they are marked as prompts that go on, without logprobs. What was changed in a
+    request is put back at the end.
+
     Args:
         requests: the requests.
         prompts: all requests of a step that has logprobs of prompts. SGLang cuts these out one
@@ -69,13 +72,13 @@ def hidden(requests: Collection[Req], *, prompts: Sequence[Req] = ()) -> Iterato
 
 
 def has_input_logprobs(batch: ScheduleBatch) -> bool:
-    """Tell whether a step has computed logprobs of prompts."""
+    """Tell whether a step computed prompts and was asked for logprobs."""
     extends = getattr(getattr(batch, "forward_mode", None), "name", "") in ("EXTEND", "MIXED")
     return extends and bool(getattr(batch, "return_logprob", False))
 
 
 def holds_rows(req: Req) -> bool:
-    """Tell whether a request has a line of the table, and goes on."""
+    """Tell whether a request has a line of the table, and is not finished."""
     return req.kv.req_pool_idx is not None and not req.finished()
 
 
@@ -90,7 +93,9 @@ def is_session(req: Req) -> bool:
 
 
 def take_back_grammars(requests: Sequence[Req], dropped: Collection[Req], result: object) -> None:
-    """Let grammars forget the tokens that a step has sampled, where they have taken them in.
+    """Roll back the grammars of dropped requests by the tokens that a step has sampled for them.
+
+    Nothing is done unless grammars have taken the step's tokens in.
 
     Args:
         requests: the step's.
@@ -111,8 +116,8 @@ def retract(
 ) -> None:
     """Compute requests again, or end them; a request that SGLang fails to retract ends.
 
-    They leave all batches, give their rows back, and wait before all others. Requests without rows
-    are left alone. That one cannot even be ended is logged.
+    They leave all batches, and give their rows back; the ones to compute again come first among the
+    waiting. Requests without rows are left alone. That one cannot even be ended is logged.
 
     Args:
         scheduler: SGLang's.
@@ -145,7 +150,10 @@ def retract(
 
 
 def _retracted(scheduler: Scheduler, req: Req) -> bool:
-    """Let a request give its rows back, to be computed again; tell whether SGLang has done so."""
+    """Let a request give its rows back, to be computed again; tell whether SGLang has done so.
+
+    It reads and leaves no row of a cache from then on. SGLang's error is logged.
+    """
     from sglang.srt.managers.schedule_batch import retract_all
 
     try:
@@ -177,10 +185,10 @@ def _keep_apart(req: Req) -> None:
 
 
 def let_in(scheduler: Scheduler) -> None:
-    """Let retracted requests leave rows in the tree, which has no wrong one any more.
+    """Let waiting requests that ``retract`` kept out of the tree leave rows there again.
 
-    Without that a prompt in chunks keeps the slots of all its rows with a window, and may wait for
-    more than there are.
+    The tree has no wrong row any more. Only a tree with sliding windows needs that: else a prompt
+    in chunks keeps the slots of all its rows with a window, and may wait for more than there are.
     """
     if scheduler.tree_cache.supports_swa():
         for req in scheduler.waiting_queue:
@@ -189,12 +197,12 @@ def let_in(scheduler: Scheduler) -> None:
 
 
 def _no_prefix(input_len: int) -> int:
-    """Return the rows of a prompt that may be found in a cache."""
+    """Return 0, the rows of a prompt that may be found in a cache."""
     return 0
 
 
 def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
-    """End a request; it gives its rows back, and none gets into the tree.
+    """End a request, and tell its client why; it gives its rows back, and none gets into the tree.
 
     Args:
         scheduler: SGLang's.
@@ -222,7 +230,7 @@ def _end(scheduler: Scheduler, req: Req, why: str | None) -> None:
 
 
 def rows_of_tree(scheduler: Scheduler, places: Callable[[Tensor], set[int]]) -> set[int]:
-    """Return the places of the rows in the tree on the device.
+    """Return the places of the rows in the tree on the device; empty without prefix sharing.
 
     Args:
         scheduler: SGLang's.
@@ -237,7 +245,7 @@ def rows_of_tree(scheduler: Scheduler, places: Callable[[Tensor], set[int]]) -> 
 def empty_tree(scheduler: Scheduler) -> None:
     """Let all rows and states leave the tree that nobody has locked, and their copies on the host.
 
-    Nothing happens without prefix sharing.
+    Nothing is done without prefix sharing.
     """
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -260,6 +268,8 @@ def end_sessions(
     running: Iterable[Req],
 ) -> None:
     """Let streaming sessions between two turns give back their rows if some are in doubt.
+
+    A session whose turn runs is left alone.
 
     Args:
         scheduler: SGLang's.

@@ -35,13 +35,16 @@ Copied = Callable[[Callable[[], dict[str, tuple[Tensor, Tensor]]]], None]
 
 
 def state_group(scheduler: Scheduler) -> StateGroup:
-    """Return the group of a hybrid's states: a slot has those of all layers; slot 0 is padding."""
+    """Return the group of a hybrid's states, with the slots of the device, then those of the host.
+
+    A slot has the states of all layers; slot 0 is padding.
+    """
     own, pool = state_slots(scheduler), scheduler.req_to_token_pool.mamba_pool
     return StateGroup(STATES, own + host_slots(scheduler, pool))
 
 
 def state_slots(scheduler: Scheduler) -> int:
-    """Return the number of a hybrid's slots of states on the device."""
+    """Return the number of a hybrid's slots of states on the device, the padding's included."""
     return int(scheduler.req_to_token_pool.mamba_allocator.size) + 1
 
 
@@ -69,7 +72,14 @@ class StateReader:
         self._last: tuple[Rows, Tensor] | None = None
 
     def follow(self, committed: Committed, copied: Copied) -> None:
-        """Hear what SGLang commits after drafts, and which states it copies between forwards."""
+        """Hear what SGLang commits after drafts, and which states it copies between forwards.
+
+        SGLang's own methods are replaced on the backend and the pool, by ones that call them first.
+
+        Args:
+            committed: called after each commit that follows a forward which ``states`` has read.
+            copied: called after each copy.
+        """
         backend, pool = self._backend, self._pool.mamba_pool
         commit, copy = backend.update_mamba_state_after_mtp_verify, pool.copy_from
         backend.update_mamba_state_after_mtp_verify = partial(self._commits, commit, committed)
@@ -78,7 +88,10 @@ class StateReader:
     # -- a forward ---------------------------------------------------------------------------
 
     def states(self, step: ForwardStep, rows: Rows) -> States:
-        """Read the states of the forward that comes next.
+        """Read the states of the forward that comes next, into buffers that stay.
+
+        A step with drafts writes no state by itself: its slots are -1. ``follow`` reads of its
+        commit by the rows of the last call.
 
         Args:
             step: the forward.
@@ -102,14 +115,14 @@ class StateReader:
         )
 
     def padding(self, rows: Rows) -> States:
-        """Return states like those of some rows of padding."""
+        """Return states in the buffers of rows of padding; all slots and sources are -1."""
         states = self._states_of(rows)
         for each in (states.slots, states.sources):
             each[STATES].fill_(-1)
         return states
 
     def _states_of(self, rows: Rows) -> States:
-        """Return states in buffers; the same ones for rows in the same buffers."""
+        """Return states in buffers of any content; the same ones for rows in the same buffers."""
         size, number = len(rows.tokens), len(rows.names)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             if size > len(self._slots):
@@ -129,7 +142,14 @@ class StateReader:
     def _kept_for_tree(
         self, step: ForwardStep, rows: Rows
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the slots of states that a forward keeps for the tree, and their lengths."""
+        """Return the slots of states that a forward keeps for the tree, and their lengths.
+
+        Both are int64 ``[num_requests]``, -1 for a request without. Without any kept states, or
+        with drafts, an empty dict and None.
+
+        Raises:
+            KVTxnError: a forward of prompts keeps states, and their lengths are not told.
+        """
         batch, first = step.batch, rows.first
         chosen, slots = batch.mamba_track_mask, batch.mamba_track_indices
         if rows.drafts is not None or chosen is None or slots is None or not step.keeps_states:
@@ -152,7 +172,7 @@ class StateReader:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Let SGLang commit the states after the last accepted rows, and those for the tree."""
+        """Let SGLang commit states after drafts; then tell ``committed``, if a forward was read."""
         commit(*args, **kwargs)
         if self._last is not None:
             committed(partial(self._committed, *self._last, *args, **kwargs))
@@ -167,7 +187,11 @@ class StateReader:
         *_: object,
         **__: object,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return which slots a commit has written; the parameters are SGLang's."""
+        """Return the slots that a commit has written, with the lengths of their states.
+
+        First those of the requests' own states, then those for the tree, if any; the parameters are
+        SGLang's.
+        """
         found = [_left(rows, own, last_correct_step_indices)]
         if mamba_track_indices is not None and mamba_steps_to_track is not None:
             found.append(_left(rows, mamba_track_indices, mamba_steps_to_track))
@@ -197,7 +221,10 @@ def _lengths(rows: Rows, steps: Tensor) -> Tensor:
 
 
 def _cleared(batch: ForwardBatch, own: Tensor) -> dict[str, Tensor]:
-    """Return the slot of each request whose state is cleared before the forward; -1 for others."""
+    """Return the slot of each request whose state is cleared before the forward; -1 for others.
+
+    By group; empty if none is cleared.
+    """
     cleared = batch.mamba_clear_indices
     if cleared is None or not len(cleared):
         return {}
@@ -206,7 +233,10 @@ def _cleared(batch: ForwardBatch, own: Tensor) -> dict[str, Tensor]:
 
 
 def _copied(batch: ForwardBatch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return from which slots states are copied before the forward, and to which."""
+    """Return from which slots states are copied before the forward, and to which, by group.
+
+    Empty if none are.
+    """
     source, target = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
     if source is None or target is None or not len(source):
         return {}
@@ -214,7 +244,7 @@ def _copied(batch: ForwardBatch) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _copies(copy: Callable[..., None], copied: Copied, *args: Any, **kwargs: Any) -> None:
-    """Let SGLang copy states."""
+    """Let SGLang copy states, then give ``copied`` a function that returns the slots."""
     copy(*args, **kwargs)
     copied(partial(_slots_copied, *args, **kwargs))
 

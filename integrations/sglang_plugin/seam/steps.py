@@ -57,7 +57,7 @@ class ForwardStep:
 
     @property
     def drafts(self) -> int:
-        """Draft rows of each request."""
+        """Draft rows of each request; 0 unless the forward verifies drafts."""
         spec = self.batch.spec_info
         verifies = self.batch.forward_mode.name == _VERIFY and spec is not None
         return int(spec.draft_token_num) - 1 if verifies and spec is not None else 0
@@ -74,7 +74,10 @@ class ForwardStep:
         return ["" if getattr(req, "beam_group", None) else req.rid for req in self.requests]
 
     def going_on(self) -> set[int]:
-        """Return the numbers of the requests whose prompt goes on: nothing is sampled for them."""
+        """Return the numbers of the requests whose prompt goes on: nothing is sampled for them.
+
+        Empty unless the forward has prompts.
+        """
         if not self.extends:
             return set()
         before, new = self.batch.extend_prefix_lens_cpu, self.batch.extend_seq_lens_cpu
@@ -99,7 +102,7 @@ class ForwardStep:
         return 0
 
     def name(self) -> object:
-        """Return the batch."""
+        """Return SGLang's batch, by which the step is known afterwards."""
         return self.batch
 
     def outputs(self) -> Tensor:
@@ -122,7 +125,7 @@ class _Buffers:
 
     @classmethod
     def of(cls, capacity: int, spaces: int, device: torch.device) -> _Buffers:
-        """Make buffers for so many rows, in so many spaces of slots."""
+        """Allocate zeroed buffers for so many rows, in so many spaces of slots."""
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             every = torch.zeros(3 + spaces, capacity, dtype=torch.int64, device=device)
         tokens, positions, parents, *slots = every.unbind()
@@ -167,18 +170,23 @@ class StepReader:
             self._lines: Final = self._ints(requests)
 
     def _ints(self, number: int) -> Tensor:
+        """Return zeros on the device, int64 ``[number]``."""
         return torch.zeros(number, dtype=torch.int64, device=self._device)
 
     # -- a forward ---------------------------------------------------------------------------
 
     def rows(self, step: ForwardStep) -> Rows:
-        """Read the rows of the forward that comes next.
+        """Copy the rows of the forward that comes next into buffers, and return them.
+
+        Steps of the same kind and size share one ``Rows``, whose tensors the next call overwrites.
+        Rows of beams, which lie behind those of the requests, are left out.
 
         Args:
             step: the forward.
 
         Raises:
-            KVTxnError: its mode is unknown, or its tensors do not fit together.
+            KVTxnError: its mode is unknown, its tensors do not fit together, it has more requests
+                than the table, or drafts form a tree and ``trees`` is False.
         """
         batch, number, names = step.batch, len(step.requests), step.names()
         each, mode = self._rows_of_each(step), batch.forward_mode.name
@@ -211,7 +219,11 @@ class StepReader:
         return rows
 
     def _rows_of_each(self, step: ForwardStep) -> int:
-        """Return the rows of each request; 0 if requests differ, as with prompts."""
+        """Return the rows of each request; 0 if requests differ, as with prompts.
+
+        Raises:
+            KVTxnError: the forward's mode is unknown, or drafts form a tree and ``trees`` is False.
+        """
         mode = step.batch.forward_mode.name
         if mode == _VERIFY:
             if not self._trees and getattr(step.batch.spec_info, "topk", 1) != 1:
@@ -228,13 +240,17 @@ class StepReader:
         )  # fmt: skip
 
     def _check(self, batch: ForwardBatch, number: int, each: int, beams: int) -> int:
-        """Return the number of rows; raise KVTxnError if the tensors are of different numbers.
+        """Return the number of rows, without beams' rows.
 
         Args:
             batch: the forward's.
             number: of requests.
             each: rows of each request; 0 if requests differ.
             beams: rows behind those of the requests, which no request of the batch stands for.
+
+        Raises:
+            KVTxnError: the tensors are of different numbers of requests or rows, or there are more
+                requests than the table has lines.
         """
         total = len(batch.input_ids) - beams
         named = len(batch.rids or ())
@@ -255,7 +271,10 @@ class StepReader:
         return total
 
     def _buffers_for(self, total: int) -> tuple[_Buffers, int]:
-        """Return buffers with room for so many rows, and how much of them a step looks at."""
+        """Return buffers with room for so many rows, and a power of 2 of rows that a step looks at.
+
+        Larger buffers than before are made anew, and all known steps forgotten.
+        """
         size = 1 << max(total - 1, 0).bit_length()
         buffers = self._buffers
         if buffers is None or len(buffers.tokens) < size:
@@ -266,7 +285,7 @@ class StepReader:
         return buffers, size
 
     def _new(self, names: list[str], each: int, buffers: _Buffers, size: int) -> Rows:
-        """Describe rows in the buffers.
+        """Return rows that are views of the buffers.
 
         Args:
             names: the requests.
@@ -296,7 +315,10 @@ class StepReader:
         )
 
     def paddings(self, drafts: int) -> Iterator[tuple[Rows, Tensor, Tensor]]:
-        """Return rows, counts and ids like those of each kind of step, of requests of nobody's.
+        """Yield rows, counts and ids like those of each kind of step, of requests without names.
+
+        Kinds are one and two requests, with prompts, and that decode or verify drafts. What the
+        tensors of the rows hold is not set.
 
         Args:
             drafts: the drafts of a verify step; 0 without drafts.
@@ -310,7 +332,10 @@ class StepReader:
             yield self._new([""] * number, each, buffers, size), counts, ids
 
     def _place_requests(self, batch: ForwardBatch, number: int) -> None:
-        """Put in place where each request's rows begin, and the position of the first of them."""
+        """Compute on the device the position of each request's first row, and where its rows begin.
+
+        Where its rows begin is computed only with prompts; else it follows from their number.
+        """
         first, mode = self._first[:number], batch.forward_mode.name
         if mode == _DECODE:
             torch.sub(batch.seq_lens[:number], 1, out=first)
@@ -340,9 +365,9 @@ class StepReader:
     def outcome(
         self, step: ForwardStep, result: GenerationBatchResult
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what a step has sampled: ids and their numbers; None if nobody knows.
+        """Return what a step has sampled: ids and their numbers; None without requests.
 
-        A step of prompts alone has sampled nothing: its numbers are 0.
+        A step that samples nothing has numbers of 0; with drafts, None is returned for it.
 
         Args:
             step: the step.
@@ -369,7 +394,7 @@ class StepReader:
         return ids, self._sampled_ones(step, number)
 
     def _sampled_ones(self, step: ForwardStep, number: int) -> Tensor:
-        """Return 1 for each request, and 0 for one whose prompt goes on."""
+        """Return 1 for each request, and 0 for one whose prompt goes on, int64 ``[number]``."""
         going_on = step.going_on()
         if not going_on:
             return self._ones[:number]
