@@ -68,19 +68,23 @@ class EngineClient:
         self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
 
     def phrase(self, count: int) -> Tokens:
-        """Return random token ids, int ``[count]``."""
+        """Return random token ids, ``count`` of them, from the lower half of the vocabulary."""
         return self.chance.choices(self._ids, k=count)
 
     def fitted(self, prompt: Sequence[int], most: int) -> tuple[Tokens, int]:
-        """Return a prompt and a number of output tokens that fit the engine together."""
+        """Return a prompt's beginning and a number of output tokens that fit the engine together.
+
+        The output is cut to half of the longest request, then the prompt to the rest.
+        """
         most = max(1, min(most, self.max_length // 2))
         return list(prompt)[: max(1, self.max_length - most - 1)], most
 
     def fitted_turns(self, turns: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Tokens, int]]:
-        """Shorten a session until it fits the engine: cut the first turn, leave out the last ones.
+        """Return turns that fit the engine together: the first one cut, the last ones left out.
 
-        vLLM does not refuse a session that is too long: its engine ends. No later turn is cut: if
-        one has fewer new tokens than there are drafts, the engine may end, too.
+        vLLM does not refuse a session that is too long: its engine ends. No later turn's tokens are
+        cut: if one has fewer new tokens than there are drafts, the engine may end, too. A turn's
+        output may be cut.
         """
         first, *others = turns
         fitted = [self.fitted(*first)]
@@ -100,7 +104,9 @@ class EngineClient:
         abort: int | None = None,
         among: Sequence[int] | None = None,
     ) -> Tokens:
-        """Make a request, and return its output tokens.
+        """Make a request, and return its output tokens; those so far if it fails or is aborted.
+
+        A failure, or no end within ``_STUCK`` seconds, goes to ``failed``.
 
         Args:
             prompt: token ids; cut at the end where prompt and output would not fit.
@@ -161,6 +167,8 @@ class EngineClient:
     async def reset(self, *, running: bool = False) -> None:
         """Ask the engine to clear its prefix cache; nothing happens where a busy engine refuses.
 
+        An error goes to ``failed``.
+
         Args:
             running: preempt all requests that run, so that nothing is in use. With a connector
                 nothing is cleared then.
@@ -173,9 +181,10 @@ class EngineClient:
             self.failed.append(f"reset: {sentence(error)}")
 
     async def answer(self, prompts: Sequence[Prompt]) -> None:
-        """Make the requests of the user's file, each at its time; if none has one, eight at once.
+        """Make the requests of the user's file, each at its time, and wait for all.
 
-        In a file with times, a request without one is made at the beginning.
+        In a file without times eight are under way at once. In a file with times, a request without
+        one is made at the beginning, which is the first of these times.
         """
         times = [prompt.at for prompt in prompts if prompt.at is not None]
         gate, begin = asyncio.Semaphore(len(prompts) if times else 8), min(times, default=0.0)
@@ -188,7 +197,10 @@ class EngineClient:
         await asyncio.gather(*map(one, prompts))
 
     async def _answer(self, prompt: Prompt) -> None:
-        """Make one request of the user's file, or note why the engine cannot take it."""
+        """Make one request of the user's file, and wait for its end; a failure goes to ``failed``.
+
+        So does a token id beyond the vocabulary, without a request.
+        """
         name = f"line {prompt.line}"
         self._number()
         unknown = max(prompt.tokens or [0])
@@ -212,13 +224,13 @@ class EngineClient:
         return attrs.evolve(sized, tokens=tokens, max_tokens=most)
 
     def _named_block(self, name: int) -> Tokens:
-        """Return the tokens of a block of a trace, which has its name alone."""
+        """Return random tokens for a block of a trace, the same ones for the same name and seed."""
         return random.Random(f"{self._seed} {name}").choices(self._ids, k=self.block_size)
 
     async def settle(self) -> None:
         """Make one last short request, so that the engine processes the ends of all others.
 
-        It is not part of the workload, so it counts only if it fails.
+        It is not part of the workload, so ``made`` counts it only if it fails.
         """
         failed = len(self.failed)
         await self.ask(self.phrase(4), 2)
@@ -227,7 +239,10 @@ class EngineClient:
     async def _listen(
         self, name: str, given: object, sampling: object, abort: int | None
     ) -> Tokens:
-        """Make a request and collect its output tokens; a failure is noted, not raised."""
+        """Make a request, and return the output tokens that came; a failure is noted, not raised.
+
+        It is aborted after ``abort`` tokens, unless that is None, and counted as done in any case.
+        """
         tokens: Tokens = []
         try:
             stream = self._engine.generate(given, sampling, name, **self._urgency())
@@ -248,13 +263,15 @@ class EngineClient:
         return tokens
 
     def _urgency(self) -> dict[str, int]:
-        """Return a request's priority, of an engine that has any."""
+        """Return a random priority as an argument of a request; empty without priorities."""
         return {"priority": self._chance.randint(0, 3)} if self._urgent else {}
 
     def _number(self) -> int:
+        """Count a request as made, and return its number, from 1 on."""
         self.made += 1
         return self.made
 
     def _end(self) -> None:
+        """Count a request as done, and tell how many are."""
         self.done += 1
         self._tell(self.done)

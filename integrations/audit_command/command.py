@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _json(text: str) -> Any:
+    """Return the JSON value of an argument; refuse other text, as argparse wants it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # the text may have a token for a model hub
@@ -85,7 +86,7 @@ def _json(text: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of an unexpected JSON value, without its content."""
+    """Return the type of an unexpected JSON value in words, and of an object its keys alone."""
     if isinstance(value, Mapping):
         return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
     return type(value).__name__
@@ -98,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 0 healthy, 1 violations, 2 if a request failed, nothing could be judged, or
         the audit was interrupted before a violation was found; also if the engine cannot be
         audited, which is told on stderr.
+
+    Raises:
+        ConfigError: an argument is not valid, or a file cannot be written; no engine is started.
     """
     require(args.engine)
     from .page import write  # brings torch, for which the command's help must not wait
@@ -156,8 +160,11 @@ def job_of(args: argparse.Namespace) -> Job:
 def watched(engine_args: Any) -> dict[str, Any]:
     """Return engine arguments that ask for an audit with a recording, and check kvtxn's settings.
 
+    The audit is the user's, or "ledger". The arguments given stay as they are.
+
     Raises:
-        ConfigError: they are no JSON object, name no model, or ask kvtxn for something it has not.
+        ConfigError: they are no JSON object, name no model, or ask kvtxn for something it has not;
+            or they turn the audit off, or let it raise.
     """
     import torch
 
@@ -197,15 +204,17 @@ def watched(engine_args: Any) -> dict[str, Any]:
 
 
 def watched_sglang(engine_args: Any) -> dict[str, Any]:
-    """Return arguments of a job: those of an SGLang engine, and settings that ask for an audit.
+    """Return ``engine_args`` and ``settings`` of a job for SGLang; the settings ask for an audit.
 
-    They are those of the environment, if there are any.
+    The settings are those of the environment, if there are any, with a recording, and with audit
+    "ledger" if they have none.
 
     Args:
         engine_args: as for ``sglang.Engine``.
 
     Raises:
-        ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not.
+        ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not; or
+            the settings let the audit raise.
     """
     from ..sglang_plugin.settings import AUDITS, WHERE, read_settings
 
@@ -226,15 +235,16 @@ def watched_sglang(engine_args: Any) -> dict[str, Any]:
 
 
 def _ends_early(hint: str) -> ConfigError:
+    """Return the error of settings under which the engine would end before it reports."""
     what = "on_violation 'raise' would end the engine before it can report"
     return ConfigError("audit", what, hint=hint)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Check that an option's file can be written, before an engine takes its time.
+    """Check that an option's file can be written, before an engine takes its time; None is fine.
 
     Raises:
-        ConfigError: its folder is not there, or may not be written to.
+        ConfigError: its folder is not there, it is a folder, or it may not be written to.
     """
     if path is None:
         return
@@ -250,7 +260,7 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def play(job: Job, command: str) -> Found | Refused:
-    """Play a job, and say on stderr how far it is.
+    """Play a job, show on stderr how far it is, and return what it found or why it was refused.
 
     Args:
         job: the job.
@@ -264,7 +274,7 @@ def play(job: Job, command: str) -> Found | Refused:
 
 
 def as_text(verdict: Verdict, found: Found, html: Path | None) -> str:
-    """Return the verdict, the requests that failed, and the page's path, for people."""
+    """Return the verdict, the first three failed requests, and the page's path, for people."""
     lines = [str(verdict)]
     lines += [textwrap.fill(f"- failed: {each}", WIDTH) for each in found.failed[:3]]
     if len(found.failed) > 3:

@@ -29,7 +29,7 @@ _PATIENCE: Final = 1800.0
 
 
 def front(name: str) -> Front:
-    """Return the kind of an engine, by its name; imports no engine."""
+    """Return the module for a kind of engine, "sglang" or else vLLM; imports no engine."""
     if name == "sglang":
         from . import sglang_engine
 
@@ -40,15 +40,19 @@ def front(name: str) -> Front:
 
 
 def run(job: Job, progress: Progress) -> Found | Refused:
-    """Play the workloads in a fresh process; report the requests that are done to ``progress``.
+    """Play the workloads in a fresh process; show the requests that are done by ``progress``.
 
     A SIGINT or SIGTERM while the engine runs ends the workloads early, and the result covers the
     time until then. A second signal ends everything at once, and so does one before the engine
     runs.
 
     Only vLLM knows how many blocks one request needs, since that depends on the model's groups of
-    layers. So an engine with too few blocks is started again with more. Its log says so, and at the
-    log level "debug" only the user has the log: then it is not started again.
+    layers. So an engine with too few blocks is started again with twice as many, up to 16 times.
+    Its log says so, and at the log level "debug" only the user has the log: then it is not started
+    again.
+
+    Returns:
+        The findings; or why the engine was not started or is not watched.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
@@ -61,7 +65,10 @@ def run(job: Job, progress: Progress) -> Found | Refused:
 
 
 def _run(job: Job, progress: Progress) -> Found | Refused | None:
-    """Run the engine once, as in ``run``; returns None if the workload gave it too few blocks."""
+    """Run the engine once, as in ``run``; return None if the workload gave it too few blocks.
+
+    An engine that has 16 times the blocks fails instead, with an EngineError.
+    """
     process = EngineProcess(
         calling(f"{__package__}.engine"),
         name="audited",
@@ -91,7 +98,8 @@ def _run(job: Job, progress: Progress) -> Found | Refused | None:
 def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
     """Make the first SIGINT or SIGTERM in the block end the workloads; the next one acts as usual.
 
-    Only the main thread can hear of signals; in another one nothing changes.
+    Only the main thread can hear of signals; in another one nothing changes. The handlers of before
+    are put back at the end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,7 +124,7 @@ def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
 
 
 def _has_few_blocks(job: Job) -> bool:
-    """Return whether a workload says how many blocks the engine has."""
+    """Tell whether a workload chooses how many blocks the engine has, and the user does not."""
     return "num_gpu_blocks_override" not in job.engine_args and any(
         WORKLOADS[name].few_blocks for name in job.workloads
     )
@@ -126,12 +134,21 @@ def _has_few_blocks(job: Job) -> bool:
 
 
 def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
-    """Play the workloads in the engine's process: report progress, then the result."""
+    """Play the workloads in the engine's process: send progress, then the findings or the refusal.
+
+    Args:
+        pipe: brings the job.
+    """
     job = pipe.recv()
     pipe.send((False, asyncio.run(_serve(job, pipe))))
 
 
 async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found | Refused:
+    """Start an engine, play a job, and stop the engine; return the findings or why there are none.
+
+    Progress is sent over the pipe. The user's prompts are made first, then each workload makes its
+    share of the requests. ``STOP`` on the pipe ends this early.
+    """
     audited = await front(job.engine).start(job)
     if isinstance(audited, Refused):
         return audited
@@ -175,7 +192,14 @@ async def _serve(job: Job, pipe: Connection[tuple[bool, object], Job]) -> Found 
 
 
 async def _until_stopped(work: Awaitable[None], pipe: Connection[tuple[bool, object], Job]) -> bool:
-    """Do work until it ends, or until ``STOP`` comes; return whether it ended by itself."""
+    """Do work until it ends, or until ``STOP`` comes, which cancels it.
+
+    Returns:
+        True if it ended by itself.
+
+    Raises:
+        Exception: what the work raised.
+    """
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
 
     def stop() -> None:  # nothing but STOP comes, or the caller is gone

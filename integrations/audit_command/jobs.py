@@ -110,7 +110,10 @@ def renamed(recording: dict[str, Any], own: Callable[[str], str]) -> dict[str, A
 
 
 def sentence(error: Exception) -> str:
-    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
+    """Return an error as one line: pydantic's first message, or the first line of ``str(error)``.
+
+    The name of its class if that line is empty.
+    """
     listed = getattr(error, "errors", None)
     if callable(listed):
         return str(listed()[0]["msg"])

@@ -31,7 +31,7 @@ _MOODS: Final = {"healthy": "good", "violations": "bad"}
 
 
 def write(path: Path, *, title: str, verdict: Verdict, found: Found, command: str) -> None:
-    """Write the page of an audit.
+    """Write the page of an audit; an existing file is replaced.
 
     Args:
         path: the file.
@@ -108,7 +108,11 @@ def data(title: str, verdict: Verdict, found: Found, command: str) -> dict[str, 
 
 
 def _notes(found: Found, rank: int) -> list[str]:
-    """Return sentences that a reader of the picture needs."""
+    """Return sentences that a reader of the picture needs, and one for each request that failed.
+
+    They say which rank it shows, where it ends, which steps had no window, and that it has users'
+    text.
+    """
     recording, notes = found.recordings[rank], []
     if len(found.recordings) > 1:
         notes.append(f"The picture shows rank {rank} of {len(found.recordings)}.")
@@ -136,7 +140,9 @@ def _notes(found: Found, rank: int) -> list[str]:
 
 
 def page(values: Mapping[str, Any]) -> str:
-    """Return the HTML of a page with these data in it; without script it has the verdict.
+    """Return the HTML of a page with these data, its style and its scripts in it.
+
+    Without script it shows the verdict.
 
     Args:
         values: as ``data`` returns them.

@@ -62,14 +62,14 @@ class Progress:
         self._doing, self._done = workload, done
 
     def interrupt(self) -> None:
-        """Print that the job ends early, and what happens next."""
+        """Print that the job ends early, and what happens next; no line follows."""
         begin, end = (_ANEW, "") if self._in_place else ("", "\n")
         what = "interrupted: asking the engine what it found so far; once more to end at once"
         self._write(f"{begin}{self._command}: {what}{end}")
         self._ended.set()
 
     def __str__(self) -> str:
-        """Return the line of now."""
+        """Return the line of now: command, workload, requests done of how many, and seconds."""
         seconds = f"{time.monotonic() - self._begin:.0f} s"
         if self._done < 0:
             return f"{self._command}: {self._doing}, {seconds}"
@@ -77,10 +77,12 @@ class Progress:
         return f"{self._command}: {self._doing}, {count}, {seconds}"
 
     def _repeat(self) -> None:
+        """Write the line every so many seconds, until the job ends or is interrupted."""
         while not self._ended.wait(self._every):
             self._write(f"{_ANEW}{self}" if self._in_place else f"{self}\n")
 
     def _write(self, text: str) -> None:
+        """Write to the stream at once; once its reader is gone, no more lines are written."""
         try:
             self._stream.write(text)
             self._stream.flush()

@@ -49,7 +49,7 @@ class Prompt:
     length: int = 0
 
     def sized(self, block_size: int, block: Callable[[int], list[int]]) -> Prompt:
-        """Give a line of a trace its tokens; returns every other prompt as it is.
+        """Return a line of a trace as a prompt with tokens; every other prompt as it is.
 
         A block of the trace becomes a block of the engine, so that prompts share as many blocks
         here as they did there. Lengths shrink by the same factor.
@@ -67,12 +67,12 @@ class Prompt:
 
 
 def read(path: Path) -> tuple[Prompt, ...]:
-    """Read a file of JSON lines; empty lines are skipped.
+    """Read a file of JSON lines as prompts, in order; empty lines are skipped.
 
-    A line is a string (the prompt), or an object with ``prompt`` (a string) or
-    ``prompt_token_ids`` (a list of ints), and ``max_tokens`` (32), ``at`` (seconds) and
-    ``leave_after`` (output tokens). Or it is a line of a trace, see ``Prompt.blocks``: an object
-    with ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``.
+    A line is a string (the prompt), or an object with ``prompt`` (a string) or ``prompt_token_ids``
+    (a list of ints), and ``max_tokens`` (32), ``at`` (seconds) and ``leave_after`` (output tokens).
+    Or it is a line of a trace, see ``Prompt.blocks``: an object with ``timestamp`` (milliseconds),
+    ``input_length``, ``output_length`` and ``hash_ids``.
 
     Raises:
         ConfigError: the file cannot be read, has no prompt, or a line is none of these.
@@ -96,6 +96,12 @@ def read(path: Path) -> tuple[Prompt, ...]:
 
 
 def _prompt(path: Path, number: int, line: str) -> Prompt:
+    """Return the prompt of one line, a string, an object or a line of a trace.
+
+    Raises:
+        ConfigError: the line is none of these; the message has its number.
+    """
+
     def refuse(problem: str) -> ConfigError:
         return ConfigError("audit", f"line {number} of {str(path)!r} {problem}", hint=_HINT)
 
@@ -132,7 +138,11 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
 def _of_trace(
     number: int, value: Mapping[str, object], refuse: Callable[[str], ConfigError]
 ) -> Prompt:
-    """Read a line of a trace; keys beside those of ``_TRACE`` are other programs'."""
+    """Return the prompt of a line of a trace; keys beside those of ``_TRACE`` are other programs'.
+
+    Raises:
+        ConfigError: what ``refuse`` returns: a value is not valid, or hash ids are too few.
+    """
     time, length, most, blocks = (value[key] for key in _TRACE)
     if not _is_time(time):
         raise refuse("has a timestamp that is not a number of milliseconds from 0 on")
@@ -144,15 +154,18 @@ def _of_trace(
 
 
 def _is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a value is an int above 0, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_time(value: object) -> TypeGuard[float]:
+    """Tell whether a value is a finite number from 0 on, and no bool."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _are_ids(value: object) -> TypeGuard[list[int]]:
+    """Tell whether a value is a list of ints from 0 on, with one at least."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -21,7 +21,7 @@ _NAMES: Final = {"max_num_seqs": "max_running_requests"}
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return variables of the engine's process: they ask for the audit."""
+    """Return variables of the engine's process: the job's settings, which ask for the audit."""
     return {WHERE: job.settings}
 
 
@@ -29,13 +29,13 @@ class SGLangRequests:
     """The objects that SGLang is asked with; see ``Requests``."""
 
     def prompt(self, given: str | Sequence[int]) -> object:
-        """Return arguments of a request."""
+        """Return the arguments of a request for a text, or for token ids."""
         return frontend.prompt(given)
 
     def sampling(
         self, most: int, among: Sequence[int] | None = None, stop: int | None = None
     ) -> object:
-        """Return greedy sampling parameters."""
+        """Return greedy sampling parameters as SGLang takes them; see ``Requests``."""
         return frontend.sampling(most, among, stop)
 
     def turn(self, tokens: Sequence[int], sampling: object) -> object:
@@ -88,7 +88,13 @@ async def start(job: Job) -> Audited | Refused:
 
 
 def needs(workload: str, given: Mapping[str, Any], room: int = 1) -> dict[str, Any]:
-    """Return the engine arguments that a workload needs and the user did not give."""
+    """Return the engine arguments that a workload needs and the user did not give.
+
+    Args:
+        workload: its name.
+        given: the user's arguments, which always win.
+        room: so many times the slots are made that a workload short of blocks asks for.
+    """
     found = {_NAMES[name]: value for name, value in WORKLOADS[workload].engine_args.items()}
     if WORKLOADS[workload].few_blocks:
         longest = min(int(given.get("context_length") or 1024), 1024)

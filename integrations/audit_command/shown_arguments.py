@@ -14,7 +14,7 @@ HIDDEN: Final = "..."
 
 
 def _plain(names: str) -> dict[str, None]:
-    """Return names whose values are shown if they are plain."""
+    """Return the names in a text, parted by white space, each with None: its value is plain."""
     return dict.fromkeys(names.split())
 
 
@@ -83,6 +83,7 @@ def shown(arguments: Mapping[str, Any], names: Mapping[str, Any] = _SHOWN) -> di
 
 
 def _value(value: Any, names: Mapping[str, Any] | None) -> Any:
+    """Return a plain value, or with ``names`` a mapping as ``shown`` returns it; else HIDDEN."""
     if names is not None:
         return shown(value, names) if isinstance(value, Mapping) else HIDDEN
     return value if value is None or isinstance(value, bool | int | float | str) else HIDDEN

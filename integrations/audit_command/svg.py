@@ -55,6 +55,8 @@ class Excerpt:
 def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
     """Choose the steps of one request that show most: drafts kept and rejected, in few slots.
 
+    Only runs of the first group of layers are looked at.
+
     Args:
         recording: the recording of an engine that speculates.
         restores: windows leave the slots of rejected drafts as they were.
@@ -78,11 +80,12 @@ def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
 
 
 def _between(runs: Sequence[Run], first: int, steps: int) -> list[Run]:
+    """Return the runs whose happening is in one of ``steps`` steps from ``first`` on."""
     return [run for run in runs if first <= run["time"] // 2 < first + steps]
 
 
 def _worth(runs: Sequence[Run]) -> float:
-    """Rate an excerpt: drafts of both ends count most, and more than 14 slots count against it."""
+    """Return an excerpt's worth: high with drafts of both ends, lower for each slot above 14."""
     kept: int
     lost: int
     kept, lost = (
@@ -109,6 +112,7 @@ def slots_of(run: Run) -> range:
 
 
 def _cut(runs: Sequence[Run], first: int, steps: int, restores: bool) -> Excerpt:
+    """Return an excerpt of these runs, of which each time has one state per slot."""
     cells: dict[tuple[int, int], str] = {}
     fresh, positions = set(), dict[int, int]()
     for run in runs:
@@ -131,7 +135,7 @@ _STATES: Final = {
 
 
 def draw(found: Excerpt, *, title: str, waits: bool) -> str:
-    """Draw an excerpt as an SVG that follows the reader's light or dark colours.
+    """Return an excerpt as an SVG document that follows the reader's light or dark colours.
 
     Args:
         found: the excerpt.
@@ -164,7 +168,7 @@ def draw(found: Excerpt, *, title: str, waits: bool) -> str:
 
 
 def _row(found: Excerpt, slot: int, y: int, waits: bool) -> list[str]:
-    """Draw one slot, time after time."""
+    """Return the SVG elements of one slot's line at ``y``: a cell for each time, with its marks."""
     parts, state, before = [], "old", "old"
     for column in range(2 * found.steps):
         time = 2 * found.first + column
@@ -190,6 +194,7 @@ def _row(found: Excerpt, slot: int, y: int, waits: bool) -> list[str]:
 
 
 def _legend(y: int, waits: bool) -> list[str]:
+    """Return the SVG elements of the legend at ``y``."""
     items = [
         ("waits" if waits else "draft", "draft, waits elsewhere" if waits else "draft"),
         ("durable", "durable"),

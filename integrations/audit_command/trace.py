@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Trace a run of the demo: write the page, print the verdict, draw the picture of ``--svg``.
 
     Returns:
-        The exit code, as of ``kvtxn audit``.
+        The exit code, as of ``kvtxn audit``; 2 if the engine cannot be audited, which is told on
+        stderr, and then nothing is written.
 
     Raises:
         ConfigError: a file cannot be written, or the run is too short for a picture.
@@ -86,7 +87,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Make the job of a trace: prompts of the demo, one after the other, in 32 blocks."""
+    """Return the job of a trace: the demo's first prompts, in 32 blocks, under the policy."""
     texts = first_prompts(args.count)
     policy = {} if args.policy == "off" else {"policy": args.policy}
     arguments = {**PLAIN, "num_gpu_blocks_override": 32, "additional_config": {"kvtxn": policy}}

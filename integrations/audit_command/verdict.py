@@ -107,7 +107,11 @@ def judge(
     *,
     interrupted: bool = False,
 ) -> Verdict:
-    """Judge an engine: exit code 1 with violations; 2 if nothing or not all was judged; else 0.
+    """Judge an engine by what its ranks counted: sum it up in words, with an exit code.
+
+    It is 1 with violations; 2 if no row or state was read, or without violations not all of it was
+    judged, a request failed or the user interrupted; else 0. The first ``TOLD`` violations get a
+    sentence each.
 
     Args:
         counters: the counters of each rank.
@@ -158,14 +162,14 @@ def judge(
 
 
 def judge_found(found: Found) -> Verdict:
-    """Judge an engine by what its workloads found."""
+    """Judge an engine by what its workloads found, see ``judge``."""
     failed = len(found.failed)
     ended = found.requests - failed
     return judge(found.counters, found.violations, ended, failed, interrupted=found.interrupted)
 
 
 def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Name the ranks whose audit ended early: their later reads were not compared."""
+    """Return a sentence on each rank whose audit ended early: its later reads were not compared."""
     name = "kvtxn_audit_active"
     return [
         f"The audit of rank {rank} ended by an error after {_count(steps, 'step')}, and what was "
@@ -177,7 +181,10 @@ def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unwatched(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on unwatched KV-cache groups; pipeline stages may differ."""
+    """Return a sentence on unwatched KV-cache groups, if there are any.
+
+    Pipeline stages may differ; the largest number of a rank counts.
+    """
     number = max((int(each.get("kvtxn_audit_unwatched_groups", 0)) for each in counters), default=0)
     if not number:
         return []
@@ -188,7 +195,10 @@ def _unwatched(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on rows and states whose bytes were compared, if any were to be."""
+    """Return a sentence on the number of rows and states whose bytes were compared.
+
+    Empty if no rank was to compare bytes.
+    """
     name = "bytes_compared_total"
     if not any(f"kvtxn_audit_{name}" in each for each in counters):
         return []
@@ -197,7 +207,7 @@ def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on the rows and states that were taken for right without a comparison."""
+    """Return a sentence on the rows and states that were taken for right uncompared, if any."""
     number = _total(counters, "rows_unverified_total")
     if not number:
         return []
@@ -208,7 +218,10 @@ def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _stale(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on the rows, and one on the states, that earlier weights had computed."""
+    """Return a sentence on the rows, and one on the states, that earlier weights had computed.
+
+    Each has the numbers by age in epochs, summed over ranks; those without any are left out.
+    """
     found = []
     for what in ("rows", "states"):
         prefix = f"kvtxn_audit_{what}_read_by_age_"
@@ -222,7 +235,7 @@ def _stale(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _repeated(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on work that was done twice; all ranks did the same."""
+    """Return a sentence on requests that were begun again, if any were; all ranks did the same."""
     restarts, idle, rows = (
         max((int(each.get(f"kvtxn_audit_{name}", 0)) for each in counters), default=0)
         for name in (
@@ -241,7 +254,10 @@ def _repeated(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unused(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on reuse that was lost, with the reasons; all ranks lost the same."""
+    """Return a sentence on lost reuse of the prefix cache, with the reasons, if any was lost.
+
+    All ranks lost the same; the rank with the most is read.
+    """
     name = "kvtxn_audit_cached_rows_unused_total"
     lost = max(counters, key=lambda each: each.get(name, 0), default={})
     rows = {why: int(lost.get(f"{name}_{why}", 0)) for why in WHY_UNUSED}
@@ -253,7 +269,7 @@ def _unused(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence on requests that could not be judged in a step, with the reasons."""
+    """Return a sentence for each reason why requests of steps were not judged; with numbers."""
     counts = {reason: _total(counters, f"unjudged_total_{reason}") for reason in _UNJUDGED}
     return [
         f"{_count(number, 'request')} of steps {_UNJUDGED[reason]}."
@@ -263,7 +279,10 @@ def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def tell(violation: Told) -> str:
-    """Return a sentence on one violation: who read, which row, and who wrote it, if known."""
+    """Return a sentence on one violation, in words that depend on its kind and finding.
+
+    It says who read which row, and who had written that, as far as it is known.
+    """
     request, found = violation["request"] or "a request", violation["found"]
     begin = f"In step {violation['step']} {request}"
     if violation["kind"] == "ranks":
@@ -299,7 +318,7 @@ def tell(violation: Told) -> str:
 
 
 def _written(violation: Told) -> str:
-    """Describe the write of a row: by which request, in which step, and for which tokens."""
+    """Return a phrase for the write of a row: request, step, position and tokens, if known."""
     writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
     said = f"{who} had written it"
@@ -316,13 +335,13 @@ def _written(violation: Told) -> str:
 
 
 def _differs(violation: Told) -> str:
-    """Describe the difference, if positions and tokens do not show it."""
+    """Return a phrase for the difference, behind a comma; "" if positions and tokens show it."""
     differs = violation["differs"]
     return "" if differs in (None, "position", "tokens") else f", {DIFFERENCES[differs]}"
 
 
 def _in_text(tokens: Sequence[int]) -> str:
-    """Return the last tokens of a prefix for people, who cannot read ids of embedded content."""
+    """Return tokens as "...[1 2 3]", the end of a prefix; "(embedded)" for embedded content."""
     words = ("(embedded)" if token >= EMBEDDED else str(token) for token in tokens)
     return f"...[{' '.join(words)}]"
 
@@ -339,8 +358,10 @@ def _place(violation: Told) -> str:
 
 
 def _total(counters: Sequence[Mapping[str, float]], name: str) -> int:
+    """Return the sum over ranks of the audit's counter of this name; 0 where it is missing."""
     return int(sum(each.get(f"kvtxn_audit_{name}", 0) for each in counters))
 
 
 def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, "1 row" or "2,000 rows"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -28,7 +28,10 @@ _RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return variables of the engine's process."""
+    """Return variables of the engine's process: the log level, and defaults of a small CPU engine.
+
+    A default gives way to the variable of this process.
+    """
     found = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
     return found | {"VLLM_LOGGING_LEVEL": job.log_level.upper()}
 
@@ -66,7 +69,7 @@ class VllmRequests:
         )
 
     def turn(self, tokens: Sequence[int], sampling: object) -> object:
-        """Return an input of a streaming session."""
+        """Return an input of a streaming session, with these tokens and sampling parameters."""
         from ..vllm_plugin.internals import frontend
 
         return frontend.session_input(list(tokens), sampling)
@@ -160,5 +163,8 @@ def offloading(device: str, store: int) -> dict[str, Any]:
 
 
 def _named(recording: dict[str, Any]) -> dict[str, Any]:
-    """Restore the client's names of requests, to which vLLM adds random digits."""
+    """Return a copy of a recording with the client's names of requests.
+
+    vLLM adds random digits to them.
+    """
     return renamed(recording, lambda name: _RANDOM.sub("", name))

@@ -41,13 +41,17 @@ def share(client: EngineClient, part: float) -> int:
 
 
 def repeating(client: EngineClient, most: int) -> Tokens:
-    """Return a phrase of 3 to 12 tokens, up to 4 times, ``most`` tokens at most."""
+    """Return a random phrase of 3 to 12 tokens, up to 4 times, ``most`` tokens at most."""
     phrase = client.phrase(client.chance.randint(3, 12))
     return (phrase * client.chance.randint(1, 4))[:most]
 
 
 async def chat(client: EngineClient) -> None:
-    """Hold conversations with one system prompt; some users leave in the middle of an answer."""
+    """Hold conversations with one system prompt; some users leave in the middle of an answer.
+
+    Rounds of four conversations and three short requests until the budget is spent; the prefix
+    cache is reset after each.
+    """
     system = client.phrase(share(client, 0.12))
 
     async def converse() -> None:
@@ -74,7 +78,8 @@ async def sessions(client: EngineClient) -> None:
     """Hold streaming sessions that go on after a stop; other requests find their rows afterwards.
 
     A turn ends at its limit, often among accepted drafts, or at a stop token; the next turn begins
-    there. Some turns fill blocks of their own.
+    there. Some turns fill blocks of their own. Rounds of four until the budget is spent; the prefix
+    cache is reset after every sixth.
     """
 
     async def session(most: int) -> None:
@@ -100,7 +105,11 @@ async def sessions(client: EngineClient) -> None:
 
 
 async def prefix(client: EngineClient) -> None:
-    """Make requests with common beginnings, some in one step, others after the first has ended."""
+    """Make requests with common beginnings, some in one step, others after the first has ended.
+
+    Until the budget is spent; after every three batches the prefix cache is reset, and new
+    beginnings are chosen.
+    """
     while client.made < client.budget:
         roots = [client.phrase(share(client, 0.2)) for _ in range(2)]
         for _ in range(3):
@@ -187,10 +196,11 @@ _SPREAD: Final = 0.05
 
 
 async def bursts(client: EngineClient) -> None:
-    """Play timed traces of requests that overlap, each an earlier trace with small changes.
+    """Play timed traces of requests that overlap, new ones or earlier ones with small changes.
 
-    Timed traces of several requests as the input that is mutated: GRIEF, arXiv 2605.11202. There
-    texts and their log-probabilities say whether a request was harmed; here the ledger does.
+    Until the budget is spent; after some traces the prefix cache is reset. Timed traces of several
+    requests as the input that is mutated: GRIEF, arXiv 2605.11202. There texts and their
+    log-probabilities say whether a request was harmed; here the ledger does.
     """
     kept: list[Trace] = []
     while client.made < client.budget:
@@ -207,14 +217,17 @@ async def bursts(client: EngineClient) -> None:
 
 
 async def _begin_in_time(client: EngineClient, request: TimedRequest) -> None:
-    """Make a request at its time."""
+    """Wait until a request's time, make the request, and wait for its end.
+
+    With a prompt of odd length its output has only the prompt's last 8 tokens.
+    """
     await asyncio.sleep(request.at * _SPREAD)
     repeats = request.prompt[-8:] if len(request.prompt) % 2 else None
     await client.ask(request.prompt, request.most, abort=request.abort, among=repeats)
 
 
 def _fresh_trace(client: EngineClient) -> Trace:
-    """Make up a trace: some requests with one beginning, some of their own."""
+    """Return a random trace of 2 to 6 requests, which share beginnings of one phrase."""
     root, found = client.phrase(share(client, 0.2)), []
     for _ in range(client.chance.randint(2, 6)):
         begin = root[: client.chance.randint(0, len(root))]
@@ -225,7 +238,10 @@ def _fresh_trace(client: EngineClient) -> Trace:
 
 
 def _changed(client: EngineClient, trace: Trace, other: Trace) -> Trace:
-    """Change one request of a trace, add one, or leave one out.
+    """Return a trace with one random change: a request changed, added, doubled or left out.
+
+    A time, a prompt's length, the output's length or an abort is changed. The last 12 requests
+    stay.
 
     Args:
         client: the client.

@@ -67,18 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _text(text: str) -> str:
+    """Return a prompt as it is; refuse one of white space alone, as argparse wants it."""
     if not text.strip():
         raise argparse.ArgumentTypeError("there is nothing to continue")
     return text
 
 
 def _model(path: str) -> str:
+    """Return a folder's path if it has a model's config; refuse others, as argparse wants it."""
     if not (Path(path) / "config.json").is_file():
         raise argparse.ArgumentTypeError(f"{path!r} is not a folder with a model's config.json")
     return path
 
 
 def _penalty(text: str) -> float:
+    """Return a penalty above 0 and up to 2; refuse other text, as argparse wants it."""
     try:
         penalty = float(text)
     except ValueError:
@@ -89,7 +92,7 @@ def _penalty(text: str) -> float:
 
 
 def first_prompts(count: int, file: Path = PROMPTS) -> list[str]:
-    """Return the first prompts of a file of the demo.
+    """Return the first ``count`` prompts of a JSON file of the demo.
 
     Raises:
         ConfigError: there are fewer.
@@ -104,7 +107,7 @@ def first_prompts(count: int, file: Path = PROMPTS) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate with each policy and compare.
+    """Generate with each policy in turn, compare, and print the results as a table or JSON.
 
     Returns:
         The exit code: 1 if tokens or acceptance differ, 2 if an engine failed.
@@ -146,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _advance(bar: Progress, task: TaskID, done: int) -> None:
+    """Show in a task's bar how many prompts are done."""
     bar.update(task, completed=done)
 
 
@@ -157,7 +161,11 @@ _CAPTION: Final = (
 
 
 def compare(results: dict[str, Result]) -> dict[str, bool]:
-    """Compare each run's tokens and acceptance with the run without kvtxn."""
+    """Tell whether all runs have the tokens, and the acceptance, of the run "off".
+
+    Returns:
+        ``tokens_identical``, and ``acceptance_identical`` by drafts proposed and accepted.
+    """
     off = results["off"]
     return {
         "tokens_identical": all(r.token_ids == off.token_ids for r in results.values()),
@@ -217,7 +225,7 @@ def table_rows(results: dict[str, Result]) -> list[tuple[str, list[str]]]:
 
 
 def _avoided(counters: dict[str, float]) -> str:
-    """Return the number of rejected rows that never reached memory."""
+    """Return the number of rejected rows that never reached memory as text; or "-" if unknown."""
     if not counters:
         return "-"
     spared = counters["kvtxn_bytes_avoided_total"] > 0

@@ -77,7 +77,9 @@ _DEFAULTS: Final = {
 
 
 def run(job: Job, progress: Callable[[int], None]) -> Result:
-    """Generate in a fresh process; ``progress`` gets the number of prompts that are done.
+    """Generate in a fresh process, and return the result.
+
+    ``progress`` gets the number of prompts that are done.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
@@ -155,13 +157,14 @@ def serve(pipe: Connection[tuple[bool, object], Job]) -> None:
 
 
 def _counters(llm: object) -> dict[str, float]:
+    """Return kvtxn's counters of rank 0."""
     from ..vllm_plugin import snapshots
 
     return snapshots(llm)[0]
 
 
 def _progress_class(pipe: Connection[tuple[bool, object], Job]) -> type:
-    """Make a tqdm that draws nothing and tells the parent how many prompts are done."""
+    """Return a class of tqdm that draws nothing and sends how many prompts are done."""
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped base

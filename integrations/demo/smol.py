@@ -22,12 +22,14 @@ _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def is_installed() -> bool:
-    """Return whether the weights are here, and the packages that read them."""
+    """Tell whether the weights are here, and the packages that read them."""
     return _weights() is not None and all(map(find_spec, _READERS))
 
 
 def prepared() -> Path:
-    """Write the model and its tokenizer as safetensors into the user's cache: once, and 540 MB.
+    """Return the folder of the model and its tokenizer as safetensors, in the user's cache.
+
+    It is written at the first call, which takes 540 MB; a write that fails leaves no folder.
 
     Returns:
         The folder.
@@ -53,6 +55,7 @@ def prepared() -> Path:
 
 
 def _write(weights: Path, folder: Path) -> None:
+    """Write the model of a GGUF file, as float32, and its tokenizer into a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, name = str(weights.parent), weights.name
@@ -64,7 +67,7 @@ def _write(weights: Path, folder: Path) -> None:
 
 
 def _weights() -> Path | None:
-    """Find the file of the weights; the package that has it is not imported."""
+    """Return the file of the weights, or None; the package that has it is not imported."""
     found = find_spec(_PACKAGE)
     places = [] if found is None else found.submodule_search_locations or []
     return next((file for place in places if (file := Path(place) / _FILE).is_file()), None)

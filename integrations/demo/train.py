@@ -36,7 +36,7 @@ SEED = 0
 
 
 def read_corpus() -> tuple[str, str]:
-    """Split the text at a line end; ``HELD_OUT`` is the second part's share of it."""
+    """Return the corpus cut in two at a line's end; the second part's share is ``HELD_OUT``."""
     text = gzip.decompress((HERE / "corpus.txt.gz").read_bytes()).decode("utf-8")
     cut = text.index("\n", int(len(text) * (1.0 - HELD_OUT))) + 1
     return text[:cut], text[cut:]
@@ -103,7 +103,10 @@ def learning_rate(step: int) -> float:
 
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
-    """Cross-entropy over ``tokens`` [num_tokens] in rows of 512, in nats per token."""
+    """Return the mean cross-entropy over ``tokens`` [num_tokens] in rows of 512, in nats per token.
+
+    Tokens behind the last whole row are left out.
+    """
     rows = tokens[: len(tokens) // 512 * 512].view(-1, 512).to(model.device)
     losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in rows.split(8)]
     return float(sum(losses) / len(rows))
@@ -143,7 +146,7 @@ def train(
 
 
 def cut_prompts(text: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Cut ``NUM_PROMPTS`` prompts of 30 to 120 tokens, each from a sentence's first word.
+    """Return ``NUM_PROMPTS`` random prompts of 30 to 120 tokens, each from a sentence's first word.
 
     The first ``DEMO_PROMPTS`` are short, start a paragraph and hold no dialogue.
     """
@@ -166,7 +169,7 @@ def cut_prompts(text: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def main() -> None:
-    """Train, then write the model, its tokenizer and the prompts."""
+    """Train, then write the model, its tokenizer and the prompts into this file's folder."""
     parser = argparse.ArgumentParser(description="train the demo model of kvtxn")
     parser.add_argument("--device", default="cpu", help="where to train: cpu, or a CUDA device")
     args = parser.parse_args()

@@ -55,7 +55,7 @@ def with_audit(additional_config: object) -> object:
 
 
 def write_events() -> Callable[[], None] | None:
-    """Append what this process's audits say to the test process's file, one JSON object a line.
+    """Append from now on what this process's audits log to the test process's file, as JSON lines.
 
     Returns:
         A function that ends it; None if no test process wants to know.
@@ -74,7 +74,7 @@ def write_events() -> Callable[[], None] | None:
 
 
 def tell_counters(watch: object, counters: Mapping[str, float]) -> None:
-    """Tell the test process what a worker's audit has counted so far, if one wants to know.
+    """Append a worker's counters so far to the test process's file, if there is a test process.
 
     Args:
         watch: the worker's; of each the last counters count.
@@ -87,7 +87,7 @@ def tell_counters(watch: object, counters: Mapping[str, float]) -> None:
 
 
 def _append(path: str, event: Mapping[str, Any]) -> None:
-    """Append a line to the test process's file.
+    """Append a line of JSON to the test process's file; an OSError is dropped.
 
     One write appends a whole line, whichever processes write beside this one. An engine may outlive
     the tests and their file; whoever logs must not hear of that.

@@ -42,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _audit(given: str) -> str:
-    """Return the audit that the option names; pytest takes a path that follows it for its value."""
+    """Return the audit that the option names; refuse another word, as argparse wants it.
+
+    pytest takes a path that follows the option for its value.
+    """
     if given in _AUDITS:
         return given
     raise argparse.ArgumentTypeError(
@@ -51,7 +54,7 @@ def _audit(given: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Audit engines if the user asks for it."""
+    """Register ``AuditedEngines`` if the option is given; else do nothing."""
     audit = config.getoption("--kvtxn-audit")
     if audit is not None:
         config.pluginmanager.register(AuditedEngines(audit), "kvtxn-audited-engines")
@@ -59,6 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class AuditedEngines:
     """The engines of one pytest process, and what their audits say.
+
+    From when it is made, an environment variable asks engines for the audit; ``pytest_unconfigure``
+    puts the variable back.
 
     Args:
         audit: "ledger" or "bytes".
@@ -93,7 +99,7 @@ class AuditedEngines:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a run whose engines say after the last test that a wrong row was read."""
+        """Fail a run that passed if engines say after the last test that a wrong row was read."""
         self._late = self._found()
         if self._late and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -112,7 +118,10 @@ class AuditedEngines:
             terminalreporter.line(f"not watched, or in part: {number}, because {why}")
 
     def pytest_unconfigure(self) -> None:
-        """Let engines that start from now on be as they were."""
+        """Put the environment variable back, and remove the file of events.
+
+        Engines that start from now on are as they were.
+        """
         if self._before is None:
             os.environ.pop(VARIABLE, None)
         else:
@@ -120,7 +129,11 @@ class AuditedEngines:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _judged(self, item: pytest.Item, when: str) -> Generator[None, object, object]:
-        """Run one phase of a test; fail it, or add to its failure, if a violation was found."""
+        """Run one phase of a test, and return its result; fail it if a violation was found.
+
+        A phase that fails itself gets the violations as a section of its report; one that is
+        skipped or expected to fail fails with them.
+        """
         try:
             result = yield
         except BaseException as error:
@@ -134,7 +147,10 @@ class AuditedEngines:
         return result
 
     def _what_was_read(self) -> str:
-        """Say how many rows and states workers read, and of how many the bytes were compared."""
+        """Return how many rows and states workers read, and of how many bytes were compared.
+
+        Workers that gave no count are mentioned.
+        """
         rows, states, compared = (
             sum(int(each.get(f"kvtxn_audit_{name}_total", 0)) for each in self._counters.values())
             for name in ("rows_checked", "states_checked", "bytes_compared")
@@ -146,7 +162,10 @@ class AuditedEngines:
         return found + (f"; {silent} of the workers gave no count" if silent > 0 else "")
 
     def _found(self) -> str:
-        """Return what audits found since the last call; empty if nothing."""
+        """Return what audits found since the last call in words, or "". 8 violations are shown.
+
+        Engines that run in this process are asked for their last step before.
+        """
         module = sys.modules.get("kvtxn.integrations.vllm_plugin.engine_calls")
         if module is not None:  # workers look at their last step when they are asked
             module.ask_running_engines()
@@ -159,7 +178,7 @@ class AuditedEngines:
         return "\n".join(["kvtxn's audit found wrong rows in a KV cache:", *lines])
 
     def _take(self) -> list[dict[str, Any]]:
-        """Read the new lines of the file; return the violations among them."""
+        """Read the new whole lines of the file, count what they say, and return the violations."""
         with self._events.open("rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -181,7 +200,7 @@ class AuditedEngines:
 
 
 def _sentence(event: dict[str, Any]) -> str:
-    """Return a violation in words, and its fields."""
+    """Return a violation in words, and its fields on the next line."""
     import attrs
 
     from ...audit import Violation

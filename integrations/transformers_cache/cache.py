@@ -64,13 +64,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stage this forward's rows and return them after the rows that they may see.
+        """Take this forward's rows, and return those that its tokens may see, its own last.
+
+        In the model's last layer the forward is committed, unless its rows wait for ``crop``.
 
         Args:
             key_states: ``[batch, num_kv_heads, count, head_size]``.
             value_states: ``[batch, num_kv_heads, count, value_head_size]``.
             args: unused.
             kwargs: unused.
+
+        Returns:
+            ``[batch, num_kv_heads, seen + count, head_size]`` each.
         """
         if torch.compiler.is_compiling():
             return outside_graphs(PagedLayer.update)(self, key_states, value_states)
@@ -139,7 +144,7 @@ class TxnCache(Cache):  # type: ignore[misc]
         self._over(sequences, layers)
 
     def _over(self, sequences: PagedSequences, layers: Sequence[Any]) -> None:
-        """Use these sequences for every layer that holds rows."""
+        """Use these sequences for every layer that holds rows; keep the other layers."""
         self._sequences = sequences
         number = iter(range(len(layers)))
         super().__init__(
@@ -188,11 +193,11 @@ class TxnCache(Cache):  # type: ignore[misc]
         self._sequences.crop(max(0, length - keep))
 
     def commit(self) -> None:
-        """Commit all rows that wait for ``crop``, if any."""
+        """Commit all rows that wait for ``crop``; nothing if none wait."""
         self._sequences.settle()
 
     def abort(self) -> None:
-        """Drop the last forward if its rows wait for ``crop``, or if it failed."""
+        """Drop the last forward if its rows wait for ``crop``, or if it failed; else nothing."""
         self._sequences.abort()
 
     def reset(self) -> None:
@@ -200,7 +205,7 @@ class TxnCache(Cache):  # type: ignore[misc]
         self._sequences.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence i a copy of sequence ``beam_idx[i]``, for beam search."""
+        """Commit waiting rows, then make sequence i a copy of ``beam_idx[i]``, for beam search."""
         self._sequences.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -212,7 +217,11 @@ class TxnCache(Cache):  # type: ignore[misc]
         raise _fixed_batch("batch_select_indices", f"{len(indices)} selected sequences")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an independent copy: several generations may start from one prompt's cache."""
+        """Return an independent copy: several generations may start from one prompt's cache.
+
+        Raises:
+            WindowStateError: rows wait for ``crop``.
+        """
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin._over(self._sequences.clone(), self.layers)
@@ -256,6 +265,7 @@ def _holds(layer: object) -> bool:
 
 
 def _fixed_batch(operation: str, got: str) -> LayerError:
+    """Return the error of a call that would change the number of sequences."""
     return LayerError(
         operation,
         "the number of sequences cannot change",

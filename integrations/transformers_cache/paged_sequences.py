@@ -81,7 +81,11 @@ class PagedSequences:
     # -- a forward ----------------------------------------------------------------
 
     def take(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one layer's rows of a forward; the first layer's rows begin it.
+        """Take one layer's rows of a forward, and return those that the forward's tokens may see.
+
+        Rows of a layer that the forward has already begin a new forward: the last one's waiting
+        rows are committed, or dropped if layers are missing. The last layer's rows commit the
+        forward, unless ``recording``.
 
         Args:
             layer: the layer's number.
@@ -94,6 +98,7 @@ class PagedSequences:
 
         Raises:
             CapacityError: the sequences would grow too long; nothing has changed.
+            IncompleteWindowError: the first forward ever left layers out.
             LayerError: the rows do not fit the layer; the forward is dropped.
         """
         if self.manager is None:
@@ -119,7 +124,14 @@ class PagedSequences:
         return keys, values
 
     def _take_first(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one layer's rows of the first forward; the last layer's rows complete the caches."""
+        """Take one layer's rows of the first forward, and return copies: it can see no others.
+
+        The last layer's rows make the caches, and all rows are taken then.
+
+        Raises:
+            CapacityError: the rows are more than the caches will hold.
+            IncompleteWindowError: the layer comes again before all others have come.
+        """
         if layer in self._first:
             absent = [i for i in range(len(self.shape.windows)) if i not in self._first]
             raise IncompleteWindowError(
@@ -142,7 +154,7 @@ class PagedSequences:
         return fresh
 
     def _build(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Make caches and manager for layers with rows of these shapes and dtypes."""
+        """Make zeroed caches and the manager for layers with rows of these shapes and dtypes."""
         self.batch = rows[0][0].shape[0]
         self._refs, self._runs = [], []
         for layer, parts in enumerate(rows):
@@ -160,7 +172,14 @@ class PagedSequences:
         self.manager = TransactionManager(self._refs, config)
 
     def _begin(self, batch: int, count: int) -> None:
-        """Commit the pending rows of the last forward, then open the window of a new one."""
+        """Commit the pending rows of the last forward, then open the window of a new one.
+
+        A last forward that lacks layers is aborted instead.
+
+        Raises:
+            CapacityError: the sequences would grow too long; nothing has changed.
+            LayerError: ``batch`` is not that of the first forward.
+        """
         if self._window is not None and self._window.missing:
             self.abort()  # its forward never came to an end
         if batch != self.batch:
@@ -183,6 +202,11 @@ class PagedSequences:
         self._count = count
 
     def _check_room(self, count: int) -> None:
+        """Refuse ``count`` more tokens per sequence than the caches hold.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
         if self.seq_length + count > self.capacity:
             raise CapacityError(
                 "update",
@@ -218,7 +242,7 @@ class PagedSequences:
         self.length += kept
 
     def abort(self) -> None:
-        """Drop the rows of the last forward, unless these rows are committed."""
+        """Drop the rows of the last forward, unless there are none or these are committed."""
         self._first = {}
         if self._window is None:
             return
@@ -228,6 +252,7 @@ class PagedSequences:
         self._close(written)
 
     def _close(self, written: int) -> None:
+        """Forget the window, of which ``written`` rows are written; note the oldest rows left."""
         for region in self.regions.values():
             region.oldest = region.oldest_after(self.length, self._count, written)
         self._window, self._count = None, 0
@@ -239,7 +264,9 @@ class PagedSequences:
         return self.manager.policy == "direct" or self._window.state is WindowState.DIRECT
 
     def crop(self, remove: int) -> None:
-        """Take back the last ``remove`` rows per sequence, pending rows first.
+        """Take back the last ``remove`` rows per sequence, pending ones first; commit the others.
+
+        A last forward that lacks layers is aborted before.
 
         Raises:
             AcceptanceError: a sequence has fewer rows.
@@ -276,7 +303,7 @@ class PagedSequences:
                 )
 
     def reset(self) -> None:
-        """Forget every token. Caches, manager and counters stay."""
+        """Forget every token, pending rows included. Caches, manager and counters stay."""
         self.abort()
         self.length = 0
         for region in self.regions.values():
@@ -318,5 +345,5 @@ class PagedSequences:
 
 
 def _as_rows(part: Tensor) -> Tensor:
-    """View ``[batch, heads, count, size]`` as a window's rows ``[batch * count, heads, size]``."""
+    """Return ``[batch, heads, count, size]`` as window rows ``[batch * count, heads, size]``."""
     return part.detach().transpose(1, 2).flatten(0, 1)

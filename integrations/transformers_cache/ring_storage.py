@@ -26,7 +26,7 @@ class Region:
 
     @property
     def group(self) -> str:
-        """Name of the layers' group; one slot mapping serves them all."""
+        """Name of the layers' group, "full" or as "sliding_4096"; they have one slot mapping."""
         return "full" if self.window is None else f"sliding_{self.window}"
 
     def first_seen(self, length: int) -> int:
@@ -121,7 +121,11 @@ class Shape:
     max_drafts: int
 
     def region(self, window: int | None) -> Region:
-        """Return an empty region for layers with this window."""
+        """Return an empty region for layers with this window, of whole blocks.
+
+        It has room for all tokens and drafts, or, with a window, for the window and drafts if that
+        is less.
+        """
         rows = self.max_tokens + self.max_drafts
         if window is not None:
             rows = min(rows, window - 1 + self.max_drafts)
