@@ -216,7 +216,7 @@ class EngineClient:
         await self._listen(name, given, sampling, prompt.leave_after)
 
     def _sized(self, prompt: Prompt) -> Prompt:
-        """Give a line of a trace tokens that fit the engine; returns other prompts as they are."""
+        """Return a line of a trace with tokens that fit the engine; other prompts as they are."""
         sized = prompt.sized(self.block_size, self._named_block)
         if sized is prompt:
             return prompt

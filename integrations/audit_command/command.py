@@ -303,7 +303,10 @@ def as_json(verdict: Verdict, found: Found) -> dict[str, Any]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command line that makes this audit again, for the page; secrets left out."""
+    """Return the command line that makes this audit again, for the page.
+
+    Values of ``--engine-args`` that may be secrets are "...".
+    """
     words = ["kvtxn", "audit", "--workload", args.workload]
     words += ["--engine", args.engine] if args.engine != "vllm" else []
     if args.engine_args is not None:

@@ -83,7 +83,7 @@ class Found:
 
     @property
     def violations(self) -> list[dict[str, Any]]:
-        """The violations of all ranks."""
+        """The violations of all ranks, rank after rank."""
         return [each for recording in self.recordings for each in recording["violations"]]
 
 

@@ -347,7 +347,10 @@ def _in_text(tokens: Sequence[int]) -> str:
 
 
 def _place(violation: Told) -> str:
-    """Return the name of the place that a violation is about."""
+    """Return the place of a violation in words: slot, block, group and layer, as far as known.
+
+    Of a recurrent state the state's slot is named.
+    """
     group, slot = violation["group"] or "the cache", violation["slot"]
     if slot is None:
         return f"a place outside of {group}"

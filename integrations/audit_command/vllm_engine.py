@@ -148,7 +148,9 @@ def needs(
 
 
 def offloading(device: str, store: int) -> dict[str, Any]:
-    """Return the settings of an OffloadingConnector with a store in memory.
+    """Return settings of an OffloadingConnector for prompts and outputs, with a store in memory.
+
+    On a CPU they name kvtxn's own store.
 
     Args:
         device: the type of the engine's device.

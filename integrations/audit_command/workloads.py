@@ -36,7 +36,7 @@ class Workload:
 
 
 def share(client: EngineClient, part: float) -> int:
-    """Return a share of the longest request, in tokens; at least 1."""
+    """Return a share of the longest request, or of 1024 tokens if it is longer; 1 at least."""
     return max(1, int(min(client.max_length, 1024) * part))
 
 

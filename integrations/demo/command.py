@@ -178,7 +178,7 @@ def compare(results: dict[str, Result]) -> dict[str, bool]:
 def show(
     console: Console, prompts: Sequence[str], results: dict[str, Result], verdict: dict[str, bool]
 ) -> None:
-    """Print the texts, the table, and each sentence of the verdict with yes or NO.
+    """Print the texts of "off", a table of all runs, and the verdict with yes or NO.
 
     Args:
         console: where to.

@@ -39,6 +39,8 @@ def is_wanted() -> bool:
 def with_audit(additional_config: object) -> object:
     """Return an engine's ``additional_config`` with the audit that the test process wants.
 
+    The log of violations has their tokens then.
+
     Args:
         additional_config: vLLM's. It is returned as it is if it has an audit already, or is no
             mapping and has no place for one, or if no test process wants an audit.

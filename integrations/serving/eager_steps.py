@@ -152,7 +152,10 @@ class EagerSteps:
             self.abandon()
 
     def abandon(self) -> None:
-        """Forget the step, and abort its window if the window is still open."""
+        """Forget the step, and abort its window if the window is still open.
+
+        A failure of that is counted or raised, as ``fail`` says.
+        """
         window, self.window, self._plan = self.window, None, None
         self._masked.clear()
         self._batch = None
@@ -304,7 +307,7 @@ class StateSteps(EagerSteps):
         self._taken_in = False
 
     def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
-        """Open the window of a planned step, and keep its slots for ``draft_slots``.
+        """Open the window of a planned step, and keep the slots for ``draft_slots``.
 
         Args:
             find: as for ``EagerSteps.begin``.
@@ -318,7 +321,10 @@ class StateSteps(EagerSteps):
         super().begin(remembered)
 
     def draft_slots(self, group: str) -> Tensor:
-        """Return the slots of the step's draft rows in a group of layers with rows."""
+        """Return the slots of the step's draft rows in a group of layers with rows, int64.
+
+        The step has to be planned, and its slots found.
+        """
         assert self._plan is not None
         return self._slots[group][self._plan.rows]
 

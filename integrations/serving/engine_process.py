@@ -210,7 +210,9 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def ending_with(stops: Sequence[Any]) -> Iterator[None]:
-    """Stop engines at the end of the block, even if a SIGTERM or the terminal's end ends the block.
+    """Stop engines at the end of the block; a SIGTERM or SIGHUP ends the block by SystemExit.
+
+    The signals' handlers of before are put back afterwards.
 
     Args:
         stops: have a method ``stop(patience=...)`` each; more may be added meanwhile. After an

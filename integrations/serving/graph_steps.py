@@ -288,7 +288,7 @@ class GraphSteps:
         return self._unopened or (window is not None and window.state is not _DIRECT)
 
     def note_staged(self, ref: LayerRef) -> None:
-        """Note that one more layer's drafts wait; called by forwards that run outside of graphs."""
+        """Tell the open window that one more layer's drafts wait; outside of graphs alone."""
         assert self.window is not None
         self.window.note_staged(ref)
 
@@ -395,15 +395,16 @@ class GraphSteps:
     # -- failures -------------------------------------------------------------------
 
     def fall_back(self, error: Exception) -> None:
-        """Give up the step's window after its attention failed, and write the waiting drafts.
+        """Give up the open window after its attention failed, and write the waiting drafts.
 
-        The caller writes the rows of the layers that follow, as stock does.
+        The caller writes the rows of the layers that follow, as stock does. Under
+        ``on_error="raise"`` the error is raised.
         """
         assert self.window is not None
         self.window.fall_back("attend", error, replayed=False)
 
     def miss(self, error: Exception) -> None:
-        """Count and log the failure of preparations for a step, which then has no window.
+        """Count and log the failure of preparations for a step, and begin a rest without windows.
 
         Raises:
             Exception: ``error``, under ``on_error="raise"``.

@@ -328,12 +328,12 @@ class Parts(Part):
         return found[0] if found else None
 
     def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
-        """Hand the way to the manager to every part."""
+        """Hand the function that returns the manager to every part."""
         for part in self._parts:
             part.follow_windows(manager)
 
     def memory_wanted(self) -> int:
-        """Return the bytes that all parts will take beside the caches."""
+        """Return the sum of the bytes that the parts will take beside the caches."""
         return sum(part.memory_wanted() for part in self._parts)
 
     def wants_one_state(self) -> bool:

@@ -19,8 +19,8 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         engine_args: arguments of a vLLM engine; they say nothing of SGLang's.
 
     Returns:
-        The release, what its hook points are, whether the ledger can watch its engines, and what
-        the settings in the environment come to.
+        By heading, the release, what its hook points are, whether the ledger can watch its engines,
+        and what the settings in the environment come to; without SGLang only that.
     """
     release = hook_points.release()
     if release is None:

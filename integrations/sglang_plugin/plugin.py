@@ -16,7 +16,7 @@ VARIABLE: Final = "KVTXN_SGLANG"
 
 
 def register() -> None:
-    """Put hooks into SGLang's scheduler and model runner, if the user asks for an audit.
+    """Put hooks into SGLang's scheduler and model runner, if the environment asks for an audit.
 
     Raises:
         SystemExit: a setting is not valid, or the user requires an audit that this release of

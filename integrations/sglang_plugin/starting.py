@@ -177,7 +177,7 @@ class Hooks:
         return None
 
     def report(self) -> dict[str, object] | None:
-        """Return the counters and violations of this process; None if nothing is watched."""
+        """Return ``Watching.report`` of this process's audit; None if nothing is watched."""
         return None if self._watching is None else self._watching.report()
 
     # -- the hooks ---------------------------------------------------------------------------
@@ -185,7 +185,11 @@ class Hooks:
     def opens(
         self, original: Callable[..., None], scheduler: Scheduler, *args: object, **kwargs: object
     ) -> None:
-        """Open the audit once a scheduler is made, so that no request waits for it."""
+        """Let SGLang make a scheduler, then open its audit, so that no request waits for it.
+
+        Raises:
+            RequiredError: it has no audit, and the user requires it.
+        """
         original(scheduler, *args, **kwargs)
         self._of(scheduler)
 

@@ -272,6 +272,8 @@ class Watching:
     ) -> None:
         """Let the watch compare the bytes of rows, too; if that is impossible, log why.
 
+        It is with draft trees, HiCache, or rows that do not lie by slot.
+
         Raises:
             LayerError: it is impossible, and the user requires the audit.
         """

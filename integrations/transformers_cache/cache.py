@@ -88,7 +88,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return length - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of each sequence."""
+        """Return the number of tokens of each sequence, those that wait for ``crop`` included."""
         return self._sequences.seq_length
 
     def get_max_length(self) -> int:
@@ -201,7 +201,7 @@ class TxnCache(Cache):  # type: ignore[misc]
         self._sequences.abort()
 
     def reset(self) -> None:
-        """Forget every token; the memory and the counters stay."""
+        """Forget every token, waiting ones included; the memory and the counters stay."""
         self._sequences.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

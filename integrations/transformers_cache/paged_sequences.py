@@ -66,7 +66,7 @@ class PagedSequences:
 
     @property
     def pending(self) -> int:
-        """Rows per sequence of a complete forward that waits for ``crop``."""
+        """Rows per sequence of a complete forward that waits for ``crop``; 0 without one."""
         return 0 if self._window is None or self._window.missing else self._count
 
     @property
@@ -258,7 +258,10 @@ class PagedSequences:
         self._window, self._count = None, 0
 
     def _writes_through(self) -> bool:
-        """Tell whether rejected rows stay in the caches as garbage, as they do in stock."""
+        """Tell whether the window's rejected rows stay in the caches as garbage, as in stock.
+
+        They do under policy "direct", or after a fallback.
+        """
         assert self.manager is not None
         assert self._window is not None
         return self.manager.policy == "direct" or self._window.state is WindowState.DIRECT

@@ -155,7 +155,7 @@ class BlockIdentities:
         self.look()
 
     def look(self) -> None:
-        """Take over what has arrived on the host; does not wait."""
+        """Take over what has arrived on the host, in the order it was noted; does not wait."""
         while self._noted and self._noted[0].found.ready:
             self._take(self._noted.popleft())
 

@@ -129,7 +129,7 @@ class LedgerPart(Part):
         self.reader.watch = None
 
     def follow_windows(self, manager: Callable[[], TransactionManager | None]) -> None:
-        """Let the watch over the next caches follow the windows of a manager."""
+        """Keep the function that finds a manager, for the watch over the next caches to follow."""
         self._manager = manager
 
     # -- a forward ---------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class LedgerPart(Part):
         self.reader.begin()
 
     def requests_changed(self, changes: Callable[[], Changes]) -> None:
-        """Tell which requests begin and end, and which blocks each request gets."""
+        """Tell the watch, if there is one, who begins and ends, and which blocks requests get."""
         self._tell(partial(self._change, changes))
 
     def _change(self, changes: Callable[[], Changes], watch: Watch) -> None:
@@ -203,7 +203,7 @@ class LedgerPart(Part):
     # -- its outcome -------------------------------------------------------------------------
 
     def sampling_begins(self, outputs: Outputs) -> None:
-        """Look for a NaN in what came out, if bytes are compared."""
+        """Let the watch look for a NaN in what came out, if bytes are compared in this step."""
         step, watch = self._unsampled, self.reader.watch
         if step is not None and watch is not None and watch.scrub is not None:
             watch.hear(partial(_tell_outputs, step, outputs))

@@ -48,7 +48,7 @@ class Wrong:
 
     @property
     def readers(self) -> frozenset[str]:
-        """Names of the requests that are to be computed again."""
+        """Names of the requests that are to be computed again: ``requests`` and ``aged``."""
         return self.requests | self.aged
 
     def __bool__(self) -> bool:

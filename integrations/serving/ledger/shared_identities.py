@@ -97,7 +97,7 @@ class SharedIdentities:
         self._hangs = False
 
     def close(self) -> None:
-        """Write what waits, for a moment, and let go of the store."""
+        """Write what waits, for a second at most, and end the thread that has the store."""
         self._thread.close()
 
     @property

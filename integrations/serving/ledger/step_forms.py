@@ -168,7 +168,7 @@ def leave_out(ledger: Ledger, lines: Tensor, first: Tensor) -> bool:
 
 
 def prepare_states(ledger: Ledger, lines: Tensor, states: States) -> None:
-    """Tell the ledger which states the engine clears and copies in front of a forward.
+    """Tell the ledger which states the engine clears and copies in front of a forward, if any.
 
     Args:
         ledger: the ledger.
@@ -182,7 +182,7 @@ def prepare_states(ledger: Ledger, lines: Tensor, states: States) -> None:
 
 
 def leave_states(ledger: Ledger, lines: Tensor, states: States, left: Mapping[str, Tensor]) -> None:
-    """Tell the ledger which states the engine or a commit writes once drafts are decided.
+    """Tell the ledger which states the engine or a commit writes once drafts are decided, if any.
 
     Args:
         ledger: the ledger.

@@ -170,7 +170,7 @@ class TransferWatch:
     # -- told by the connector ---------------------------------------------------------------
 
     def tell(self, what: Callable[[], None]) -> None:
-        """Call one of the next methods; an error of the audit's own ends the audit."""
+        """Call ``what``, one of the next methods; an error ends the audit and is not raised."""
         try:
             what()
         except Exception as error:

@@ -138,7 +138,7 @@ class FoundViolations:
         return found
 
     def take_stale(self) -> frozenset[int]:
-        """Return the blocks that are to leave the prefix cache, found since the last call."""
+        """Return the blocks that are to leave the prefix cache, and forget them."""
         found, self._stale = frozenset(self._stale), set()
         return found
 

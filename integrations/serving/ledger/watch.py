@@ -638,7 +638,7 @@ class Watch:
         return True
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Call a function; if it raises, the audit ends, and the engine goes on."""
+        """Call a function; an error of it ends the audit, and is not raised."""
         try:
             call()
         except Exception as error:

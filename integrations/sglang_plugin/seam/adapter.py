@@ -273,7 +273,7 @@ class Adapter:
         self._tell(partial(self._requests.released, req))
 
     def flushed(self, forget: Callable[[], None]) -> None:
-        """Forget every row and request: the caches are empty.
+        """Forget every row and request, as the caches are empty; an error ends the audit.
 
         Args:
             forget: clears the ledger.

@@ -395,6 +395,6 @@ class Containment:
 
 
 def say_logged_alone(why: str, error: Exception | None = None) -> None:
-    """Log that what the audit finds is not contained, and why."""
+    """Log a warning that what the audit finds is not contained, with the reason and the error."""
     effect = "wrong rows are logged and not contained"
     log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)

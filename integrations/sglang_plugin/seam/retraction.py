@@ -27,9 +27,10 @@ WHY_ENDED: Final = (
 
 
 def pass_over_retracted(scheduler: Scheduler) -> None:
-    """Let SGLang pass over retracted requests when it takes a step in, without overlap as with it.
+    """Set ``enable_overlap`` of the scheduler's result processor, also if it runs without overlap.
 
-    Without overlap none is retracted while its step is under way, so it does not look.
+    Only so does SGLang pass over retracted requests when it takes a step in: without overlap none
+    is retracted while its step is under way.
     """
     object.__setattr__(scheduler.batch_result_processor, "enable_overlap", True)
 
