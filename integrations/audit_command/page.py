@@ -87,7 +87,8 @@ def write_ledger(
 def data(title: str, verdict: Verdict, found: Found, command: str) -> dict[str, Any]:
     """Return the data of a page, for JSON, by the names that ``page`` and its scripts read.
 
-    The recording is that of one rank: the first with a violation, else rank 0.
+    The recording is that of one rank: the first with a violation, else rank 0. The engine's facts
+    get ``windows``, the policy or "none".
     """
     ranks = range(len(found.recordings))
     rank = next((r for r in ranks if found.recordings[r]["violations"]), 0)

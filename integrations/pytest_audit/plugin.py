@@ -84,17 +84,17 @@ class AuditedEngines:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test of which a fixture's engine read a wrong row."""
+        """Fail a test of which a fixture's engine read a wrong row, see ``_judged``."""
         return (yield from self._judged(item, "setup"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test in which a wrong row was read."""
+        """Fail a test in which a wrong row was read, see ``_judged``."""
         return (yield from self._judged(item, "call"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test whose engine says at its end that a wrong row was read."""
+        """Fail a test whose engine says at its end that a wrong row was read, see ``_judged``."""
         return (yield from self._judged(item, "teardown"))
 
     @pytest.hookimpl(trylast=True)

@@ -573,7 +573,7 @@ class TransferWatch:
         return max(right or known, key=lambda each: each.step, default=None)
 
     def _is_stored(self, place: Place) -> bool:
-        """Tell whether a block came from a place of the store that this engine alone has filled."""
+        """Tell whether a block came from where this engine alone has stored one of known bytes."""
         self._doubt_places()
         _, key = self._loads.get(place, ("", None))
         return key is not None and (place[0], key) in self._stored

@@ -87,8 +87,9 @@ class FoundViolations:
     def take(self, on_violation: str) -> Sequence[Violation]:
         """Return the violations found since the last call, without any that ``drop`` took back.
 
-        All of them are logged and remembered for ``report``. With ``evicts_stale``, rows of earlier
-        weights add their blocks to ``take_stale``, and nothing to ``take_report``.
+        All of them are remembered for ``report``, and logged in runs, of which later ones are
+        thinned out. With ``evicts_stale``, rows of earlier weights add their blocks to
+        ``take_stale``, and nothing to ``take_report``.
 
         Args:
             on_violation: what ``take_report`` shall ask of all ranks, besides: "contain" adds the

@@ -190,9 +190,10 @@ def most_drafts(scheduler: Scheduler) -> int:
 
 
 def room(scheduler: Scheduler) -> Room:
-    """Return the sizes of an engine's requests: one per line of its table, the padding's included.
+    """Return the sizes of an engine for a ledger, and whether its requests share rows.
 
-    A request may be as long as a line, and its drafts lie behind.
+    They do by a radix cache. There is a request per line of the table, the padding's included. A
+    request may be as long as a line, and its drafts and one row lie behind.
     """
     lines, positions = scheduler.req_to_token_pool.req_to_token.shape
     caches = not _arguments(scheduler).get("disable_radix_cache")
