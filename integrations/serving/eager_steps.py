@@ -390,7 +390,7 @@ class StateSteps(EagerSteps):
         self._forget()
 
     def _check_all(self, rows: Mapping[str, StateRows]) -> None:
-        """Refuse a step with drafts that a layer did not verify: its state has them already.
+        """Refuse a step with drafts that a layer did not verify, whose state has them then.
 
         Raises:
             KVTxnError: there is such a layer.

@@ -422,7 +422,7 @@ class GraphSteps:
         self._start_rest()
 
     def _start_rest(self) -> None:
-        """Let the next steps have no window, twice as many each time, from 8 to 4096.
+        """Let the next 8 steps have no window, twice as many each time until a commit, up to 4096.
 
         No step recurs until a commit.
         """

@@ -128,8 +128,9 @@ class Hooks:
     def _open(self, scheduler: Scheduler) -> Watching | None:
         """Open the audit of a scheduler; if that is impossible, log why and return None.
 
-        What is not watched and why wrong reads are not contained is logged, too. Where they are
-        contained, all ranks have to open theirs, or none does; every rank must call this then.
+        It is, if the user requires it, also where wrong reads cannot be contained as wanted; else
+        that is logged, and so is what is not watched. Where they are contained, every rank must
+        call this: all open theirs, or none does. The metrics of this process are made, too.
 
         Raises:
             RequiredError: it is impossible, and the user requires it.

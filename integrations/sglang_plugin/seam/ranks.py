@@ -56,5 +56,5 @@ class TensorRanks:
         return int(found[0])
 
     def own_number(self) -> int:
-        """Return this rank's number among them."""
+        """Return this rank's number among them; 0 for one alone."""
         return 0 if self._group is None else dist.get_rank(self._group)

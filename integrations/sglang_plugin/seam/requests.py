@@ -75,7 +75,8 @@ class Requests:
     def _arrivals(self, step: ForwardStep) -> list[Arrival]:
         """Return the requests of a step with prompts that are new, and know them from now on.
 
-        Beyond the most requests, those that came first are known no longer.
+        One whose end is not told yet is left out. Beyond the most requests, those that came first
+        are known no longer.
         """
         before = step.batch.extend_prefix_lens_cpu
         found = []
