@@ -52,6 +52,29 @@ def test_ranks_that_have_found_nothing_exchange_a_number_alone():
     assert heard(RankReport(), RankReport()) == (RankReport(), 0)
 
 
+class OtherStage(Two):
+    """One rank of each of two pipeline stages: reports stay within a stage, levels do not."""
+
+    def of_all(self, value):
+        return [value]
+
+
+@pytest.mark.parametrize(
+    ("other", "hears"),
+    [
+        (RankReport(wrong=Wrong(requests=frozenset({"a"}))), "nothing"),
+        (RankReport(failure="no memory"), "failure"),
+        (RankReport(violation="foreign"), "violation"),
+    ],
+)
+def test_a_stage_hears_of_another_stages_end_but_not_of_its_wrong_reads(other, hears):
+    agreement = RankAgreement(None, OtherStage(other), {"contain": 1}, compares=False, stages=True)
+    report = agreement.after_step(1, RankReport(), "contain")
+    assert not report.wrong
+    assert (report.failure is not None) == (hears == "failure")
+    assert (report.violation is not None) == (hears == "violation")
+
+
 @pytest.mark.parametrize("on_violation", ["log", "contain"])
 def test_violations_that_were_not_kept_are_reported_once(on_violation):
     ledger = SimpleNamespace(groups=[], violations=list, findings=SimpleNamespace(lost=3))

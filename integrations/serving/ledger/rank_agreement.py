@@ -101,7 +101,8 @@ class RankReport:
         return 2 if self.failure is not None else int(bool(self.wrong))
 
 
-#: By level, what a rank hears that only ranks of other pipeline stages have met.
+#: By level, what a rank hears that only ranks of other pipeline stages have met; nothing of wrong
+#: reads, which each stage contains for itself.
 _ELSEWHERE: Final = {
     2: RankReport(failure="the audit of another pipeline stage ended"),
     3: RankReport(violation="another pipeline stage found a violation; its rank's log has it"),
@@ -199,7 +200,7 @@ class RankAgreement:
         heard = own
         for theirs in self._ranks.of_all(own):
             heard |= theirs
-        return heard if heard.level else _ELSEWHERE[level]
+        return heard if heard.level else _ELSEWHERE.get(level, own)
 
     def now(self, own: RankReport) -> RankReport | None:
         """Exchange reports and fingerprints of now, for ``compare``; waits for the device.
