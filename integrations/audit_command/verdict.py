@@ -136,7 +136,7 @@ def judge(
     during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
     unjudged = _ended(counters) + _unwatched(counters) + _unjudged(counters)
     if not rows and not states:
-        headline = f"{early}Nothing was judged: no row was read {during}."
+        headline = f"{early}Nothing was judged: no row or state was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     compared = _compared(counters) + _unverified(counters) + _stale(counters)
     compared += _repeated(counters) + _unused(counters)
