@@ -123,6 +123,7 @@ class GraphCache:
         self.nbytes += nbytes
 
         def replay() -> None:
+            """Launch the graph; as long as it is kept, this counts as its last use."""
             if key in kept:
                 kept.move_to_end(key)
             launch()
@@ -131,7 +132,10 @@ class GraphCache:
 
 
 def _bytes_outside_torch() -> int:
-    """Return the bytes of the current device that torch has not allocated; 0 without a device."""
+    """Return the bytes in use on the current device, less those that torch has reserved.
+
+    0 before CUDA is initialised.
+    """
     if not torch.cuda.is_initialized():
         return 0
     free, total = torch.cuda.mem_get_info()

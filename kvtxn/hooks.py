@@ -104,7 +104,7 @@ class Hooks:
         self._callbacks: dict[Moment, list[Callback]] = {"on_commit": [], "on_abort": []}
 
     def add(self, moment: Moment, callback: Callback) -> Hook:
-        """Register a callback.
+        """Register a callback, and return the handle that removes it.
 
         Raises:
             ConfigError: ``callback`` cannot be called, or is registered for this moment already.

@@ -149,7 +149,11 @@ class Lifecycle:
     def finish(self, event: Event, accepted: Tensor | SampledIds | None = None) -> None:
         """Set the final state, call the hooks, count the window, and let go of its rows.
 
-        No hook is called for ``FAIL``.
+        ``COMMIT`` calls the hooks of ``on_commit``, any other event those of ``on_abort``; no hook
+        is called for ``FAIL``, nor without slots. States that wait in a supplier are abandoned.
+
+        Raises:
+            KeyError: the state table does not allow the event.
         """
         self.go(event)
         try:
@@ -175,7 +179,10 @@ class Lifecycle:
             raise self._late_error
 
     def _tell(self, moment: Moment, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
-        """Call the hooks; an error in a hook changes neither caches nor state."""
+        """Call the hooks; an error in a hook changes neither caches nor state.
+
+        It is counted and logged, and the first one is kept for ``surface``.
+        """
         callbacks = self.context.hooks[moment]
         if not callbacks:
             return
@@ -198,6 +205,10 @@ class Lifecycle:
                 self._late_error = self._late_error or error
 
     def _end(self, accepted: Tensor | SampledIds | None) -> None:
+        """Count the final state, let go of the rows, end the manager's turn, and log the end.
+
+        Rows that a captured commit reads again are kept.
+        """
         self.context.metrics.windows[self.state.value] += 1
         self.context.stager.reset()
         self.context.on_end()
@@ -216,7 +227,7 @@ class Lifecycle:
                 self.txn.staged = {}
 
     def _is_captured(self) -> bool:
-        """Return whether a CUDA graph captured this window's commit and so reads its rows again."""
+        """Tell whether a CUDA graph is capturing this window's commit, and so reads its rows."""
         on_gpu = self.context.device.type == "cuda"
         return on_gpu and torch.cuda.is_current_stream_capturing()
 

@@ -296,7 +296,12 @@ class TransactionManager:
             )
 
     def _check_trees(self, written_by: object) -> None:
-        """Refuse draft trees if the executor cannot do them, or if rows are not staged."""
+        """Refuse draft trees if the executor cannot do them, or if rows are not staged.
+
+        Raises:
+            BackendUnavailableError: the executor cannot do trees.
+            ConfigError: the rows are written by the caller.
+        """
         if not self.executor.capabilities.trees:
             raise BackendUnavailableError(
                 "window",

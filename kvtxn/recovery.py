@@ -66,10 +66,12 @@ def go_direct(
 ) -> Failure:
     """Deal with a failure before commit: write rows straight through from now on, or restore.
 
-    Rows of ``layers``, the layers staged so far, that wait are written now.
+    Rows of ``layers``, the layers staged so far, that wait are written now. ``on_error`` decides;
+    the result says which of the two was done.
     """
 
     def write_on() -> None:
+        """Make the window direct, and write the rows that wait."""
         txn.go_direct(context.metrics.written_through)
         waiting = [layer for layer in layers if layer.rows]  # under undo they are written already
         if waiting:
@@ -156,7 +158,11 @@ def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -
 
 
 def finish_rows(context: WindowContext, txn: Txn, accepted: Tensor, error: Exception) -> Failure:
-    """Commit the rows by the reference, after the commit of states raised ``error`` and went on."""
+    """Commit the rows by the reference, after the commit of states raised ``error`` and went on.
+
+    Returns:
+        The failure with event ``FALL_BACK``, also under ``on_error="raise"``.
+    """
     finish_commit(txn, accepted, txn.saved)
     txn.count(txn.kept(accepted))
     if context.on_error == "raise":
@@ -182,6 +188,7 @@ def commit_failed(
     """
 
     def finish_it() -> None:
+        """Commit states that are not in yet, then the rows by the reference, and count."""
         if sampled is not None:
             commit_states(context, txn.number, sampled)
             txn.states_in = True
@@ -219,7 +226,8 @@ def _recover(
 ) -> Failure:
     """Undo a failed operation if ``on_error`` is ``"raise"``; otherwise call ``repair``.
 
-    Once states of a supplier are in, nothing is undone: ``repair`` is called in any case.
+    Once states of a supplier are in, nothing is undone: ``repair`` is called in any case, and an
+    error of its own comes out.
 
     Args:
         context: the manager's context.
@@ -230,6 +238,10 @@ def _recover(
         before: the rows to put back, by layer name; empty if the operation had read none yet.
         layers: the staged layers. The failed operation may have half written the settled rows of
             rings among them, which are written again.
+
+    Returns:
+        The failure: ``FALL_BACK`` after a repair, which is counted and logged; ``ABORT`` if the
+        caches were restored; ``FAIL`` if restoring raised.
     """
     if context.on_error != "raise" or txn.states_in:
         context.note_fallback(txn.number, operation, error)
@@ -328,11 +340,15 @@ def finish_direct(context: WindowContext, txn: Txn, accepted: Tensor | None) -> 
 
 
 def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
+    """Return the rows of staged layers by layer name."""
     return {layer.ref.name: layer.rows for layer in layers}
 
 
 def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
+    """Write all rows of these layers, as stock would: settled, accepted and rejected alike.
+
+    Replayed layers have no rows to write. Of a captured forward only drafts are written.
+    """
     txn.check_range()
     layers = state_replay.moved(layers)
     draft = txn.layout.is_draft
@@ -354,7 +370,7 @@ def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
 
 
 def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
-    """Bring the caches to where the executor's commit should have brought them."""
+    """Bring the caches to where the executor's commit should have brought them; count nothing."""
     finish(txn, accepted, before, txn.staged.values() if txn.holds_rows else ())
 
 

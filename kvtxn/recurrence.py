@@ -90,7 +90,7 @@ class Recurrence(abc.ABC):
         return self.given(state)
 
     def prepare(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Turn ``given`` parts into ``kept`` parts.
+        """Turn ``given`` parts into ``kept`` parts; by default they are the same.
 
         Args:
             parts: ``[num_rows, *row_shape]`` each, of any dtype that may be staged.
@@ -174,6 +174,7 @@ def one_of(*choices: object) -> Any:
     """Make a validator of an attribute that is one of ``choices``; it raises LayerError."""
 
     def validate(recurrence: object, attribute: attrs.Attribute[object], value: object) -> None:
+        """Refuse, with a LayerError, a value that is none of the choices."""
         if not any(value is choice or value == choice for choice in choices):
             raise LayerError(
                 type(recurrence).__name__,

@@ -170,6 +170,8 @@ def why_not(name: str, device: torch.device) -> str | None:
 def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()) -> type[Executor]:
     """Return the executor class for ``name`` on ``device``; only "auto" chooses.
 
+    "auto" takes the first of ``PREFERENCE`` that can run there and hold the layers, else torch's.
+
     Args:
         name: a registered name, or "auto".
         device: the device of the caches.

@@ -166,6 +166,7 @@ class Stager:
         return StagedLayer(ref, tuple(row.detach().clone() for row in stored_rows(ref, parts)))
 
     def _take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
+        """Encode one layer's rows; if rows have to last, keep or copy the caller's own tensors."""
         rows = stored_rows(ref, parts)
         if self._holds and self._mode != "reference":
             # Encoded rows are new tensors, which no one else can write to.
@@ -194,7 +195,7 @@ class Stager:
                 )
 
     def _check_apart(self, operation: str, part: Tensor, name: str) -> None:
-        """Refuse a staged tensor that lies in a cache: windows write there."""
+        """Refuse, with a WindowStateError, a staged tensor in a cache: windows write there."""
         for ref in self._refs:
             for plane in ref.planes:
                 if begin(part) < end(plane.cells) and begin(plane.cells) < end(part):
@@ -208,7 +209,13 @@ class Stager:
                     )
 
     def _keep(self, ref: LayerRef, plane: Plane | RowPart, part: Tensor) -> Tensor:
-        """Return the tensor itself if an in-place write would be noticed, else a copy."""
+        """Return the tensor itself if an in-place write would be noticed, else a copy in a buffer.
+
+        A later window writes over the buffer.
+
+        Raises:
+            WindowStateError: states that a commit selects lie in a cache.
+        """
         if ref.states and not ref.replay:  # the commit writes settled states before it reads drafts
             self._check_apart("stage", part, ref.name)
         if self._mode == "auto" and not part.is_inference() and not within_graph():
@@ -226,6 +233,7 @@ class Stager:
 
 
 def _facts(part: Tensor) -> _Facts:
+    """Return the facts by which ``take_if_unchanged`` knows a tensor of the same layout."""
     # A lazily negated view is the imaginary part of a conjugate: only these dtypes have any.
     negated = part.dtype in (torch.float16, torch.float32, torch.float64)
     stride = None if part.is_contiguous() else part.stride()

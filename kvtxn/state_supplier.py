@@ -79,8 +79,8 @@ class StateSupplier(abc.ABC):
             num_requests: requests of the window.
 
         Returns:
-            One function that makes them; if it raises, it has committed nothing. None if they
-            cannot be captured.
+            One function that makes them; if it raises, it has committed nothing. None, as here, if
+            they cannot be captured.
         """
         return None
 

@@ -100,7 +100,13 @@ class Window:
     # -- begin --------------------------------------------------------------------
 
     def _begin(self, slots: Slots) -> None:
-        """Take the slot mappings that are known; the manager calls this, once."""
+        """Take the slot mappings that are known; the manager calls this, once.
+
+        A window whose rows the caller writes is STAGED then.
+
+        Raises:
+            SlotMappingError: a mapping does not fit, or one is missing and the caller writes rows.
+        """
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
         life = self._life
@@ -130,6 +136,10 @@ class Window:
             raise
 
     def _set_slots(self, group: str, slots: OneMapping) -> None:
+        """Check and copy a group's slots; under ``undo`` save the rows that they hold.
+
+        If the executor fails in that, the window goes DIRECT, or ends and the error is raised.
+        """
         context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
         if life.txn is None:
@@ -221,7 +231,11 @@ class Window:
             self._life.go(Event.STAGE_LAST)
 
     def _take_in(self, txn: Txn, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take one layer's rows, and write those that are written at staging."""
+        """Take one layer's rows, and write those that are written at staging.
+
+        If the stager fails, copies are taken, and the window goes DIRECT, or ends and the error is
+        raised.
+        """
         stager, life = self._context.stager, self._life
         try:
             layer, failure = stager.take(ref, parts), None
@@ -236,7 +250,10 @@ class Window:
         return layer
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
-        """Call the executor's ``stage``, which writes the rows that are written at staging."""
+        """Write the rows that are written at staging, in state DIRECT by the reference.
+
+        If the executor fails, the window goes DIRECT, or ends and the error is raised.
+        """
         if self._life.state is WindowState.DIRECT:
             self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
@@ -442,7 +459,7 @@ class Window:
     # -- failures and the end ------------------------------------------------------
 
     def fall_back(self, operation: str, error: Exception) -> None:
-        """End the window because the caller's own code failed; write staged rows directly.
+        """Make the window DIRECT because the caller's own code failed; write staged rows now.
 
         From here on the caller writes the rows of layers that are not staged, and commit only
         counts. Not for windows with a draft tree, whose commit has to move staged rows.

@@ -119,7 +119,7 @@ class Ledger:
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches.
 
-        The epoch of the weights stays, and what was counted.
+        The epoch of the weights stays, and what was counted. A step under way is over.
         """
         self._epochs.keep(self._requests.lines)
         self._requests.clear()
@@ -130,7 +130,10 @@ class Ledger:
         self._state.end()
 
     def restart(self) -> None:
-        """Forget everything, what was counted and found included; the books stay where they are."""
+        """Forget everything, what was counted and found included; the books stay where they are.
+
+        Weights are in their first epoch again, and a scrub has sealed nothing.
+        """
         self.reset()
         books = self.books
         books.counters.zero_()
@@ -393,6 +396,7 @@ class Ledger:
 
         Raises:
             ConfigError: as in ``write``.
+            WindowStateError: as in ``write``.
         """
         self.write(step)
         self.check(step)
@@ -459,7 +463,7 @@ class Ledger:
     def outcome(
         self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the arguments of ``resolve`` as tensors on the ledger's device.
+        """Check the arguments of ``resolve``, and return them as tensors on the ledger's device.
 
         ``sampled`` stays None if it is None.
 
@@ -857,6 +861,9 @@ class Ledger:
         Args:
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
+
+        Raises:
+            ConfigError: ``spare`` is no such copy.
         """
         return self.findings.copy_counters(spare, prints=prints)
 

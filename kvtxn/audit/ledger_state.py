@@ -84,6 +84,7 @@ class LedgerState:
 
     @contextmanager
     def _hide_later(self) -> Iterator[None]:
+        """Take the serial numbers of the lines in ``later`` away, and put them back at the end."""
         serials, lines = self.books.facts[book.SERIAL], self.upload(self.later)
         theirs = serials.index_select(0, lines)
         serials.index_fill_(0, lines, NOBODY)

@@ -80,7 +80,11 @@ class Passes(ABC):
 
     @abstractmethod
     def check(self, step: Step) -> None:
-        """Compare every row that the step's queries read with the reader's own digests."""
+        """Compare every row that the step's queries read with the reader's own digests.
+
+        The rows are counted, stale ones by age. A run of wrong rows is recorded as one violation;
+        see ``RUN``.
+        """
 
     @abstractmethod
     def resolve(
@@ -112,4 +116,4 @@ class Passes(ABC):
 
     @abstractmethod
     def inspect(self, stretch: Stretch) -> None:
-        """Compare rows that are published or exported, not read by a step."""
+        """Compare rows that are published or exported, not read by a step; record wrong ones."""

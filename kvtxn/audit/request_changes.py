@@ -89,6 +89,9 @@ class RequestChanges:
     ) -> tuple[list[int], list[int], NewRequests | None]:
         """Take requests out of the table and others in, if all of them find room.
 
+        What the ones that leave have read is kept, and the seeds of the others. Under an open step
+        the lines of those that come count as later ones.
+
         Returns:
             The line of each request of ``names``; the lines that nobody has any more; and the
             requests of ``names`` as the passes take them, None if there are none.

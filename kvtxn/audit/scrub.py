@@ -121,7 +121,7 @@ class Scrub:
     def compare(self, step: Step) -> None:
         """Compare a sample of the rows and states of earlier steps that a step will read.
 
-        Call it before ``Ledger.write``.
+        Call it before ``Ledger.write``. Changed bytes become violations of kind ``changed``.
 
         Raises:
             ConfigError: the step does not fit the ledger.
@@ -203,7 +203,11 @@ class Scrub:
     def _outputs(
         self, operation: str, step: Step, outputs: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Check the outputs of a step's rows; returns both, on the device."""
+        """Check the outputs of a step's rows; return both on the device, outputs at least 2-D.
+
+        Raises:
+            ConfigError: the step is no step, or the outputs do not fit ``rows``.
+        """
         self._ledger.require(operation, step, after=True)
         rows = checks.ints(operation, "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0

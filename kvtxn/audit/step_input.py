@@ -105,10 +105,10 @@ class StepInput:
         *,
         released: bool = False,
     ) -> bool:
-        """Tell quickly that a step of the right shapes is well-formed; for CPUs.
+        """Tell quickly that a step of the right shapes is well-formed; for CPUs. Here: never.
 
-        ``Books.first`` is filled as in ``Passes.write``, unless the result is False or ``released``
-        is set.
+        A subclass may tell. It fills ``Books.first`` as in ``Passes.write``, unless the result is
+        False or ``released`` is set.
 
         Args:
             step: the step.
@@ -161,7 +161,10 @@ class StepInput:
 def _check(
     source: StepBuffers, target: StepBuffers, first: Tensor, drafts: Tensor, number: int
 ) -> None:
-    """Refuse, with a ConfigError, a step that does not lie inside all of its buffers."""
+    """Refuse, with a ConfigError, a step that does not lie inside all of its buffers.
+
+    Tables of another width than the ledger's own are refused, too.
+    """
     several = [*source.tables, *target.tables, *(each for each in source.lengths if len(each))]
     room = min(
         *(len(source.starts) - 1, len(target.starts) - 1),

@@ -48,6 +48,7 @@ class ShortConv(Recurrence):
 
     @width.validator
     def _has_a_past(self, attribute: attrs.Attribute[int], value: int) -> None:
+        """Refuse, with a LayerError, a width below 2."""
         if value < 2:
             raise LayerError(
                 "ShortConv", "width is not valid", expected="at least 2 taps", got=value
