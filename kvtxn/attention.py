@@ -255,7 +255,10 @@ def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
 
 
 def check_scores(scale: object, sliding_window: object, soft_cap: object) -> None:
-    """Refuse, with a LayerError, settings that are not numbers or out of range; None is fine."""
+    """Refuse, with a LayerError, settings that are no finite numbers; None is fine.
+
+    ``soft_cap`` has to be above 0, and ``sliding_window`` an int above 0.
+    """
     for name, value, least in (
         ("scale", scale, None),
         ("sliding_window", sliding_window, 1),

@@ -250,7 +250,7 @@ def _together(
 
 
 def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
-    """Refuse a cache of another rank, without memory, or with elements that share memory.
+    """Refuse a cache of another rank, empty, without memory, or with elements that share memory.
 
     Args:
         name: the layer's.

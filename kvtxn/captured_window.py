@@ -437,8 +437,8 @@ class CapturedWindow(Window):
         """Make exactly the accepted draft rows durable; see ``Window.commit``.
 
         Raises:
-            AcceptanceError: the window has states of a ``StateSupplier``, of more requests than it
-                has rows of; it stays as it is. Else as ``Window.commit`` does.
+            AcceptanceError: the windows have a ``StateSupplier``, whose states need
+                ``commit_sampled``; the window stays as it is. Else as ``Window.commit`` does.
         """
         if self._shared.supplier is not None:
             raise AcceptanceError(
@@ -504,6 +504,8 @@ class CapturedWindow(Window):
 
     def fall_back(self, operation: str, error: Exception, *, replayed: bool | None = None) -> None:
         """Give the window up because the caller's own code failed; see ``Window.fall_back``.
+
+        The rows of rings that the forward will write over are saved for the window's end.
 
         Args:
             operation: see ``Window.fall_back``.

@@ -67,7 +67,7 @@ class _Front(_Parser):
     """The parser of ``kvtxn`` itself, which lists the commands at the end of its help."""
 
     def format_help(self) -> str:
-        """Format the help, with a line for each command."""
+        """Format the help, with a line for each command and the exit codes at its end."""
         lines = [f"  {name:<12}{summary(entry)}" for name, entry in commands().items()]
         ending = textwrap.wrap(EXIT_CODES, WIDTH)
         return "\n".join([super().format_help(), "commands:", *lines, "", *ending, ""])
@@ -159,6 +159,8 @@ def run_command(
     args: argparse.Namespace,
 ) -> int:
     """Parse the rest of a command line by the command's own arguments, and run the command.
+
+    Its help ends with the exit codes. Wrong usage ends by SystemExit.
 
     Args:
         prog: the words that led to this command, as its usage line shows them.

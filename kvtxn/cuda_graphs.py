@@ -144,13 +144,16 @@ def _bytes_outside_torch() -> int:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream for captures on a device, since the default stream cannot be captured."""
+    """Return a device's one stream for captures, since the default stream cannot be captured."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: freeing a dead graph or event would spoil the capture."""
+    """Pause the garbage collector, if it runs, during a ``with`` block.
+
+    Freeing a dead graph or event would spoil a capture.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

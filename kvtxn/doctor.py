@@ -71,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         The exit code: 2 if no integration could judge the engine arguments; 1 if something is wrong
-        on the server.
+        on the server; else 0.
 
     Raises:
-        ConfigError: the engine arguments name no model, or no integration has a matrix.
+        ConfigError: the engine arguments name no model; or, after the report was printed, no
+            integration has the matrix that was asked for.
     """
     if args.url is not None:
         return _of_server(args)
@@ -130,7 +131,10 @@ def _of_server(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr whatever is printed or logged on stdout, by code that is not Python's, too."""
+    """Send to stderr whatever is printed or logged on stdout during a ``with`` block.
+
+    That of code which is not Python's goes there, too.
+    """
     sys.stdout.flush()
     out, error = 1, 2
     try:

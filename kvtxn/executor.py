@@ -189,7 +189,10 @@ class Txn:
         self.holds_rows = self.waits or self.layout.tree is not None
 
     def go_direct(self, counters: Tensor) -> None:
-        """Write rows straight through from here on, and count in ``counters``."""
+        """Write rows straight through from here on, and count in ``counters``.
+
+        Staged rows are held from here on for a tree alone.
+        """
         self.policy, self.counters = "direct", counters
         self.waits, self.holds_rows = False, self.layout.tree is not None
 

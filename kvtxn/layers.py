@@ -306,7 +306,7 @@ def _rebuild(fields: dict[str, Any]) -> LayerRef:
 
 
 def _kind(ref: LayerRef, num_slots: int) -> SlotKind:
-    """Return whether a layer has paged rows, a ring, or recurrent states.
+    """Return the kind of a layer's slots: paged rows, a ring, or recurrent states.
 
     Raises:
         LayerError: window, ring size and number of slots do not go together.

@@ -85,7 +85,12 @@ class Lifecycle:
         )
 
     def refuse_commit(self, operation: str, to_stage: str) -> NoReturn:
-        """Raise the error for a commit now; ``to_stage``: the next step if a layer is missing."""
+        """Raise the error for a commit now; ``to_stage``: the next step if a layer is missing.
+
+        Raises:
+            IncompleteWindowError: a layer is missing, and the window is not over.
+            WindowStateError: otherwise.
+        """
         if self.missing and not self.state.is_final:
             missing, total = list(self.missing), len(self.context.layers)
             raise IncompleteWindowError(
@@ -232,7 +237,11 @@ class Lifecycle:
         return on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _never_written(self, accepted: Tensor | SampledIds | None) -> int:
-        """Count the draft rows that were never written. Waits for the device: for debug events."""
+        """Count the draft rows that were never written. Waits for the device: for debug events.
+
+        They are all drafts after an abort, and the rejected ones after a commit; none if the window
+        wrote its drafts through.
+        """
         txn = self.txn
         if txn is None or not txn.waits:
             return 0

@@ -176,6 +176,9 @@ class TransactionManager:
     ) -> Window:
         """Begin a window.
 
+        If the executor fails in it, the window is DIRECT from the start, or the error is raised:
+        see ``TxnConfig.on_error``.
+
         Args:
             draft_len: draft rows per request: an int for all (the number of requests then
                 follows from the number of slots), or one int per request.

@@ -83,6 +83,9 @@ def go_direct(
 def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> Failure | None:
     """Call the executor's ``commit``; if it fails, finish the commit, or restore the caches.
 
+    States of replayed layers advance before it. In debug mode the caches are compared with the
+    reference after it, and a difference counts as its failure.
+
     Returns:
         None if the executor committed; else the failure, after its repair.
     """
@@ -304,7 +307,8 @@ def save_rings(context: WindowContext, txn: Txn) -> None:
 def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write every row; of rings under ``deferred``, whose drafts must still wait, the settled ones.
 
-    Rows that attention or the commit still reads stay in ``txn.staged``.
+    Under ``deferred`` no state is written. Rows that attention or the commit still reads stay in
+    ``txn.staged``.
     """
     held = [layer for layer in layers if _holds(context, layer.ref)]
     write_through(txn, [layer for layer in layers if layer not in held])

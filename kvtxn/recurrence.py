@@ -109,7 +109,10 @@ class Recurrence(abc.ABC):
 
 
 def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
-    """Refuse, with a LayerError, a ``replay`` that is not one fitting recurrence per state."""
+    """Refuse, with a LayerError, a ``replay`` that is not one fitting recurrence per state.
+
+    An empty tuple is fine: a commit selects states then.
+    """
     if not isinstance(replay, tuple) or not all(isinstance(each, Recurrence) for each in replay):
         raise LayerError(
             "LayerRef",

@@ -158,7 +158,10 @@ def ask(name: str, device: torch.device) -> str | None:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return why ``name`` cannot run on ``device``; None if it can."""
+    """Return why ``name`` cannot run on ``device``, or cannot be asked; None if it can run.
+
+    No error is raised.
+    """
     try:
         return ask(name, device)
     except BackendUnavailableError as error:

@@ -120,7 +120,10 @@ class Series:
         return sum(self.values(name))
 
     def counted(self, name: str) -> str:
-        """Return a metric's sum, with its part of each label value: "3 (commit 2, stage 1)"."""
+        """Return a metric's sum, with its part of each label value: "3 (commit 2, stage 1)".
+
+        Parts that are 0 are left out, and the labels of model, engine and rank.
+        """
         parts: Counter[str] = Counter()
         for each in self.samples:
             own = each.labels.keys() - {"model_name", "engine", "rank"}

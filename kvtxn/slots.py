@@ -278,7 +278,10 @@ class SlotMappings:
         return _reach(self.layout, self._given[group][0])
 
     def rows_in(self, group: str, slots: object) -> int | None:
-        """Return the rows of a window with this mapping; None if ``slots`` is not a mapping."""
+        """Return the rows of a window with this mapping; None if ``slots`` is not a mapping.
+
+        A mapping of states has a slot per request, from which the rows follow by the lengths.
+        """
         count = count_of(slots)
         if count is None or not self._rules.kinds[group].per_request:
             return count
@@ -327,7 +330,11 @@ class SlotMappings:
     def _bounds(
         self, group: str, slots: OneMapping, count: int
     ) -> tuple[Tensor, Tensor] | tuple[()]:
-        """Return the boundaries and slots beyond of ``StateSlots``; nothing for plain slots."""
+        """Return the boundaries and slots beyond of ``StateSlots``; nothing for plain slots.
+
+        Raises:
+            SlotMappingError: another shape, dtype or device.
+        """
         if not isinstance(slots, StateSlots):
             return ()
         return bounds_of(group, slots, count, self._rules.device)

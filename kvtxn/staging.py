@@ -73,7 +73,10 @@ class Stager:
         self._watched = config.staging == "auto"
 
     def begin(self, num_rows: int, *, holds: bool) -> None:
-        """Prepare for a window of ``num_rows`` rows; with ``holds`` the rows last until commit."""
+        """Prepare for a window of ``num_rows`` rows; with ``holds`` the rows last until commit.
+
+        The tensors of the window before are forgotten.
+        """
         self.reset()  # an interrupt may have kept the last window from it
         seen = self._by_rows.get(num_rows)
         if seen is None:
@@ -83,7 +86,7 @@ class Stager:
         self.layout_token = seen.token if holds and self._mode != "copy" else None
 
     def reset(self) -> None:
-        """Forget the tensors of the last window."""
+        """Let go of the tensors of the last window that are watched for writes."""
         self._held.clear()
 
     def take_if_unchanged(
@@ -146,7 +149,11 @@ class Stager:
         return True
 
     def take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take and encode one layer's rows; ``parts`` come from ``check_parts``."""
+        """Take and encode one layer's rows; ``parts`` come from ``check_parts``.
+
+        If they are held as they are, their layout is remembered for ``take_if_unchanged``;
+        ``layout_token`` becomes another object, or None where they were copied or encoded.
+        """
         layer = self._take(ref, parts)
         if ref.replay:  # no executor moves these rows, so their layout does not matter
             return layer
@@ -161,7 +168,10 @@ class Stager:
         return layer
 
     def take_alone(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take one layer's rows after ``take`` failed: copies of these rows, in no fixed buffer."""
+        """Take one layer's rows after ``take`` failed: copies of these rows, in no fixed buffer.
+
+        ``layout_token`` is None then.
+        """
         self.layout_token = None
         return StagedLayer(ref, tuple(row.detach().clone() for row in stored_rows(ref, parts)))
 

@@ -100,7 +100,7 @@ class Crossings:
         return cls(*(to_device(v, device, torch.int64) if v.is_cpu else v for v in own))
 
     def refuse_outside(self, slots: Tensor, limit: int) -> Tensor:
-        """Replace a request's slot by one outside the cache if its ``beyond`` is outside.
+        """Return the slots, with one outside the cache for a request whose ``beyond`` is outside.
 
         The device's check of the slots, which refuses the whole window, then covers ``beyond``.
         """

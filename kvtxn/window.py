@@ -168,7 +168,10 @@ class Window:
         value: Tensor | Sequence[Tensor] | None = None,
         slots: Tensor | Sequence[int] | None = None,
     ) -> None:
-        """Stage one layer's rows; layers in any order, each once.
+        """Stage one layer's rows; layers in any order, each once. The last makes the window STAGED.
+
+        If the executor fails, the window goes DIRECT, or ends and the error is raised: see
+        ``TxnConfig.on_error``.
 
         Args:
             ref: the layer, as the manager knows it.
@@ -283,6 +286,9 @@ class Window:
         a row without a slot (-1) is left open. In a tree a draft row sees the tokens before the
         drafts, its ancestors and itself; for a sliding window its position follows its depth.
 
+        If the executor fails, the window goes DIRECT and the reference attends, or the window ends
+        and the error is raised: see ``TxnConfig.on_error``.
+
         Args:
             ref: a staged layer with key and value planes.
             query: ``[num_rows, num_q_heads, head_size]``, any floating dtype, with a multiple of
@@ -364,8 +370,9 @@ class Window:
             IncompleteWindowError: a layer is missing; the window stays open.
             WindowStateError: the window is over, or staged rows were modified.
             AcceptanceError: ``accepted`` does not fit; the window stays as it is.
-            Exception: the error of an ``on_commit`` hook, under ``on_error="raise"``; the
-                window is committed all the same.
+            Exception: under ``on_error="raise"``, the executor's error, after the caches were
+                restored; or the error of an ``on_commit`` hook: the window is committed all the
+                same. Under ``"fallback"`` the reference finishes the commit: FELL_BACK.
         """
         if torch.compiler.is_compiling():
             outside_graphs(Window.commit)(self, accepted)

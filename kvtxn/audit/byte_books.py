@@ -176,7 +176,8 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
     """Return the ``Place`` of a layer's group.
 
     Raises:
-        LayerError: there is none, or the layer's cache does not have its slots.
+        LayerError: there is none, it reads another group's rows, or the layer's cache does not
+            have its slots, its blocks or its kind.
     """
     place = layout.places.get(ref.group)
     slots = min(plane.num_slots for plane in ref.planes)

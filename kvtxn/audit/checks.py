@@ -148,6 +148,8 @@ def place_of(operation: str, books: Books, group: str, *, states: bool | None = 
 def check_step(operation: str, books: Books, step: Any, *, released: bool = False) -> None:
     """Refuse a step whose tensors do not fit the ledger or each other.
 
+    On a CPU it also fills ``Books.first``, unless ``released`` is set.
+
     Args:
         operation: the call, for the message.
         books: the ledger's books.

@@ -38,7 +38,7 @@ def checksum(key: Key, rows: Tensor, part: int) -> Tensor:
 
 
 def has_nan(plane: Plane) -> bool:
-    """Tell whether the format of a plane has a NaN with which dead rows can be filled."""
+    """Tell whether a plane's format is of floats, with a NaN with which dead rows can be filled."""
     return plane.format.dtype.is_floating_point
 
 

@@ -106,7 +106,7 @@ class Moves:
         self._put(groups, target, copied, self._books.words[where], owners, writers)
 
     def _writers(self, groups: _Groups, where: Tensor) -> Tensor:
-        """Return what the latest journal entries say of rows, ``NOBODY`` where they say nothing.
+        """Return what the ``_RECENT`` latest journal entries say of rows, else ``NOBODY``.
 
         Args:
             groups: the rows' groups.

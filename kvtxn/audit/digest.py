@@ -161,7 +161,7 @@ class Key:
         return EMBEDDED | _shifted(mixed, 64 - TOKEN_BITS + 1)
 
     def seed(self, extras: Iterable[int] = ()) -> int:
-        """Return the digest of the empty prefix, int64.
+        """Return the digest of the empty prefix, int64; 0 without extras, whose order counts.
 
         Args:
             extras: numbers that change every K and V of a request, such as the id of its LoRA.

@@ -95,7 +95,10 @@ class Findings:
         self._on_host = dict.fromkeys(KINDS, 0)
 
     def has_more(self, copy: CounterCopy) -> bool:
-        """Tell whether a copy that has arrived counts violations that were not taken yet."""
+        """Tell whether violations wait to be taken: of the host, or of a copy that has arrived.
+
+        A copy from before ``restart`` has none.
+        """
         return bool(self._unread) or (self._is_of_now(copy) and copy.found > self._read)
 
     def copy_counters(

@@ -248,7 +248,14 @@ class Following:
         self._evicted.clear()
 
     def _words_of(self, step: Step, place: Place, request: Tensor, within: Tensor) -> Tensor:
-        """Return the words of rows of a step's requests, given by their numbers in the step."""
+        """Return the words that rows of a step's requests have to have, int64 ``[n]``.
+
+        Args:
+            step: the step.
+            place: the group.
+            request: int64 ``[n]``, the request of each row.
+            within: int64 ``[n]``, the row's number among its request's rows.
+        """
         books = self._state.books
         line = step.lines.long()[request].clamp(min=0)
         position = first_of(books, step).long()[request] + within

@@ -109,7 +109,7 @@ class IdentityTable:
         self.forgotten, self.repeats = 0, False
 
     def remember(self, contents: Tensor, identities: Tensor) -> list[bool]:
-        """Remember blocks.
+        """Remember blocks; where there is no room, older ones are pushed out.
 
         Args:
             contents: int64 ``[n, 2]`` on the host, keyed checksums of the blocks' bytes.

@@ -148,7 +148,7 @@ class Ledger:
         self._parted = False
 
     def watch_bytes(self, books: ByteBooks) -> None:
-        """Keep the books of a scrub up to date when blocks change hands."""
+        """Keep the books of a scrub up to date from now on, when blocks change hands."""
         self._state.bytes = books
 
     @property
@@ -351,6 +351,8 @@ class Ledger:
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it continues, and record the rows it writes.
 
+        A wrong state, or a wrong count in ``Step.told``, becomes a violation of kind ``state``.
+
         The step before it is over: ``resolve`` is for the last step alone. If that had drafts and
         was not resolved, nobody knows which of their rows may be read; the requests that had them
         are counted in ``unresolved``.
@@ -368,6 +370,8 @@ class Ledger:
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
+
+        Wrong rows become violations; see ``Violation``.
 
         Raises:
             ConfigError: as in ``write``.
@@ -524,6 +528,8 @@ class Ledger:
     def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
         """Check rows that other requests can find by their tokens from now on (prefix caching).
 
+        Wrong rows become violations of kind ``published``.
+
         Args:
             request: the request by whose tokens the rows are found.
             group: the group of the rows.
@@ -538,6 +544,8 @@ class Ledger:
 
     def publish_state(self, request: str, group: str, block: int, length: int) -> None:
         """Check a state that other requests can find by its tokens and continue from now on.
+
+        A wrong one becomes a violation of kind ``published``.
 
         Args:
             request: the request by whose tokens the state is found.
@@ -570,7 +578,8 @@ class Ledger:
     def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
         """Check a state that leaves the engine: after exactly the request's first tokens.
 
-        The arguments and errors are those of ``publish_state``.
+        A wrong one is reported as ``exported``. The arguments and errors are those of
+        ``publish_state``.
 
         Returns:
             int64 ``[1]`` on the ledger's device, the ``digest`` for ``import_state``.
@@ -747,7 +756,8 @@ class Ledger:
     def inspect(self, stretch: Stretch) -> None:
         """Check rows of many requests at once, as ``publish`` or ``export`` do for one request.
 
-        Numbers that lie outside the ledger are left out, as in a step on a GPU.
+        Wrong rows become violations of the stretch's kind. Numbers that lie outside the ledger are
+        left out, as in a step on a GPU.
 
         Raises:
             ConfigError: a group is unknown, or a tensor does not fit.

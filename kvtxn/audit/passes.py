@@ -107,11 +107,11 @@ class Passes(ABC):
         """
 
     def input(self) -> StepInput:
-        """Return the code that prepares an engine's numbers for these passes."""
+        """Return the code that prepares an engine's numbers for these passes; here in torch."""
         return StepInput(self.books)
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:
-        """Return the device code of a scrub over the same ledger."""
+        """Return the device code of a scrub over the same ledger; here torch's."""
         return TorchBytePasses(books)
 
     @abstractmethod

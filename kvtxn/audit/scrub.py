@@ -132,7 +132,9 @@ class Scrub:
     def seal(
         self, step: Step, accepted: Tensor | Sequence[int] | None = None, *, besides: int = 0
     ) -> None:
-        """Take the checksums of the rows and states that a step leaves; poison the others.
+        """Take the checksums of the rows and states that a step leaves; poison what is dead.
+
+        Only groups that ``poison`` named are poisoned.
 
         Call it after ``Ledger.resolve``.
 
@@ -161,7 +163,7 @@ class Scrub:
         self.passes.seal(step, counts, besides)
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
-        """Report each request that has a NaN in an output of its rows, once.
+        """Report each request that has a NaN in an output of its rows, once, as ``changed``.
 
         Call it after the forward and before ``Ledger.resolve``. Use it with ``poison``; without it
         a NaN may be the model's own.

@@ -123,7 +123,7 @@ class StepInput:
         return False
 
     def reaches(self, step: Step, ends: Tensor) -> bool:
-        """Tell whether a request's rows before its drafts reach a position; for CPUs.
+        """Tell whether any request's rows before its drafts end at its position or after; for CPUs.
 
         Args:
             step: the step that was written last; its requests are admitted ones.

@@ -92,7 +92,10 @@ class StoreThread:
         return self._fails
 
     def put(self, scope: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """Have the thread write blocks; they are dropped if too many wait, or the store fails."""
+        """Have the thread write blocks; they are dropped if too many wait, or the store fails.
+
+        They are dropped as well once the thread is closed.
+        """
         self._enqueue(_Write(scope, blocks))
 
     def ask(self, scope: bytes, contents: Sequence[bytes]) -> Question:
@@ -106,7 +109,10 @@ class StoreThread:
         return question
 
     def _enqueue(self, entry: Question | _Write) -> bool:
-        """Append to the queue; else count the entry's blocks as dropped, and return False."""
+        """Append to the queue, and return True; False if it is closed or has no room.
+
+        The entry's blocks are counted as dropped then.
+        """
         with self._changed:
             if self._closes or self._waiting + len(entry.contents) > self._room:
                 self._dropped += len(entry.contents)

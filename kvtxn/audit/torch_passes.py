@@ -332,7 +332,8 @@ class TorchPasses(Passes):
     ) -> tuple[Tensor, Tensor]:
         """Judge rows: return a number of ``FOUND`` for each wrong row, -1 for each right row.
 
-        A stale row is wrong where a step reads it and the ledger is to alarm.
+        A stale row is wrong where a step reads it and the ledger is to alarm; the row of an open
+        draft where it is to be exported.
 
         Returns:
             int64 ``[num_rows]``, and the rows' ages, int64 ``[num_rows]``.

@@ -150,7 +150,10 @@ class WeightWatch:
         self._steps += 1
 
     def _take(self) -> None:
-        """Hash all weights, and begin to copy the hashes to the host, to be judged later."""
+        """Hash all weights, and begin to copy the hashes to the host, to be judged later.
+
+        An earlier sample that still waits is judged first.
+        """
         if self._sample is not None:  # of fewer steps than one takes to arrive
             self._judge(self._sample)
         hashes = torch.stack([self._hash(each.now()) for each in self._weights.values()])

@@ -55,7 +55,7 @@ class ShortConv(Recurrence):
             )
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse, with a LayerError, a state that does not hold ``width - 1`` inputs."""
+        """Refuse, with a LayerError, a state that does not hold ``width - 1`` inputs of floats."""
         check_state(layer, state, "[num_states, width - 1, channels]", FLOATS)
         if state.shape[1] != self.width - 1:
             raise LayerError(
