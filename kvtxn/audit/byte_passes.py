@@ -76,8 +76,8 @@ class BytePasses(ABC):
         """Report the requests that have a NaN in an output, each of them once.
 
         The report names the first slot of the request's block tables that holds a rejected row,
-        if there is one in a poisoned group, since such rows are what ``seal`` fills with NaN. If a
-        slot of its tables was reported before, the cause is known, and there is no further report.
+        if there is one in a poisoned group, since such rows are what ``seal`` fills with NaN. A
+        request that was told of a wrong row already gets no report: that row may be the cause.
 
         Args:
             step: the step.

@@ -131,7 +131,10 @@ class Epochs:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the first epoch, and set all counts of stale rows to zero."""
+        """Go back to the first epoch, and set all counts of stale rows to zero.
+
+        On the device the caller sets ``EPOCH`` to zero before; here ``ALARM`` is set.
+        """
         books = self._books
         books.ages.zero_()
         books.ended.fill_(-1)

@@ -145,7 +145,9 @@ class Findings:
         return new
 
     def counters(self, copy: CounterCopy | None = None) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in.
+        """Return the counts by Prometheus name: of violations their sum, and one for each kind.
+
+        Those that were found on the host count, too; counts by age are not among them.
 
         Args:
             copy: a copy that has arrived; None: the counts of now, for which the host waits.

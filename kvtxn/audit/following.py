@@ -370,9 +370,10 @@ def _blocks(window: EndedWindow, place: Place) -> Tensor:
 
 
 def _is_whole(step: Step, window: EndedWindow) -> bool:
-    """Tell whether a window begins with the step's first request.
+    """Tell whether a window has the step's requests from the first on, those without drafts, too.
 
-    Else it has the drafts of those requests alone that have any.
+    So it is if it has settled rows, or as many requests as the step. Else it has the drafts of
+    those requests alone that have any.
     """
     return window.layout.has_settled or window.layout.num_requests == len(step.lines)
 

@@ -853,9 +853,10 @@ class Ledger:
         return self.findings.take()
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in. Waits for the device.
+        """Return the counts by Prometheus name: of violations their sum, and one for each kind.
 
-        Those of a scrub are among them if there is one.
+        Waits for the device. Those of a scrub are among them if there is one, and rows that were
+        read by age once weights have changed.
         """
         found = self.findings.counters()
         found |= self._epochs.counters(found["kvtxn_audit_rows_checked_total"])

@@ -90,9 +90,12 @@ class Passes(ABC):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """End a step: mark the rows and states of rejected drafts, unless they were reported.
+        """End a step: mark the rows and states of rejected drafts.
 
-        None of its requests is ``OPEN`` any more.
+        Requests that were released since are among them, unless drafts are trees. None of the
+        requests is ``OPEN`` any more. Of those that are still admitted ``KEPT`` is the number of
+        drafts that stay; ``DURABLE`` and ``KNOWN`` reach to the end of these drafts, and ``KNOWN``
+        over the sampled token after them.
 
         Args:
             step: the step last given to ``write``.

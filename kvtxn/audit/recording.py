@@ -245,7 +245,10 @@ class RecordingLedger(Ledger):
                 self._add_rows("handed_out", step, -1, -1, row, count, after=1)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Check rows that are published or exported, and record them as such."""
+        """Check rows that are published, exported or imported, and record them as such.
+
+        Rows of requests that are not admitted are not recorded.
+        """
         super().inspect(stretch)
         firsts, ends = _numbers(stretch.first), _numbers(stretch.end)
         for index, line in enumerate(_numbers(stretch.lines)):

@@ -113,7 +113,7 @@ class RedisStore:
                 batch.execute()
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what is known of blocks, as ``IdentityStore`` says.
+        """Return what is known of blocks by their bytes; unknown ones are left out.
 
         Those that are found count as used now: they expire ``KEPT`` seconds later, and are
         forgotten after blocks that were used before.

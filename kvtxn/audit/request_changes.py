@@ -64,7 +64,9 @@ class RequestChanges:
         return lines
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
-        """Check the blocks that are handed out, and return them with a group of their pool each.
+        """Check the blocks that are handed out, and return them by a group of their pool.
+
+        Groups without blocks are left out.
 
         Raises:
             ConfigError: a group is unknown, or a block is not one of its blocks.

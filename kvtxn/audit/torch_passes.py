@@ -222,7 +222,10 @@ class TorchPasses(Passes):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """Mark what a step's rejected drafts wrote, and take in its tokens; see ``Passes``."""
+        """Mark what a step's rejected drafts wrote, and take in its tokens.
+
+        ``KEPT``, ``DURABLE`` and ``KNOWN`` follow the drafts that stay; see ``Passes.resolve``.
+        """
         accepted = accepted - besides if besides else accepted
         books, facts = self.books, self.books.facts
         batch = Batch.of(books, step, released=True)
