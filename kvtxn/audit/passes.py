@@ -119,4 +119,7 @@ class Passes(ABC):
 
     @abstractmethod
     def inspect(self, stretch: Stretch) -> None:
-        """Compare rows that are published or exported, not read by a step; record wrong ones."""
+        """Compare rows that are published, exported or imported, and record wrong ones.
+
+        Of rows to be exported, those of open drafts are recorded, too.
+        """
