@@ -383,6 +383,8 @@ def finish(
 ) -> None:
     """Put back the rows from ``before`` where no draft is kept, then write the kept drafts.
 
+    Of selected states the settled rows are written before the kept drafts.
+
     The order matters: a kept row and a rejected row may have the same slot. No draft is kept and no
     state changes if ``accepted`` is None. Else states that did not take their settled and kept rows
     in take them in now.

@@ -88,6 +88,6 @@ class StateSupplier(abc.ABC):
     def capture(self) -> Capture | None:
         """The capture that knows where memory is for what ``launches`` allocates.
 
-        None leaves the capture to the executor: ``launches`` allocates nothing.
+        None, as here, leaves the capture to the executor: ``launches`` allocates nothing.
         """
         return None

@@ -144,7 +144,10 @@ def _own_embedded(embedded: Any, end: int) -> tuple[Tensor, Tensor]:
 
 
 def _quickly(embedded: Mapping[int, int], end: int) -> tuple[array[int], array[int]] | None:
-    """Return positions and contents if all are ints of the usual ranges; else None."""
+    """Return positions below ``end`` and contents of 64 bits without a sign, if all are such ints.
+
+    None otherwise.
+    """
     positions, contents = [*embedded], [*embedded.values()]
     if {*map(type, positions), *map(type, contents)} != {int}:
         return None

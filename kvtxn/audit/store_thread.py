@@ -156,7 +156,10 @@ class StoreThread:
             return [self._queue.popleft() for _ in range(number)] or None
 
     def _do(self, entry: Question | _Write) -> None:
-        """Write or answer one entry; log an error of any kind, and count its blocks as dropped."""
+        """Write or answer one entry; log an error of any kind, and count its blocks as dropped.
+
+        So are they while a store that failed is not tried again. The answer is nothing then.
+        """
         answer: list[Sequence[StoredBlock]] = [()] * len(entry.contents)
         try:
             store = self._opened()
