@@ -59,7 +59,7 @@ class Acceptance:
         self._seen: LRUCache[tuple[object, ...], bool] = LRUCache(_MAX_GRAPHS)
 
     def from_ids(self, sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
-        """Count the accepted drafts of each request.
+        """Count the accepted drafts of each request: its ids that are tokens, less one.
 
         Args:
             sampled: the ids; more of them than a request can have accepted are left out.
@@ -99,7 +99,12 @@ class Acceptance:
         return self.from_ids(sampled, layout.draft_len)
 
     def _choose(self, key: tuple[object, ...], size: int) -> str:
-        """Choose the mode of "auto" for a shape; a graph needs a shape that was seen before."""
+        """Return the mode that "auto" takes for a call with ``size`` ids.
+
+        On the host: "loop" for up to ``_LOOP_UP_TO`` ids, else "vectorized". On a GPU: "graph" for
+        a shape that came before, while there is room for its graph; else "vectorized", as for no
+        ids and while a stream is being captured. On a GPU a new shape is remembered.
+        """
         if self.device.type != "cuda":
             return "loop" if size <= _LOOP_UP_TO else "vectorized"
         if torch.cuda.is_current_stream_capturing() or size == 0:
@@ -126,12 +131,14 @@ class _Graph:
         self._graph = capture(run)
 
     def replay(self, ids: Tensor, limit: Tensor) -> Tensor:
+        """Count the drafts of ids of the captured shape; the next call overwrites the result."""
         torch._foreach_copy_(self._inputs, [ids, limit])
         self._graph.replay()
         return self._output
 
 
 def _by_loop(sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
+    """Count the accepted drafts in Python, int64 on the ids' device; waits for a GPU."""
     placeholder, vocab_size = sampled.placeholder, sampled.vocab_size
     counts = []
     for ids, drafts in zip(sampled.ids.tolist(), draft_len, strict=True):
@@ -141,4 +148,5 @@ def _by_loop(sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
 
 
 def _on_device(sampled: SampledIds, limit: Tensor) -> Tensor:
+    """Count the accepted drafts by torch operations, int64 ``[num_requests]``, without waiting."""
     return torch.minimum(sampled.counts(), limit).clamp(min=0)

@@ -43,6 +43,9 @@ def attend(
             a draft tree, in which a row sees its ancestors and itself.
         query: ``[num_rows, num_q_heads, head_size]``.
         args: block table, sequence lengths and the rest.
+
+    Returns:
+        ``[num_rows, num_q_heads, value_head_size]``, of the query's dtype and device.
     """
     out = query.new_empty(*query.shape[:2], planes[1].row_shape[1])
     for request in range(layout.num_requests):
@@ -86,9 +89,9 @@ def arguments(
 ) -> AttentionArgs:
     """Check and complete the arguments of ``Window.attend``; see there.
 
-    Without ``sliding_window``, the window of a ring layer is used. ``waiting`` is True if draft
-    rows are not in the cache. ``evicting`` has, for a ring layer, how many rows of each request
-    evict others from its ring.
+    Without ``scale`` it is ``head_size ** -0.5``. ``waiting`` is True if draft rows are not in the
+    cache. ``evicting`` is given for a ring layer alone: how many rows of each request evict others
+    from its ring. Without ``sliding_window``, such a layer's own window is used.
 
     Raises:
         LayerError: an argument does not fit the layer or the window, or is out of range.
@@ -111,7 +114,12 @@ def arguments(
 def _check_ring(
     ref: LayerRef, window: int, blocks: int, evicting: Sequence[int], waiting: bool
 ) -> None:
-    """Refuse a ring that has lost rows which a query sees, and a block table that is too short."""
+    """Refuse a ring that has lost rows which a query sees, and a block table that is too short.
+
+    Raises:
+        LayerError: the ring has fewer than ``window`` plus the evicting rows less one, or the
+            table's blocks have fewer slots than the ring.
+    """
     size, slots = ref.kind.reuse, blocks * ref.planes[0].block_size
     needed = window + max(evicting, default=0) - 1
     if size < needed:
@@ -207,6 +215,9 @@ def _check_lengths(layout: RowLayout, room: int, lengths: list[int], fresh: bool
     """Refuse lengths out of range; return how many tokens of each request the table leads to.
 
     A request's blocks have ``room`` slots; ``fresh`` rows of the window are not read through them.
+
+    Raises:
+        LayerError: a length is below the request's rows in the window, or above its room.
     """
     ends = []
     for request, length in enumerate(lengths):
@@ -226,7 +237,10 @@ def _check_lengths(layout: RowLayout, room: int, lengths: list[int], fresh: bool
 
 
 def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
-    """Refuse blocks outside the cache among the blocks that are read; do not check the others."""
+    """Refuse, with a LayerError, blocks outside the cache among those of a request's first tokens.
+
+    ``ends`` has the number of these tokens for each request; its further blocks are not checked.
+    """
     count = plane.num_slots // plane.block_size
     for request, (blocks, end) in enumerate(zip(block_table.tolist(), ends, strict=True)):
         for block in blocks[: -(-end // plane.block_size)]:
@@ -241,7 +255,10 @@ def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
 
 
 def check_scores(scale: object, sliding_window: object, soft_cap: object) -> None:
-    """Refuse, with a LayerError, settings that are not numbers or out of range; None is fine."""
+    """Refuse, with a LayerError, settings that are no finite numbers; None is fine.
+
+    ``soft_cap`` has to be above 0, and ``sliding_window`` an int above 0.
+    """
     for name, value, least in (
         ("scale", scale, None),
         ("sliding_window", sliding_window, 1),

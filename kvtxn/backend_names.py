@@ -19,7 +19,10 @@ registered: Final[dict[str, type[Any]]] = {}
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the entry points of installed packages by name; no module is imported."""
+    """Return the entry points of installed packages by name, as they were at the first call.
+
+    No module is imported.
+    """
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 

@@ -53,6 +53,7 @@ class Plane:
 
     @layout.default
     def _layout(self) -> tuple[object, ...]:
+        """Return the shape of blocks and rows, and address and strides of the offsets, if any."""
         table = self.offsets
         form = *self.cells.shape[:2], self.block_size, self.row_shape
         return form if table is None else (*form, table.data_ptr(), table.stride())
@@ -121,7 +122,11 @@ class PlaneSpec:
 
 
 def paged_planes(layer: str, specs: Sequence[PlaneSpec], kv_dtype: str) -> tuple[Plane, ...]:
-    """Build the planes of a paged layer: one per spec, then the scales beside their rows."""
+    """Build the planes of a paged layer: one per spec, then the scales beside their rows.
+
+    Raises:
+        LayerError: a scale or a number format does not fit its cache.
+    """
     planes: list[Plane] = []
     scales: list[Plane] = []
     for spec in specs:
@@ -135,6 +140,8 @@ def paged_planes(layer: str, specs: Sequence[PlaneSpec], kv_dtype: str) -> tuple
 
 def decoded(planes: Sequence[Plane], stored: Sequence[Tensor]) -> list[Tensor]:
     """Return rows as numbers, float32 ``[num_rows, *row_shape]``: K and V, or one latent.
+
+    Scales that lie beside rows are applied to them, and not returned.
 
     Args:
         planes: all planes of a layer.
@@ -150,7 +157,11 @@ def decoded(planes: Sequence[Plane], stored: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _scale_plane(layer: str, spec: PlaneSpec) -> Plane:
-    """Describe the tensor of float32 scales, one per row and head, of a plane's rows."""
+    """Build the plane of the float32 scales, one per row and head, of another plane's rows.
+
+    Raises:
+        LayerError: the scales have another dtype, or no memory of their own.
+    """
     scale = spec.scale
     assert isinstance(scale, Tensor)
     check_cache(layer, scale, scale.ndim, "one scale per row and head")
@@ -169,7 +180,11 @@ def _scale_plane(layer: str, spec: PlaneSpec) -> Plane:
 
 
 def _paged_plane(layer: str, spec: PlaneSpec, kv_dtype: str, scales_in: int | None) -> Plane:
-    """Build a plane of K, V or latents; plane number ``scales_in`` holds their scales, if any."""
+    """Build a plane of K, V or latents; plane number ``scales_in`` holds their scales, if any.
+
+    Raises:
+        LayerError: the scale or the number format does not fit the cache.
+    """
     part, cache, scale, offsets = spec.part, spec.cache, spec.scale, spec.offsets
     if scale is not None and (
         not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
@@ -235,7 +250,7 @@ def _together(
 
 
 def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
-    """Refuse a cache of another rank, without memory, or with elements that share memory.
+    """Refuse a cache of another rank, empty, without memory, or with elements that share memory.
 
     Args:
         name: the layer's.

@@ -87,6 +87,8 @@ class LayoutLaunches(abc.ABC):
     def recurs_with_states(self, sampled: Tensor) -> bool:
         """Count a commit of rows and states; tell whether to capture both by ``capture_with``.
 
+        An executor that does not capture counts nothing and answers False, as here.
+
         Args:
             sampled: as for ``commit``, contiguous int32.
         """
@@ -97,6 +99,8 @@ class LayoutLaunches(abc.ABC):
     ) -> None:
         """Capture a commit together with that of states, for ``with_states``, if possible.
 
+        An executor that does not capture does nothing, as here.
+
         Args:
             sampled: as for ``commit``, contiguous int32. The launch reads it where it lies now.
             states: makes the launches of the states. They were made once before.
@@ -104,7 +108,7 @@ class LayoutLaunches(abc.ABC):
         """
 
     def warm_up(self, sampled: Tensor) -> None:
-        """Launch everything once while every slot is -1, before the first step.
+        """Launch everything once while every slot is -1, before the first step; here: ``commit``.
 
         Args:
             sampled: as for ``commit``.
@@ -123,5 +127,5 @@ class CapturedLaunches(abc.ABC):
         """
 
     def variants(self) -> Iterator[RowLayout]:
-        """Yield one layout for each way in which the kernels can be compiled."""
+        """Yield one layout for each way in which the kernels can be compiled; here: none."""
         return iter(())

@@ -91,7 +91,10 @@ def check_rows(refs: Sequence[LayerRef], rows: LayerRows, max_rows: int) -> None
 
 
 def _check_distinct(rows: LayerRows, max_rows: int) -> None:
-    """Refuse tensors in which two rows, or two elements of a row, share memory."""
+    """Refuse, with a LayerError, tensors in which two rows, or elements of a row, share memory.
+
+    Rows behind the first ``max_rows`` are not looked at.
+    """
     parts = [(part[:max_rows], name) for name, each in rows.items() for part in each]
     shared = next((name for part, name in parts if overlaps_itself(part)), None)
     if shared is None:
@@ -108,6 +111,7 @@ def _check_distinct(rows: LayerRows, max_rows: int) -> None:
 
 
 def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.device) -> bool:
+    """Tell whether a tensor has room for ``max_rows`` rows of a part, in its dtype and place."""
     dtypes = [kept.format.dtype]
     if isinstance(kept, Plane):
         dtypes.append(kept.cells.dtype)

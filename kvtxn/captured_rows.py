@@ -55,6 +55,8 @@ class CapturedRows:
     def stage(self, ref: LayerRef, *parts: Tensor) -> tuple[Tensor, ...]:
         """Hold one layer's rows; call it inside the capture, where the rows are made.
 
+        With ``check`` they are copied as well.
+
         Args:
             ref: the layer.
             parts: one tensor per plane, ``[num_rows, *row_shape]``, or, of a replayed layer, per

@@ -41,13 +41,16 @@ _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
 
 
 def _nothing() -> None:
-    """Stands for the launch of a window without rows."""
+    """Do nothing, in place of the launch of a window without rows."""
 
 
 def _launches(
     supplier: StateSupplier, launches: LayoutLaunches, sampled: Tensor, num_requests: int
 ) -> Callable[[], None] | None:
-    """Return the launches of states that recur, to be captured; None where that is impossible."""
+    """Return the launches of states that recur, to be captured together with those of the rows.
+
+    None where they are not to be captured, or after an error, which is logged at debug level.
+    """
     try:
         if launches.recurs_with_states(sampled):
             return supplier.launches(sampled, num_requests)
@@ -59,7 +62,10 @@ def _launches(
 def _capture(
     supplier: StateSupplier, launches: LayoutLaunches, sampled: Tensor, states: Callable[[], None]
 ) -> None:
-    """Capture a commit of rows with that of the states, which are in; rows are still to come."""
+    """Capture a commit of rows with that of the states, which are in; rows are still to come.
+
+    An error is logged at debug level, and then nothing is captured.
+    """
     try:
         launches.capture_with(sampled, states, supplier.capture)
     except Exception as error:
@@ -133,6 +139,8 @@ class CapturedWindow(Window):
     def note_staged(self, ref: LayerRef) -> None:
         """Note that one more layer's drafts wait for commit; for a forward that is not replayed.
 
+        With the last layer an OPEN window is STAGED.
+
         Args:
             ref: the layer. Noting a layer again changes nothing: its rows wait at one place.
 
@@ -175,7 +183,7 @@ class CapturedWindow(Window):
     # -- old rows, which an abort puts back ---------------------------------------------------
 
     def save(self) -> None:
-        """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
+        """Copy the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
         self._shared.save(self.plan.launches)
         if self.plan.launches is not None:
             return
@@ -185,7 +193,10 @@ class CapturedWindow(Window):
             self._context.save(txn, group)
 
     def save_failed(self, error: Exception) -> None:
-        """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
+        """Go DIRECT, since no old row is there to be put back; or abort and raise ``error``.
+
+        ``TxnConfig.on_error`` says which of the two.
+        """
         self._unsaved = self.plan.launches is not None  # one launch saves them all, or none
         life, self._unsaved = self._life, False
         life.go_direct("begin", error)
@@ -224,7 +235,10 @@ class CapturedWindow(Window):
             raise
 
     def _miss_saving(self, operation: str) -> None:
-        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back."""
+        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back.
+
+        A window that cannot fall back any more stays as it is.
+        """
         life, self._unsaved = self._life, False
         if allowed(life.state, Event.FALL_BACK):
             why = "the forward was to save the rows that drafts overwrite, and did not come"
@@ -412,6 +426,7 @@ class CapturedWindow(Window):
         assert txn is not None
 
         def finish() -> None:
+            """Repair the commit, and end the window as the repair says."""
             life.follow(repair(txn))
             life.finish(Event.COMMIT, counts)
 
@@ -422,8 +437,8 @@ class CapturedWindow(Window):
         """Make exactly the accepted draft rows durable; see ``Window.commit``.
 
         Raises:
-            AcceptanceError: the window has states of a ``StateSupplier``, of more requests than it
-                has rows of; it stays as it is. Else as ``Window.commit`` does.
+            AcceptanceError: the windows have a ``StateSupplier``, whose states need
+                ``commit_sampled``; the window stays as it is. Else as ``Window.commit`` does.
         """
         if self._shared.supplier is not None:
             raise AcceptanceError(
@@ -441,13 +456,25 @@ class CapturedWindow(Window):
         super().commit(accepted)
 
     def _commit_any(self, sampled: Tensor) -> WindowState:
-        """Commit without prepared launches, or refuse to."""
+        """Commit as any window does, without prepared launches, and return the final state.
+
+        Raises:
+            IncompleteWindowError: the window waits for some of its layers.
+            WindowStateError: the window is over.
+        """
         self._check_staged()
         super().commit(self._counts(sampled))
         return self.state
 
     def _check_staged(self) -> None:
-        """Refuse a commit of a window that is over, or still waits for some of its layers."""
+        """Refuse a commit of a window that is over, or still waits for some of its layers.
+
+        If no layer was noted, every layer counts as staged from now on.
+
+        Raises:
+            IncompleteWindowError: the window waits for some of its layers.
+            WindowStateError: the window is over.
+        """
         if self._noted is None and self.state is OPEN:
             self._take_the_rest()
         life = self._life
@@ -477,6 +504,8 @@ class CapturedWindow(Window):
 
     def fall_back(self, operation: str, error: Exception, *, replayed: bool | None = None) -> None:
         """Give the window up because the caller's own code failed; see ``Window.fall_back``.
+
+        The rows of rings that the forward will write over are saved for the window's end.
 
         Args:
             operation: see ``Window.fall_back``.
@@ -547,7 +576,10 @@ class CapturedWindow(Window):
         return life
 
     def _take(self, refs: Iterable[LayerRef]) -> None:
-        """Move layers whose drafts wait from ``missing`` to the lifecycle's ``Txn``."""
+        """Move layers whose drafts wait from ``missing`` to the lifecycle's ``Txn``; count them.
+
+        With the last missing layer an OPEN window is STAGED.
+        """
         life = self._life
         txn = life.txn
         assert txn is not None

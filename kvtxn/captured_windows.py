@@ -133,6 +133,11 @@ class CapturedWindows:
         return self._plans(layout)
 
     def _plan(self, layout: RowLayout) -> StepPlan:
+        """Make the plan of a layout, for ``plan``, which keeps it.
+
+        Raises:
+            CapacityError: more rows than there is room for, or than a ring has.
+        """
         if layout.num_rows > self._room:
             raise CapacityError(
                 "captured_windows",
@@ -246,7 +251,7 @@ class CapturedWindows:
         return window
 
     def begin_states(self) -> CapturedWindow:
-        """Begin the window of a step without rows of its own, right before its commit.
+        """Begin, and return, the window of a step without rows of its own, right before its commit.
 
         Such a step has states to commit, but no draft row, or none that waits: its forward writes
         its rows as without kvtxn. Marks and slots stay as they are.
@@ -265,6 +270,7 @@ class CapturedWindows:
         return window
 
     def _log_begin(self, plan: StepPlan) -> None:
+        """Log, at debug level, that the next window begins."""
         rows, policy = plan.layout.num_rows, self.context.policy
         log.debug("window.begin", window=self._turn.begun, rows=rows, policy=policy)
 
@@ -312,7 +318,7 @@ class CapturedWindows:
             self.mark(None)
 
     def _launch_padding(self, plan: StepPlan) -> None:
-        """Save and commit once while every slot is -1; nothing is counted."""
+        """Save and commit once while every slot is -1; count nothing, and raise what fails."""
         context, layout = self.context, plan.layout
         counts = torch.ones(layout.num_requests, dtype=torch.int32, device=context.device)
         if plan.launches is not None:
@@ -330,7 +336,7 @@ class CapturedWindows:
 
 
 def _check_policy(policy: str) -> None:
-    """Refuse given rows under a policy that does not let drafts wait in them."""
+    """Refuse, with a ConfigError, given rows under a policy that lets no drafts wait in them."""
     if policy != "deferred":
         raise ConfigError(
             "captured_windows",
@@ -342,7 +348,7 @@ def _check_policy(policy: str) -> None:
 
 
 def _check_laps(context: WindowContext, layout: RowLayout) -> None:
-    """Refuse layouts in which two rows of a request have one slot of its ring.
+    """Refuse, with a CapacityError, layouts in which two rows of a request share a ring's slot.
 
     A forward writes its rows in no order, so either row might be in the slot afterwards. And where
     no draft could be marked it writes them all: then a rejected row would have evicted a kept one.

@@ -67,7 +67,7 @@ class _Front(_Parser):
     """The parser of ``kvtxn`` itself, which lists the commands at the end of its help."""
 
     def format_help(self) -> str:
-        """Format the help, with a line for each command."""
+        """Format the help, with a line for each command and the exit codes at its end."""
         lines = [f"  {name:<12}{summary(entry)}" for name, entry in commands().items()]
         ending = textwrap.wrap(EXIT_CODES, WIDTH)
         return "\n".join([super().format_help(), "commands:", *lines, "", *ending, ""])
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     If a reader such as ``head`` closes the pipe early, the rest of the output is dropped, and the
     exit code is 141, the shell's for a closed pipe. If the output cannot be written, since the disk
-    is full, one sentence says so, and the exit code is 2.
+    is full, one sentence says so, and the exit code is 2. Wrong usage ends by SystemExit, as in
+    argparse.
     """
     try:
         try:
@@ -98,11 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let the flush at the end of the process succeed, since the pipe is closed."""
+    """Send the rest of the standard output nowhere, so that the flush at the end succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    """Parse the command line, load the command, set up the log, and run the command.
+
+    Errors of kvtxn, and packages that the command lacks, are printed, with exit code 2; an
+    interrupt is 130. Wrong usage, or a command that cannot be loaded, ends by SystemExit.
+    """
     description = "Transactions for the KV cache of LLM inference."
     front = with_options(_Front(prog="kvtxn", description=description))
     front.add_argument("command", metavar="COMMAND", choices=list(commands()), help="see below")
@@ -154,6 +160,8 @@ def run_command(
 ) -> int:
     """Parse the rest of a command line by the command's own arguments, and run the command.
 
+    Its help ends with the exit codes. Wrong usage ends by SystemExit.
+
     Args:
         prog: the words that led to this command, as its usage line shows them.
         command: the object that declares the arguments and runs.
@@ -172,7 +180,7 @@ def run_command(
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Find the commands that installed packages declare, by name."""
+    """Return the entry points of the commands that installed packages declare, by name, sorted."""
     return {entry.name: entry for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 
@@ -190,7 +198,7 @@ def summary(entry: EntryPoint) -> str:
 
 
 def needed(modules: Sequence[str]) -> str:
-    """List the packages that a command needs, in brackets, for the end of its line of help."""
+    """Return the packages that a command needs, in brackets, for its line of help; "" for none."""
     return f" (needs {extras.listed(modules)})" if modules else ""
 
 

@@ -42,7 +42,10 @@ class SampledIds:
     vocab_size: int | None = None
 
     def counts(self) -> Tensor:
-        """Return the drafts accepted, int64 ``[num_requests]``, not clamped; never waits."""
+        """Return the real ids of each request less one, int64 ``[num_requests]``; never waits.
+
+        It is not clamped: -1 for a request without any id.
+        """
         real = self.ids != self.placeholder
         if self.vocab_size is not None:
             real &= self.ids < self.vocab_size
@@ -93,7 +96,11 @@ def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Te
 
 
 def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
-    """Return counts or a mask on the host, in range; an int counts for every request."""
+    """Return counts, int64, or a mask on the host, in range; an int counts for every request.
+
+    Raises:
+        AcceptanceError: they are neither, or a count is above the request's drafts or below 0.
+    """
     tensor = isinstance(accepted, Tensor)
     if not tensor and hasattr(accepted, "tolist") and hasattr(accepted, "__array__"):
         accepted = accepted.tolist()  # torch does not take every array of another library
@@ -131,6 +138,7 @@ def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
 
 
 def _check_shape(accepted: Tensor, layout: RowLayout) -> None:
+    """Refuse, with an AcceptanceError, what is neither one int per request nor one bool per row."""
     mask = accepted.dtype is torch.bool
     expected = (layout.num_rows if mask else layout.num_requests,)
     if accepted.is_floating_point() or accepted.is_complex() or accepted.shape != expected:
@@ -144,7 +152,11 @@ def _check_shape(accepted: Tensor, layout: RowLayout) -> None:
 
 
 def _check_on_device(accepted: Tensor, layout: RowLayout, device: torch.device) -> None:
-    """Refuse counts or a mask on a device that do not fit, or that torch cannot compare there."""
+    """Refuse counts or a mask on a device that do not fit, or that torch cannot compare there.
+
+    Raises:
+        AcceptanceError: another layout, dtype, shape or device.
+    """
     plain = is_plain(accepted)
     if not plain or accepted.dtype in (torch.uint16, torch.uint32, torch.uint64):
         raise AcceptanceError(
@@ -159,6 +171,7 @@ def _check_on_device(accepted: Tensor, layout: RowLayout, device: torch.device) 
 
 
 def _check_device(accepted: Tensor, device: torch.device) -> None:
+    """Refuse, with an AcceptanceError, a tensor on another device."""
     if accepted.device != device:
         raise AcceptanceError(
             "commit", "accepted is on another device", expected=device, got=accepted.device
@@ -182,7 +195,13 @@ def _is_nested(accepted: object) -> bool:
 
 
 def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:
-    """Return paths, int ``[num_requests, columns]``; host values have -1 only at their ends."""
+    """Return paths, int ``[num_requests, columns]``; host values have -1 only at their ends.
+
+    A tensor on the device is returned as it is, its values unseen.
+
+    Raises:
+        AcceptanceError: they are no paths, or on the host one leaves its tree.
+    """
     if isinstance(accepted, SampledIds):
         _refuse_path(layout, "SampledIds")
     if isinstance(accepted, Tensor):
@@ -207,7 +226,11 @@ def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tenso
 
 
 def _checked_path(layout: RowLayout, request: int, path: list[int]) -> list[int]:
-    """Return one request's path without its padding; refuse one that leaves the tree."""
+    """Return one request's path without the -1 at its end; ``path`` loses them, too.
+
+    Raises:
+        AcceptanceError: a draft row is not the child of the one before.
+    """
     assert layout.tree is not None
     parents = layout.tree.parents[request]
     while path and path[-1] == -1:
@@ -228,6 +251,7 @@ def _checked_path(layout: RowLayout, request: int, path: list[int]) -> list[int]
 
 
 def _refuse_path(layout: RowLayout, got: object) -> NoReturn:
+    """Raise the AcceptanceError of an argument that is no path of a tree window."""
     raise AcceptanceError(
         "commit",
         "accepted is not a path of a tree window",
@@ -242,7 +266,11 @@ def _refuse_path(layout: RowLayout, got: object) -> NoReturn:
 
 
 def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -> SampledIds:
-    """Return the ids on ``device``; ids of the host are copied there without a wait."""
+    """Return the ids on ``device``; ids of the host are copied there without a wait.
+
+    Raises:
+        AcceptanceError: the ids or a setting are malformed, or on the host accept too many drafts.
+    """
     ids = sampled.ids
     check_ids(ids, layout.num_requests)
     _check_settings(sampled.placeholder, sampled.vocab_size)
@@ -256,7 +284,7 @@ def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -
 
 
 def _check_sampled(sampled: SampledIds, layout: RowLayout) -> None:
-    """Refuse ids of the host that accept more drafts than a request has; no id accepts none."""
+    """Refuse, with an AcceptanceError, ids of the host that accept more drafts than there are."""
     counts = sampled.counts().tolist()
     for request, (count, drafts) in enumerate(zip(counts, layout.draft_len, strict=True)):
         if count > drafts:
@@ -284,7 +312,7 @@ def check_ids(ids: Tensor, num_requests: int) -> None:
 
 
 def _check_settings(placeholder: object, vocab_size: object) -> None:
-    """Refuse a placeholder or vocabulary size that is not an int."""
+    """Refuse, with an AcceptanceError, a placeholder or vocabulary size that is not an int."""
     for name, value in (("placeholder", placeholder), ("vocab_size", vocab_size)):
         optional = name == "vocab_size" and value is None
         if not optional and (not isinstance(value, int) or isinstance(value, bool)):

@@ -41,6 +41,7 @@ def never_compiled(function: Callable[_Given, _Result]) -> Callable[_Given, _Res
 
     @wraps(function)
     def guarded(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        """Call the function; where the compiler traces the call, it breaks its graph there."""
         if torch.compiler.is_compiling():
             return outside_graphs(function)(*args, **kwargs)
         return function(*args, **kwargs)

@@ -26,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the shell's completion script; returns the exit code 0.
 
     Of a command whose packages are missing only the name is completed.
+
+    Raises:
+        MissingModules: shtab is not installed.
     """
     require(*NEEDS)
     import shtab

@@ -24,7 +24,10 @@ MOST_ROWS: Final = (1 << 31) - 1
 
 
 def _one_of(choices: tuple[str, ...]) -> Any:
+    """Return a validator that raises a ConfigError for all but the given texts."""
+
     def check(_: object, attribute: attrs.Attribute[str], value: object) -> None:
+        """Refuse a value that is none of the choices, and name the one that was probably meant."""
         if not isinstance(value, str) or value not in choices:
             raise ConfigError(
                 "TxnConfig",
@@ -38,6 +41,7 @@ def _one_of(choices: tuple[str, ...]) -> Any:
 
 
 def _positive(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+    """Refuse, with a ConfigError, what is no int from 1 to ``MOST_ROWS``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ROWS:
         raise ConfigError(
             "TxnConfig",
@@ -49,6 +53,7 @@ def _positive(_: object, attribute: attrs.Attribute[int], value: object) -> None
 
 
 def _boolean(_: object, attribute: attrs.Attribute[bool], value: object) -> None:
+    """Refuse, with a ConfigError, what is no bool."""
     if not isinstance(value, bool):
         raise ConfigError(
             "TxnConfig", f"{attribute.name} is not valid", expected="a bool", got=repr(value)
@@ -56,6 +61,7 @@ def _boolean(_: object, attribute: attrs.Attribute[bool], value: object) -> None
 
 
 def _registered(_: object, __: attrs.Attribute[str], value: object) -> None:
+    """Refuse, with a BackendUnavailableError, what is neither "auto" nor a backend's name."""
     known = names()
     if not isinstance(value, str) or (value != "auto" and value not in known):
         raise BackendUnavailableError(
@@ -96,7 +102,11 @@ class TxnConfig:
     """
 
     def __new__(cls, *_: object, **settings: object) -> Self:
-        """Refuse settings that do not exist, and name the one that was probably meant."""
+        """Refuse settings that do not exist, and name the one that was probably meant.
+
+        Raises:
+            UnknownSettingError: one does not exist.
+        """
         known = [field.name for field in attrs.fields(cls)]
         for name in settings:
             if name not in known:

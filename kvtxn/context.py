@@ -84,6 +84,7 @@ class WindowContext:
 
     @unstaged.default
     def _all_layers(self) -> dict[str, None]:
+        """Return the name of every layer, in order, with None."""
         return dict.fromkeys(self.layers)
 
     def new_txn(self, layout: RowLayout, number: int | None = None) -> Txn:
@@ -98,7 +99,9 @@ class WindowContext:
         return txn
 
     def save(self, txn: Txn, group: str) -> None:
-        """Call the executor's ``save`` for a group; the first result of each group is checked.
+        """Call the executor's ``save`` for a group, and put the rows into ``txn.saved``.
+
+        The first result of each group is checked.
 
         Raises:
             KVTxnError: it is not what ``Executor.save`` has to return.

@@ -123,6 +123,7 @@ class GraphCache:
         self.nbytes += nbytes
 
         def replay() -> None:
+            """Launch the graph; as long as it is kept, this counts as its last use."""
             if key in kept:
                 kept.move_to_end(key)
             launch()
@@ -131,7 +132,10 @@ class GraphCache:
 
 
 def _bytes_outside_torch() -> int:
-    """Return the bytes of the current device that torch has not allocated; 0 without a device."""
+    """Return the bytes in use on the current device, less those that torch has reserved.
+
+    0 before CUDA is initialised.
+    """
     if not torch.cuda.is_initialized():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -140,13 +144,16 @@ def _bytes_outside_torch() -> int:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream for captures on a device, since the default stream cannot be captured."""
+    """Return a device's one stream for captures, since the default stream cannot be captured."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: freeing a dead graph or event would spoil the capture."""
+    """Pause the garbage collector, if it runs, during a ``with`` block.
+
+    Freeing a dead graph or event would spoil a capture.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

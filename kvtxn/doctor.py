@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _json(text: str) -> Any:
+    """Parse JSON; an ArgumentTypeError that does not show the text if it is none."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:  # the text may have a token for a model hub
@@ -70,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         The exit code: 2 if no integration could judge the engine arguments; 1 if something is wrong
-        on the server.
+        on the server; else 0.
 
     Raises:
-        ConfigError: the engine arguments name no model, or no integration has a matrix.
+        ConfigError: the engine arguments name no model; or, after the report was printed, no
+            integration has the matrix that was asked for.
     """
     if args.url is not None:
         return _of_server(args)
@@ -105,7 +107,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_server(args: argparse.Namespace) -> int:
-    """Print the report on a running server; exit code 1 if something is wrong there."""
+    """Print the report on a running server; exit code 1 if something is wrong there.
+
+    Raises:
+        ConfigError: options about this machine were given, too.
+        MissingModules: prometheus_client is not installed.
+    """
     require("prometheus_client")
     from . import running_server
 
@@ -124,7 +131,10 @@ def _of_server(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr whatever is printed or logged on stdout, by code that is not Python's, too."""
+    """Send to stderr whatever is printed or logged on stdout during a ``with`` block.
+
+    That of code which is not Python's goes there, too.
+    """
     sys.stdout.flush()
     out, error = 1, 2
     try:
@@ -176,6 +186,7 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _devices() -> dict[torch.device, str]:
+    """Return the CPU and every CUDA device, each with the name of its processor."""
     import torch
 
     found = {torch.device("cpu"): platform.processor() or platform.machine()}
@@ -185,6 +196,7 @@ def _devices() -> dict[torch.device, str]:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -192,6 +204,7 @@ def _version(package: str) -> str | None:
 
 
 def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    """Return whether a backend runs on a device, and its capabilities or the reason why not."""
     from . import registry
 
     reason = registry.why_not(name, device)
@@ -207,6 +220,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def _auto(device: torch.device) -> dict[str, str]:
+    """Return the backend and the policy that "auto" takes on a device, and why that policy."""
     from . import registry
     from .policy_choice import choose_policy
 

@@ -166,6 +166,11 @@ def as_parents(tree: object) -> KnownParents:
 
 
 def _parents(tree: object, request: int | None) -> tuple[int, ...]:
+    """Return the parents of one request as a tuple; ``request`` is its number, for messages.
+
+    Raises:
+        TreeError: they are no sequence of ints, or a parent does not come before its child.
+    """
     where = "" if request is None else f" of request {request}"
     if not isinstance(tree, Sequence) or isinstance(tree, (str, bytes)):
         _refuse_tree(f"the tree{where} is not a sequence", repr(tree))
@@ -176,6 +181,7 @@ def _parents(tree: object, request: int | None) -> tuple[int, ...]:
 
 
 def _refuse_tree(problem: str, got: object) -> NoReturn:
+    """Raise the TreeError of a malformed tree."""
     raise TreeError(
         "window",
         problem,

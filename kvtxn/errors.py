@@ -47,6 +47,7 @@ class KVTxnError(Exception):
         super().__init__(self._sentence())
 
     def _sentence(self) -> str:
+        """Return the message: operation, problem, expected, got and hint, as far as given."""
         text = f"{self.operation}: {self.problem}"
         if self.expected is not None:
             text += f"; expected {self.expected}, got {self.got}"
@@ -68,6 +69,7 @@ class KVTxnError(Exception):
 def _rebuild(
     cls: type[KVTxnError], operation: str, problem: str, fields: dict[str, object]
 ) -> KVTxnError:
+    """Make an error from its fields again, after pickling, without calling the class's own init."""
     error = cls.__new__(cls)
     KVTxnError.__init__(error, operation, problem, **fields)  # type: ignore[arg-type]
     return error

@@ -60,7 +60,10 @@ _KNOWN: Final = {
 
 
 def _known_names(_: object, attribute: attrs.Attribute[frozenset[str]], value: object) -> None:
-    """Refuse a name that does not exist: the kit would skip its tests without a word."""
+    """Refuse, with a ConfigError, a name that does not exist, or what is no frozenset.
+
+    The kit would skip the tests of such a name without a word.
+    """
     known = _KNOWN[attribute.name]
     unknown = [value]
     if isinstance(value, frozenset):
@@ -186,12 +189,18 @@ class Txn:
         self.holds_rows = self.waits or self.layout.tree is not None
 
     def go_direct(self, counters: Tensor) -> None:
-        """Write rows straight through from here on, and count in ``counters``."""
+        """Write rows straight through from here on, and count in ``counters``.
+
+        Staged rows are held from here on for a tree alone.
+        """
         self.policy, self.counters = "direct", counters
         self.waits, self.holds_rows = False, self.layout.tree is not None
 
     def check_range(self) -> None:
-        """Set ``in_range`` if the executor was to check it, but failed and is not called again."""
+        """Set ``in_range`` if the executor was to check it, but failed and is not called again.
+
+        Nothing is done where it is set, on the host, and without slots.
+        """
         if self.in_range is None and self.layout.is_draft.device.type != "cpu" and self.slots:
             inside = []
             for group, slots in self.slots.items():
@@ -207,7 +216,10 @@ class Txn:
         return mask if self.in_range is None else mask & self.in_range
 
     def kept(self, accepted: Tensor) -> Tensor:
-        """Return the row positions of drafts that a commit fills, bool ``[num_rows]``."""
+        """Return the row positions of drafts that a commit fills, bool ``[num_rows]``.
+
+        All are False if a slot is out of range.
+        """
         kept = self.layout.kept(accepted)
         return kept if self.in_range is None else kept & self.in_range
 
@@ -316,11 +328,14 @@ class Executor(abc.ABC):
         Args:
             txn: the window.
             accepted: as for ``commit``.
+
+        Raises:
+            NotImplementedError: the executor replays no states, as here.
         """
         raise NotImplementedError(f"the {self.name} executor replays no states")
 
     def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
-        """Prepare launches for windows over a captured forward; return None to prepare none.
+        """Prepare launches for windows over a captured forward; return None, as here, for none.
 
         Without prepared launches every window calls ``save`` and ``commit``.
 
@@ -350,7 +365,7 @@ class Executor(abc.ABC):
             ``[num_rows, num_q_heads, value_head_size]`` in the query's dtype.
 
         Raises:
-            NotImplementedError: the executor declares no attention.
+            NotImplementedError: the executor declares no attention, as here.
         """
         raise NotImplementedError(f"the {self.name} executor has no attention")
 

@@ -66,6 +66,7 @@ def listed(modules: Iterable[str]) -> str:
 
 
 def _distribution(module: str) -> str:
+    """Return the name of the distribution that has a module, with hyphens."""
     return _DISTRIBUTIONS.get(module, module).replace("_", "-")
 
 
@@ -92,4 +93,5 @@ def _optional() -> list[tuple[str, str]]:
 
 
 def _command(extra: str) -> str:
+    """Return the command that installs kvtxn with an extra, or with several divided by commas."""
     return f"pip install 'kvtxn[{extra}]'"

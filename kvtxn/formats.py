@@ -89,6 +89,7 @@ class RowFormat:
 
     @property
     def _limit(self) -> float:
+        """The largest finite number of the 8-bit format."""
         return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def _codes(self, scaled: Tensor) -> Tensor:
@@ -170,7 +171,11 @@ def row_format(
 
 
 def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
-    """Return the dtype that ``kv_dtype`` gives the elements of ``cache``."""
+    """Return the dtype that ``kv_dtype`` gives the elements of ``cache``.
+
+    Raises:
+        LayerError: ``kv_dtype`` is unknown, or the cache has another dtype or one not known.
+    """
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise LayerError(
             "LayerRef",

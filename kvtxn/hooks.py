@@ -104,7 +104,7 @@ class Hooks:
         self._callbacks: dict[Moment, list[Callback]] = {"on_commit": [], "on_abort": []}
 
     def add(self, moment: Moment, callback: Callback) -> Hook:
-        """Register a callback.
+        """Register a callback, and return the handle that removes it.
 
         Raises:
             ConfigError: ``callback`` cannot be called, or is registered for this moment already.
@@ -126,7 +126,7 @@ class Hooks:
         return Hook(callbacks, callback)
 
     def live(self, moment: Moment) -> Sequence[Callback]:
-        """Return the live list of a moment's callbacks, which changes as callbacks come and go."""
+        """Return a moment's own list of callbacks, which changes as callbacks come and go."""
         return self._callbacks[moment]
 
     def __getitem__(self, moment: Moment) -> tuple[Callback, ...]:

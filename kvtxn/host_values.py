@@ -14,7 +14,8 @@ def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch
 
     Pinned memory makes the copy to a GPU asynchronous; torch's caching host allocator keeps it
     alive until the copy is done. It is new memory even if ``values`` is pinned already, because the
-    caller may refill ``values`` while the copy still waits.
+    caller may refill ``values`` while the copy still waits. On a CPU a tensor of the dtype is
+    returned as it is.
     """
     host = torch.as_tensor(values, dtype=dtype, device="cpu")  # whatever torch's default device
     if device.type != "cuda":

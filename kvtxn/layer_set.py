@@ -13,7 +13,12 @@ from .memory_overlap import begin, near_pairs, overlap
 
 
 def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
-    """Return the layers by name; raise LayerError if they do not fit together."""
+    """Return the layers by name, in order.
+
+    Raises:
+        LayerError: there is none, or one is no layer, has another's name or device, or a cache that
+            overlaps another's of its group.
+    """
     by_name: dict[str, LayerRef] = {}
     if not isinstance(layers, Iterable) or isinstance(layers, Tensor):
         raise LayerError(

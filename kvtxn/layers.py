@@ -53,6 +53,7 @@ RECURRENT: Final = SlotKind("recurrent", 1)
 
 
 def _shape(cache: Tensor | None) -> str:
+    """Return dtype and shape of a cache, for a repr or a message."""
     return "None" if cache is None else f"{cache.dtype}{list(cache.shape)}"
 
 
@@ -300,11 +301,12 @@ def _written(ref: LayerRef) -> list[Tensor]:
 
 
 def _rebuild(fields: dict[str, Any]) -> LayerRef:
+    """Describe the layer again, when it is unpickled, over the caches as they came."""
     return LayerRef(**fields)
 
 
 def _kind(ref: LayerRef, num_slots: int) -> SlotKind:
-    """Return whether a layer has paged rows, a ring, or recurrent states.
+    """Return the kind of a layer's slots: paged rows, a ring, or recurrent states.
 
     Raises:
         LayerError: window, ring size and number of slots do not go together.
@@ -326,7 +328,11 @@ def _kind(ref: LayerRef, num_slots: int) -> SlotKind:
 
 
 def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
-    """Build one plane per state; they must have equally many slots, one device, own memory."""
+    """Build one plane per state; they must have equally many slots, one device, own memory.
+
+    Raises:
+        LayerError: a state is misshapen, or they differ or overlap.
+    """
     planes = tuple(
         state_plane(f"state {number}", ref.name, state) for number, state in enumerate(ref.states)
     )
@@ -385,7 +391,13 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
 
 
 def _check_together(ref: LayerRef, planes: tuple[Plane, ...]) -> None:
-    """Refuse planes of one row that differ in dtype or device, or share their memory."""
+    """Refuse planes of one row that differ in dtype or device, or share their memory.
+
+    Scales may have another dtype; planes with offsets may share memory.
+
+    Raises:
+        LayerError: they are refused.
+    """
     first = planes[0].cells
     for plane in planes[1:]:
         same = plane.is_scale or plane.cells.dtype == first.dtype

@@ -172,12 +172,14 @@ def spread_lengths(what: str, lengths: int | tuple[int, ...], num_requests: int)
 
 
 def _length(what: str, value: object) -> int:
+    """Return an int of at least 0; a SlotMappingError for anything else, a bool included."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
         raise _bad_lengths(what, "ints of at least 0", repr(value))
     return int(value.__index__())
 
 
 def _bad_lengths(what: str, expected: str, got: object) -> SlotMappingError:
+    """Return, not raise, the error of lengths that are not valid."""
     return SlotMappingError(
         "window",
         f"{what} is not valid",

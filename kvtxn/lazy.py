@@ -18,6 +18,7 @@ def first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """
 
     def __getattr__(name: str) -> Any:
+        """Import the name's module, and return its value, which the package has from then on."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name], package), name)

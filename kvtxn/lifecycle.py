@@ -85,7 +85,12 @@ class Lifecycle:
         )
 
     def refuse_commit(self, operation: str, to_stage: str) -> NoReturn:
-        """Raise the error for a commit now; ``to_stage``: the next step if a layer is missing."""
+        """Raise the error for a commit now; ``to_stage``: the next step if a layer is missing.
+
+        Raises:
+            IncompleteWindowError: a layer is missing, and the window is not over.
+            WindowStateError: otherwise.
+        """
         if self.missing and not self.state.is_final:
             missing, total = list(self.missing), len(self.context.layers)
             raise IncompleteWindowError(
@@ -149,7 +154,11 @@ class Lifecycle:
     def finish(self, event: Event, accepted: Tensor | SampledIds | None = None) -> None:
         """Set the final state, call the hooks, count the window, and let go of its rows.
 
-        No hook is called for ``FAIL``.
+        ``COMMIT`` calls the hooks of ``on_commit``, any other event those of ``on_abort``; no hook
+        is called for ``FAIL``, nor without slots. States that wait in a supplier are abandoned.
+
+        Raises:
+            KeyError: the state table does not allow the event.
         """
         self.go(event)
         try:
@@ -175,7 +184,10 @@ class Lifecycle:
             raise self._late_error
 
     def _tell(self, moment: Moment, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
-        """Call the hooks; an error in a hook changes neither caches nor state."""
+        """Call the hooks; an error in a hook changes neither caches nor state.
+
+        It is counted and logged, and the first one is kept for ``surface``.
+        """
         callbacks = self.context.hooks[moment]
         if not callbacks:
             return
@@ -198,6 +210,10 @@ class Lifecycle:
                 self._late_error = self._late_error or error
 
     def _end(self, accepted: Tensor | SampledIds | None) -> None:
+        """Count the final state, let go of the rows, end the manager's turn, and log the end.
+
+        Rows that a captured commit reads again are kept.
+        """
         self.context.metrics.windows[self.state.value] += 1
         self.context.stager.reset()
         self.context.on_end()
@@ -216,12 +232,16 @@ class Lifecycle:
                 self.txn.staged = {}
 
     def _is_captured(self) -> bool:
-        """Return whether a CUDA graph captured this window's commit and so reads its rows again."""
+        """Tell whether a CUDA graph is capturing this window's commit, and so reads its rows."""
         on_gpu = self.context.device.type == "cuda"
         return on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _never_written(self, accepted: Tensor | SampledIds | None) -> int:
-        """Count the draft rows that were never written. Waits for the device: for debug events."""
+        """Count the draft rows that were never written. Waits for the device: for debug events.
+
+        They are all drafts after an abort, and the rejected ones after a commit; none if the window
+        wrote its drafts through.
+        """
         txn = self.txn
         if txn is None or not txn.waits:
             return 0

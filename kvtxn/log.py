@@ -23,7 +23,7 @@ _listeners: list[Callable[[Mapping[str, Any]], None]] = []
 
 
 def _heard(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hand an event to the listeners."""
+    """Hand an event to the listeners, and return it unchanged."""
     for listener in _listeners:
         listener(event)
     return event
@@ -75,6 +75,8 @@ def listen(listener: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
 
 def configure(level: str = "info") -> None:
     """Show the package's events of ``level`` and above on stderr; a second call replaces the first.
+
+    Other handlers of the logger ``kvtxn`` are dropped, and loggers above it get no events.
 
     Raises:
         ValueError: no such level.

@@ -176,6 +176,9 @@ class TransactionManager:
     ) -> Window:
         """Begin a window.
 
+        If the executor fails in it, the window is DIRECT from the start, or the error is raised:
+        see ``TxnConfig.on_error``.
+
         Args:
             draft_len: draft rows per request: an int for all (the number of requests then
                 follows from the number of slots), or one int per request.
@@ -296,7 +299,12 @@ class TransactionManager:
             )
 
     def _check_trees(self, written_by: object) -> None:
-        """Refuse draft trees if the executor cannot do them, or if rows are not staged."""
+        """Refuse draft trees if the executor cannot do them, or if rows are not staged.
+
+        Raises:
+            BackendUnavailableError: the executor cannot do trees.
+            ConfigError: the rows are written by the caller.
+        """
         if not self.executor.capabilities.trees:
             raise BackendUnavailableError(
                 "window",

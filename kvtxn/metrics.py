@@ -130,7 +130,10 @@ _WRITES: Final = {"deferred": (1, 0), "undo": (1, 2), "direct": (1, 1), "spare s
 
 
 def as_label(reason: object) -> str:
-    """Return a reason as part of a Prometheus name."""
+    """Return a reason as part of a Prometheus name: each run of other characters is one "_".
+
+    An empty reason is "unnamed".
+    """
     return re.sub(r"[^a-zA-Z0-9_]+", "_", str(reason)) or "unnamed"
 
 
@@ -189,7 +192,7 @@ class Metrics:
 
     @property
     def windows(self) -> dict[str, int]:
-        """Windows by outcome; a plain dict, in which a step counts quickest."""
+        """Windows by outcome, the ones that were put off included; a plain dict to count in."""
         for count in self.put_off:
             count()
         return self._windows

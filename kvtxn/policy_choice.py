@@ -17,6 +17,9 @@ def choose_policy(
 ) -> tuple[str, str]:
     """Return the policy to use and the reason; raise BackendUnavailableError if there is none.
 
+    "auto" takes "deferred" if attention can read the window, or no layer has any; else "undo", else
+    "direct", neither of them for recurrent layers.
+
     Args:
         wanted: a policy, or "auto".
         capabilities: the executor's capabilities.

@@ -66,10 +66,12 @@ def go_direct(
 ) -> Failure:
     """Deal with a failure before commit: write rows straight through from now on, or restore.
 
-    Rows of ``layers``, the layers staged so far, that wait are written now.
+    Rows of ``layers``, the layers staged so far, that wait are written now. ``on_error`` decides;
+    the result says which of the two was done.
     """
 
     def write_on() -> None:
+        """Make the window direct, and write the rows that wait."""
         txn.go_direct(context.metrics.written_through)
         waiting = [layer for layer in layers if layer.rows]  # under undo they are written already
         if waiting:
@@ -80,6 +82,9 @@ def go_direct(
 
 def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> Failure | None:
     """Call the executor's ``commit``; if it fails, finish the commit, or restore the caches.
+
+    States of replayed layers advance before it. In debug mode the caches are compared with the
+    reference after it, and a difference counts as its failure.
 
     Returns:
         None if the executor committed; else the failure, after its repair.
@@ -156,7 +161,11 @@ def commit_states(context: WindowContext, number: int | None, sampled: Tensor) -
 
 
 def finish_rows(context: WindowContext, txn: Txn, accepted: Tensor, error: Exception) -> Failure:
-    """Commit the rows by the reference, after the commit of states raised ``error`` and went on."""
+    """Commit the rows by the reference, after the commit of states raised ``error`` and went on.
+
+    Returns:
+        The failure with event ``FALL_BACK``, also under ``on_error="raise"``.
+    """
     finish_commit(txn, accepted, txn.saved)
     txn.count(txn.kept(accepted))
     if context.on_error == "raise":
@@ -182,6 +191,7 @@ def commit_failed(
     """
 
     def finish_it() -> None:
+        """Commit states that are not in yet, then the rows by the reference, and count."""
         if sampled is not None:
             commit_states(context, txn.number, sampled)
             txn.states_in = True
@@ -219,7 +229,8 @@ def _recover(
 ) -> Failure:
     """Undo a failed operation if ``on_error`` is ``"raise"``; otherwise call ``repair``.
 
-    Once states of a supplier are in, nothing is undone: ``repair`` is called in any case.
+    Once states of a supplier are in, nothing is undone: ``repair`` is called in any case, and an
+    error of its own comes out.
 
     Args:
         context: the manager's context.
@@ -230,6 +241,10 @@ def _recover(
         before: the rows to put back, by layer name; empty if the operation had read none yet.
         layers: the staged layers. The failed operation may have half written the settled rows of
             rings among them, which are written again.
+
+    Returns:
+        The failure: ``FALL_BACK`` after a repair, which is counted and logged; ``ABORT`` if the
+        caches were restored; ``FAIL`` if restoring raised.
     """
     if context.on_error != "raise" or txn.states_in:
         context.note_fallback(txn.number, operation, error)
@@ -292,7 +307,8 @@ def save_rings(context: WindowContext, txn: Txn) -> None:
 def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write every row; of rings under ``deferred``, whose drafts must still wait, the settled ones.
 
-    Rows that attention or the commit still reads stay in ``txn.staged``.
+    Under ``deferred`` no state is written. Rows that attention or the commit still reads stay in
+    ``txn.staged``.
     """
     held = [layer for layer in layers if _holds(context, layer.ref)]
     write_through(txn, [layer for layer in layers if layer not in held])
@@ -328,11 +344,15 @@ def finish_direct(context: WindowContext, txn: Txn, accepted: Tensor | None) -> 
 
 
 def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
+    """Return the rows of staged layers by layer name."""
     return {layer.ref.name: layer.rows for layer in layers}
 
 
 def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
+    """Write all rows of these layers, as stock would: settled, accepted and rejected alike.
+
+    Replayed layers have no rows to write. Of a captured forward only drafts are written.
+    """
     txn.check_range()
     layers = state_replay.moved(layers)
     draft = txn.layout.is_draft
@@ -354,7 +374,7 @@ def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
 
 
 def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
-    """Bring the caches to where the executor's commit should have brought them."""
+    """Bring the caches to where the executor's commit should have brought them; count nothing."""
     finish(txn, accepted, before, txn.staged.values() if txn.holds_rows else ())
 
 
@@ -362,6 +382,8 @@ def finish(
     txn: Txn, accepted: Tensor | None, before: LayerRows, waiting: Iterable[StagedLayer]
 ) -> None:
     """Put back the rows from ``before`` where no draft is kept, then write the kept drafts.
+
+    Of selected states the settled rows are written before the kept drafts.
 
     The order matters: a kept row and a rejected row may have the same slot. No draft is kept and no
     state changes if ``accepted`` is None. Else states that did not take their settled and kept rows

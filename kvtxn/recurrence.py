@@ -90,7 +90,7 @@ class Recurrence(abc.ABC):
         return self.given(state)
 
     def prepare(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Turn ``given`` parts into ``kept`` parts.
+        """Turn ``given`` parts into ``kept`` parts; by default they are the same.
 
         Args:
             parts: ``[num_rows, *row_shape]`` each, of any dtype that may be staged.
@@ -109,7 +109,10 @@ class Recurrence(abc.ABC):
 
 
 def check_replay(layer: str, replay: object, states: Sequence[Tensor]) -> None:
-    """Refuse, with a LayerError, a ``replay`` that is not one fitting recurrence per state."""
+    """Refuse, with a LayerError, a ``replay`` that is not one fitting recurrence per state.
+
+    An empty tuple is fine: a commit selects states then.
+    """
     if not isinstance(replay, tuple) or not all(isinstance(each, Recurrence) for each in replay):
         raise LayerError(
             "LayerRef",
@@ -174,6 +177,7 @@ def one_of(*choices: object) -> Any:
     """Make a validator of an attribute that is one of ``choices``; it raises LayerError."""
 
     def validate(recurrence: object, attribute: attrs.Attribute[object], value: object) -> None:
+        """Refuse, with a LayerError, a value that is none of the choices."""
         if not any(value is choice or value == choice for choice in choices):
             raise LayerError(
                 type(recurrence).__name__,

@@ -158,7 +158,10 @@ def ask(name: str, device: torch.device) -> str | None:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return why ``name`` cannot run on ``device``; None if it can."""
+    """Return why ``name`` cannot run on ``device``, or cannot be asked; None if it can run.
+
+    No error is raised.
+    """
     try:
         return ask(name, device)
     except BackendUnavailableError as error:
@@ -169,6 +172,8 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()) -> type[Executor]:
     """Return the executor class for ``name`` on ``device``; only "auto" chooses.
+
+    "auto" takes the first of ``PREFERENCE`` that can run there and hold the layers, else torch's.
 
     Args:
         name: a registered name, or "auto".

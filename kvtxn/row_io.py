@@ -123,10 +123,14 @@ LayerRows = Mapping[str, tuple[Tensor, ...]]
 
 
 def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> LayerRows:
-    """Return copies of every layer's rows in ``slots``, which are by group."""
+    """Return copies of every layer's rows in ``slots``, which are by group; as words.
+
+    Slots outside a cache are read as in ``read``.
+    """
     known: dict[str, Places] = {group: {} for group in slots}
 
     def rows(group: str, plane: Plane) -> Tensor:
+        """Read one plane's rows; find the places of a group's slots once per plane layout."""
         places = known[group].get(plane.layout)
         if places is None:
             places = plane.places(slots[group].clamp(0, plane.num_slots - 1))

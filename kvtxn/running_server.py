@@ -120,7 +120,10 @@ class Series:
         return sum(self.values(name))
 
     def counted(self, name: str) -> str:
-        """Return a metric's sum, with its part of each label value: "3 (commit 2, stage 1)"."""
+        """Return a metric's sum, with its part of each label value: "3 (commit 2, stage 1)".
+
+        Parts that are 0 are left out, and the labels of model, engine and rank.
+        """
         parts: Counter[str] = Counter()
         for each in self.samples:
             own = each.labels.keys() - {"model_name", "engine", "rank"}
@@ -177,14 +180,15 @@ def examine(url: str) -> tuple[dict[str, Any], bool]:
 
 
 def _ask_either() -> str:
+    """Return how to ask for kvtxn in each engine, as one sentence."""
     return "; or ".join(ask for _, ask in ENGINES.values())
 
 
 def _address(url: str) -> SplitResult:
-    """Complete an address.
+    """Complete an address: by ``http://`` and ``/metrics`` where they are left out.
 
     Raises:
-        ConfigError: it is none of a page that can be read.
+        ConfigError: it is none of a page that can be read, or has a user or a password.
     """
     try:
         address = urlsplit(url if "://" in url else f"http://{url}")
@@ -201,10 +205,11 @@ def _address(url: str) -> SplitResult:
 
 
 def _page(address: SplitResult, shown: str) -> str:
-    """Read a page.
+    """Read a page, for at most some seconds; ``shown`` is its address for messages.
 
     Raises:
         ConfigError: nobody answers, or not with a page.
+        ValueError: the page is no text.
     """
     try:
         with urllib.request.urlopen(address.geturl(), timeout=10) as answer:
@@ -223,12 +228,14 @@ def _page(address: SplitResult, shown: str) -> str:
 
 
 def _has(series: Series, concern: Concern) -> bool:
+    """Tell whether to show a metric: it is there, and is above 0 or would be something wrong."""
     return bool(series.values(concern.metric)) and (
         concern.wrong or series.total(concern.metric) > 0
     )
 
 
 def _active(series: Series, gauge: str) -> str:
+    """Say in how many ranks a gauge is 1, with "INACTIVE" if not in all; or "not asked for"."""
     ranks = series.values(gauge)
     if not ranks:
         return "not asked for"

@@ -63,7 +63,7 @@ def _same(first: Tensor | list[int], second: Tensor) -> bool:
 
 
 def count_of(slots: object) -> int | None:
-    """Return the number of slots in a mapping; None if it is not a mapping of slots."""
+    """Return the number of slots in a mapping; None if it is none, or not of one dimension."""
     slots = slots.slots if isinstance(slots, StateSlots) else slots
     if isinstance(slots, Tensor) and slots.is_nested:  # it has no shape
         return None
@@ -101,12 +101,14 @@ class SlotRules:
 
     @layout.default
     def _remembered(self) -> Callable[..., RowLayout]:
+        """Return ``RowLayout.build`` on the device, which remembers the last 256 layouts."""
         device = self.device
 
         @lru_cache(maxsize=256)
         def layout(
             draft_len: tuple[int, ...], settled: tuple[int, ...], parents: KnownParents | None
         ) -> RowLayout:
+            """Return the layout of these lengths and trees, the same object while remembered."""
             return RowLayout.build(draft_len, settled, device, parents)
 
         return layout
@@ -157,7 +159,13 @@ class SlotMappings:
                 break
 
     def _resolve(self, num_requests: int) -> RowLayout:
-        """Return the layout of ``num_requests`` requests; refuse more than ``max_rows`` rows."""
+        """Return the layout of ``num_requests`` requests.
+
+        Raises:
+            CapacityError: it has more than ``max_rows`` rows.
+            SlotMappingError: the lengths are of another number of requests.
+            TreeError: the trees do not fit the lengths.
+        """
         draft_len = spread_lengths("draft_len", self._draft_len, num_requests)
         settled = spread_lengths("settled", self._settled, num_requests)
         rows = sum(draft_len) + sum(settled)
@@ -207,6 +215,8 @@ class SlotMappings:
 
     def add(self, group: str, slots: OneMapping) -> Tensor:
         """Check a group's mapping, and return the window's own int64 copy, one slot per row.
+
+        The copy is kept. The first mapping settles the window's layout, if the lengths did not.
 
         Raises:
             SlotMappingError: unknown group, wrong shape or dtype, or, on the host, out of
@@ -268,7 +278,10 @@ class SlotMappings:
         return _reach(self.layout, self._given[group][0])
 
     def rows_in(self, group: str, slots: object) -> int | None:
-        """Return the rows of a window with this mapping; None if ``slots`` is not a mapping."""
+        """Return the rows of a window with this mapping; None if ``slots`` is not a mapping.
+
+        A mapping of states has a slot per request, from which the rows follow by the lengths.
+        """
         count = count_of(slots)
         if count is None or not self._rules.kinds[group].per_request:
             return count
@@ -289,7 +302,10 @@ class SlotMappings:
             )
 
     def _check_laps(self, group: str, kind: SlotKind, reach: list[int]) -> None:
-        """Refuse rows that may share a slot of their ring; ``undo`` could not restore them."""
+        """Refuse, with a CapacityError, rows that may share a slot of their ring, for ``undo``.
+
+        It could not restore both.
+        """
         longest = max(reach, default=0)
         if longest > kind.reuse:
             raise CapacityError(
@@ -301,7 +317,10 @@ class SlotMappings:
             )
 
     def _copy(self, group: str, slots: Tensor) -> Tensor:
-        """Return the executor's copy of the slots, or a plain copy if the executor fails."""
+        """Return the executor's copy of the slots, or a plain copy if the executor fails.
+
+        The executor's error is kept in ``failure``.
+        """
         try:
             return self._keep(group, slots)
         except Exception as error:
@@ -311,12 +330,22 @@ class SlotMappings:
     def _bounds(
         self, group: str, slots: OneMapping, count: int
     ) -> tuple[Tensor, Tensor] | tuple[()]:
-        """Return the boundaries and slots beyond of ``StateSlots``; nothing for plain slots."""
+        """Return the boundaries and slots beyond of ``StateSlots``; nothing for plain slots.
+
+        Raises:
+            SlotMappingError: another shape, dtype or device.
+        """
         if not isinstance(slots, StateSlots):
             return ()
         return bounds_of(group, slots, count, self._rules.device)
 
     def _as_tensor(self, group: str, slots: OneMapping) -> Tensor:
+        """Return the slots of a mapping as int32 or int64 in one dimension, wherever they are.
+
+        Raises:
+            SlotMappingError: they are something else, or on another device than the caches', or
+                ``StateSlots`` for layers without replay.
+        """
         if isinstance(slots, StateSlots):
             if group not in self._rules.replayed:
                 raise SlotMappingError(
@@ -345,7 +374,11 @@ class SlotMappings:
         return tensor
 
     def _requests_in(self, num_rows: int) -> int:
-        """Return the number of requests in ``num_rows`` rows, if the lengths are ints."""
+        """Return the number of requests in ``num_rows`` rows, if the lengths are ints.
+
+        Raises:
+            SlotMappingError: the rows are not of a whole number of requests.
+        """
         draft_len, settled = self._draft_len, self._settled
         assert isinstance(draft_len, int)
         assert isinstance(settled, int)  # else the layout is known already
@@ -361,6 +394,11 @@ class SlotMappings:
         return num_rows // per_request if per_request else 0
 
     def _check_host(self, group: str, values: list[int], kind: SlotKind, layout: RowLayout) -> None:
+        """Refuse, with a SlotMappingError, slots outside the cache, and a slot that two rows have.
+
+        Rows of one request may share a slot of a ring, and requests share states: see
+        ``check_shared``.
+        """
         used = [slot for slot in values if slot != -1]
         limit = self._rules.limits[group]
         if used and (min(used) < 0 or max(used) >= limit):

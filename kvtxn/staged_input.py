@@ -123,7 +123,13 @@ def check_parts(
 def _codes_and_scales(
     ref: LayerRef, number: int, given: Tensor | Sequence[Tensor] | None
 ) -> tuple[Tensor | Sequence[Tensor] | None, Tensor | None]:
-    """Split the argument for K (number 0) or V (1) into rows and the scales given with them."""
+    """Split the argument for K (number 0) or V (1) into rows and the scales given with them.
+
+    The scales are None where none were given.
+
+    Raises:
+        LayerError: where scales lie beside the rows, codes come alone, or something else.
+    """
     plane = ref.planes[min(number, len(ref.planes) - 1)]
     if plane.format.scales_in is None or given is None:
         return given, None
@@ -144,10 +150,12 @@ def _codes_and_scales(
 
 
 def _is_code(plane: Plane, rows: Tensor) -> bool:
+    """Tell whether rows have the stored dtype of a plane, or are bytes."""
     return rows.dtype is plane.format.dtype or rows.dtype is torch.uint8
 
 
 def _describe(given: object) -> str:
+    """Describe an argument of ``stage`` by its dtypes, for a message."""
     if isinstance(given, Tensor):
         return f"{given.dtype} alone"
     if isinstance(given, (tuple, list)):
@@ -156,7 +164,13 @@ def _describe(given: object) -> str:
 
 
 def _checked(ref: LayerRef, plane: Plane | RowPart, num_rows: int | None, part: Tensor) -> Tensor:
-    """Check a tensor and return it; uint8 bytes of an 8-bit format become its dtype."""
+    """Check a tensor, and return it in the shape of the rows.
+
+    Bytes, uint8, of an 8-bit format become its dtype.
+
+    Raises:
+        LayerError: its shape, device, dtype or layout does not fit.
+    """
     number = plane.format
     shape = plane.staged_shape
     if part.ndim == 0 or part.shape != (part.shape[0] if num_rows is None else num_rows, *shape):

@@ -73,7 +73,10 @@ class Stager:
         self._watched = config.staging == "auto"
 
     def begin(self, num_rows: int, *, holds: bool) -> None:
-        """Prepare for a window of ``num_rows`` rows; with ``holds`` the rows last until commit."""
+        """Prepare for a window of ``num_rows`` rows; with ``holds`` the rows last until commit.
+
+        The tensors of the window before are forgotten.
+        """
         self.reset()  # an interrupt may have kept the last window from it
         seen = self._by_rows.get(num_rows)
         if seen is None:
@@ -83,7 +86,7 @@ class Stager:
         self.layout_token = seen.token if holds and self._mode != "copy" else None
 
     def reset(self) -> None:
-        """Forget the tensors of the last window."""
+        """Let go of the tensors of the last window that are watched for writes."""
         self._held.clear()
 
     def take_if_unchanged(
@@ -146,7 +149,11 @@ class Stager:
         return True
 
     def take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take and encode one layer's rows; ``parts`` come from ``check_parts``."""
+        """Take and encode one layer's rows; ``parts`` come from ``check_parts``.
+
+        If they are held as they are, their layout is remembered for ``take_if_unchanged``;
+        ``layout_token`` becomes another object, or None where they were copied or encoded.
+        """
         layer = self._take(ref, parts)
         if ref.replay:  # no executor moves these rows, so their layout does not matter
             return layer
@@ -161,11 +168,15 @@ class Stager:
         return layer
 
     def take_alone(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take one layer's rows after ``take`` failed: copies of these rows, in no fixed buffer."""
+        """Take one layer's rows after ``take`` failed: copies of these rows, in no fixed buffer.
+
+        ``layout_token`` is None then.
+        """
         self.layout_token = None
         return StagedLayer(ref, tuple(row.detach().clone() for row in stored_rows(ref, parts)))
 
     def _take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
+        """Encode one layer's rows; if rows have to last, keep or copy the caller's own tensors."""
         rows = stored_rows(ref, parts)
         if self._holds and self._mode != "reference":
             # Encoded rows are new tensors, which no one else can write to.
@@ -194,7 +205,7 @@ class Stager:
                 )
 
     def _check_apart(self, operation: str, part: Tensor, name: str) -> None:
-        """Refuse a staged tensor that lies in a cache: windows write there."""
+        """Refuse, with a WindowStateError, a staged tensor in a cache: windows write there."""
         for ref in self._refs:
             for plane in ref.planes:
                 if begin(part) < end(plane.cells) and begin(plane.cells) < end(part):
@@ -208,7 +219,13 @@ class Stager:
                     )
 
     def _keep(self, ref: LayerRef, plane: Plane | RowPart, part: Tensor) -> Tensor:
-        """Return the tensor itself if an in-place write would be noticed, else a copy."""
+        """Return the tensor itself if an in-place write would be noticed, else a copy in a buffer.
+
+        A later window writes over the buffer.
+
+        Raises:
+            WindowStateError: states that a commit selects lie in a cache.
+        """
         if ref.states and not ref.replay:  # the commit writes settled states before it reads drafts
             self._check_apart("stage", part, ref.name)
         if self._mode == "auto" and not part.is_inference() and not within_graph():
@@ -226,6 +243,7 @@ class Stager:
 
 
 def _facts(part: Tensor) -> _Facts:
+    """Return the facts by which ``take_if_unchanged`` knows a tensor of the same layout."""
     # A lazily negated view is the imaginary part of a conjugate: only these dtypes have any.
     negated = part.dtype in (torch.float16, torch.float32, torch.float64)
     stride = None if part.is_contiguous() else part.stride()

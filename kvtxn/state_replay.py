@@ -51,7 +51,10 @@ def moved(layers: Iterable[StagedLayer]) -> tuple[StagedLayer, ...]:
 
 
 def advance(txn: Txn, accepted: Tensor) -> None:
-    """Let the state of every staged replayed layer take in its settled and its kept rows."""
+    """Let the state of every staged replayed layer take in its settled and its kept rows.
+
+    ``txn.advanced`` is left to the caller.
+    """
     layers = replayed(txn.staged.values())
     if not layers or not txn.layout.num_rows:
         return
@@ -75,7 +78,8 @@ def read_states(txn: Txn) -> dict[str, tuple[Tensor, ...]]:
 def finish(txn: Txn, accepted: Tensor) -> None:
     """Bring the states to the content that the window's commit should have given them.
 
-    If an executor failed half-way, the states are first put back from their copies.
+    If an executor failed half-way, the states are first put back from their copies. States that
+    ``txn.advanced`` says have advanced stay; the others are noted there.
     """
     if not txn.advanced:
         put_back(txn)
@@ -86,7 +90,7 @@ def finish(txn: Txn, accepted: Tensor) -> None:
 def wrong_states(txn: Txn, accepted: Tensor) -> list[str]:
     """Name the layers whose states a commit left wrong. Waits for the device.
 
-    ``txn.states_before`` has the states before the commit.
+    ``txn.states_before`` has the states before the commit; without any, no layer is named.
     """
     if not txn.states_before:
         return []

@@ -100,7 +100,7 @@ class Crossings:
         return cls(*(to_device(v, device, torch.int64) if v.is_cpu else v for v in own))
 
     def refuse_outside(self, slots: Tensor, limit: int) -> Tensor:
-        """Replace a request's slot by one outside the cache if its ``beyond`` is outside.
+        """Return the slots, with one outside the cache for a request whose ``beyond`` is outside.
 
         The device's check of the slots, which refuses the whole window, then covers ``beyond``.
         """
@@ -156,7 +156,11 @@ def bounds_of(
 
 
 def _checked(group: str, name: str, value: _Ints, count: int, device: torch.device) -> Tensor:
-    """Return ``value`` as an int tensor ``[num_requests]``, of the host or of the device."""
+    """Return ``value`` as an int tensor ``[num_requests]``, of the host or of the device.
+
+    Raises:
+        SlotMappingError: another shape, dtype or device.
+    """
     try:
         tensor = ints(value)
     except ValueError as error:
@@ -175,6 +179,7 @@ def _bad(
     got: object,
     hint: str = "one int per request; see StateSlots",
 ) -> SlotMappingError:
+    """Return, not raise, the error of a boundary or slot beyond that is not valid."""
     return SlotMappingError(
         "window", f"{name} of group {group!r} is not valid", expected=expected, got=got, hint=hint
     )

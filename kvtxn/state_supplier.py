@@ -79,8 +79,8 @@ class StateSupplier(abc.ABC):
             num_requests: requests of the window.
 
         Returns:
-            One function that makes them; if it raises, it has committed nothing. None if they
-            cannot be captured.
+            One function that makes them; if it raises, it has committed nothing. None, as here, if
+            they cannot be captured.
         """
         return None
 
@@ -88,6 +88,6 @@ class StateSupplier(abc.ABC):
     def capture(self) -> Capture | None:
         """The capture that knows where memory is for what ``launches`` allocates.
 
-        None leaves the capture to the executor: ``launches`` allocates nothing.
+        None, as here, leaves the capture to the executor: ``launches`` allocates nothing.
         """
         return None

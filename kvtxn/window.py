@@ -100,7 +100,13 @@ class Window:
     # -- begin --------------------------------------------------------------------
 
     def _begin(self, slots: Slots) -> None:
-        """Take the slot mappings that are known; the manager calls this, once."""
+        """Take the slot mappings that are known; the manager calls this, once.
+
+        A window whose rows the caller writes is STAGED then.
+
+        Raises:
+            SlotMappingError: a mapping does not fit, or one is missing and the caller writes rows.
+        """
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
         life = self._life
@@ -130,6 +136,10 @@ class Window:
             raise
 
     def _set_slots(self, group: str, slots: OneMapping) -> None:
+        """Check and copy a group's slots; under ``undo`` save the rows that they hold.
+
+        If the executor fails in that, the window goes DIRECT, or ends and the error is raised.
+        """
         context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
         if life.txn is None:
@@ -158,7 +168,10 @@ class Window:
         value: Tensor | Sequence[Tensor] | None = None,
         slots: Tensor | Sequence[int] | None = None,
     ) -> None:
-        """Stage one layer's rows; layers in any order, each once.
+        """Stage one layer's rows; layers in any order, each once. The last makes the window STAGED.
+
+        If the executor fails, the window goes DIRECT, or ends and the error is raised: see
+        ``TxnConfig.on_error``.
 
         Args:
             ref: the layer, as the manager knows it.
@@ -221,7 +234,11 @@ class Window:
             self._life.go(Event.STAGE_LAST)
 
     def _take_in(self, txn: Txn, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
-        """Take one layer's rows, and write those that are written at staging."""
+        """Take one layer's rows, and write those that are written at staging.
+
+        If the stager fails, copies are taken, and the window goes DIRECT, or ends and the error is
+        raised.
+        """
         stager, life = self._context.stager, self._life
         try:
             layer, failure = stager.take(ref, parts), None
@@ -236,7 +253,10 @@ class Window:
         return layer
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
-        """Call the executor's ``stage``, which writes the rows that are written at staging."""
+        """Write the rows that are written at staging, in state DIRECT by the reference.
+
+        If the executor fails, the window goes DIRECT, or ends and the error is raised.
+        """
         if self._life.state is WindowState.DIRECT:
             self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
@@ -265,6 +285,9 @@ class Window:
         Equal to attention over a cache with all rows of the window written; whether a query sees
         a row without a slot (-1) is left open. In a tree a draft row sees the tokens before the
         drafts, its ancestors and itself; for a sliding window its position follows its depth.
+
+        If the executor fails, the window goes DIRECT and the reference attends, or the window ends
+        and the error is raised: see ``TxnConfig.on_error``.
 
         Args:
             ref: a staged layer with key and value planes.
@@ -347,8 +370,9 @@ class Window:
             IncompleteWindowError: a layer is missing; the window stays open.
             WindowStateError: the window is over, or staged rows were modified.
             AcceptanceError: ``accepted`` does not fit; the window stays as it is.
-            Exception: the error of an ``on_commit`` hook, under ``on_error="raise"``; the
-                window is committed all the same.
+            Exception: under ``on_error="raise"``, the executor's error, after the caches were
+                restored; or the error of an ``on_commit`` hook: the window is committed all the
+                same. Under ``"fallback"`` the reference finishes the commit: FELL_BACK.
         """
         if torch.compiler.is_compiling():
             outside_graphs(Window.commit)(self, accepted)
@@ -442,7 +466,7 @@ class Window:
     # -- failures and the end ------------------------------------------------------
 
     def fall_back(self, operation: str, error: Exception) -> None:
-        """End the window because the caller's own code failed; write staged rows directly.
+        """Make the window DIRECT because the caller's own code failed; write staged rows now.
 
         From here on the caller writes the rows of layers that are not staged, and commit only
         counts. Not for windows with a draft tree, whose commit has to move staged rows.

@@ -103,7 +103,7 @@ def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
 
 
 def _own_tokens(tokens: Any) -> Tensor:
-    """Return token ids on the host, int64 or uint32 ``[n]``.
+    """Return token ids on the host, int64 or uint32 ``[n]``; waits for those of a GPU.
 
     Raises:
         ConfigError: they are no token ids; the message names ``Ledger.admit``.
@@ -118,7 +118,8 @@ def _own_tokens(tokens: Any) -> Tensor:
 def _own_embedded(embedded: Any, end: int) -> tuple[Tensor, Tensor]:
     """Return the positions below ``end`` and the contents of ``embedded``, int64 ``[n]`` each.
 
-    A prompt may be embedded as a whole, so the usual case calls nothing for each position.
+    They are empty for None. A prompt may be embedded as a whole, so the usual case calls nothing
+    for each position.
 
     Raises:
         ConfigError: it is no mapping, has a position outside, or a hash that is no int of 64 bits.
@@ -143,7 +144,10 @@ def _own_embedded(embedded: Any, end: int) -> tuple[Tensor, Tensor]:
 
 
 def _quickly(embedded: Mapping[int, int], end: int) -> tuple[array[int], array[int]] | None:
-    """Return positions and contents if all are ints of the usual ranges; else None."""
+    """Return positions below ``end`` and contents of 64 bits without a sign, if all are such ints.
+
+    None otherwise.
+    """
     positions, contents = [*embedded], [*embedded.values()]
     if {*map(type, positions), *map(type, contents)} != {int}:
         return None

@@ -52,16 +52,21 @@ def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any
 def invalid(
     operation: str, name: str, expected: str, got: object, error: type[KVTxnError] = ConfigError
 ) -> KVTxnError:
-    """Return the error of an argument that is something else than expected."""
+    """Return, not raise, the error of an argument that is something else than expected.
+
+    The error is of class ``error``; its hint says that nothing was changed.
+    """
     hint = "nothing was changed"
     return error(operation, f"{name} is not valid", expected=expected, got=got, hint=hint)
 
 
 def tokens_besides(operation: str, besides: Any) -> int:
-    """Return the number of tokens that counts of accepted drafts have besides; see ``resolve``.
+    """Return ``besides`` as a plain int: the tokens that counts of accepted drafts have besides.
+
+    See ``Ledger.resolve``.
 
     Raises:
-        AcceptanceError: it is no number of tokens.
+        AcceptanceError: it is no int from 0 to ``MAX_POSITION - 1``; a bool or tensor is none.
     """
     if type(besides) is int and 0 <= besides < MAX_POSITION:
         return besides  # the usual case, told quickly
@@ -75,7 +80,7 @@ def tokens_besides(operation: str, besides: Any) -> int:
 
 
 def new_books(key: Any, groups: Any, sizes: Sizes, device: Any) -> Books:
-    """Allocate a ledger's books.
+    """Allocate a ledger's books; without a key they get a new random one.
 
     Raises:
         ConfigError: the key, the groups or the device are not valid.
@@ -119,7 +124,9 @@ def _device(device: Any) -> torch.device:
 
 
 def prints_of(operation: str, prints: Any) -> dict[int, dict[str, int]]:
-    """Return a rank's fingerprints; steps may be text, as JSON makes them.
+    """Return a rank's fingerprints anew: by step, an int, and by name of the group, a word.
+
+    Steps may be text, as JSON makes them.
 
     Raises:
         ConfigError: they are no fingerprints.
@@ -137,12 +144,14 @@ def prints_of(operation: str, prints: Any) -> dict[int, dict[str, int]]:
 
 
 def _step(step: Any) -> int:
+    """Return the number of a step, given as an int or decimal text; else raise a TypeError."""
     if type(step) is int or (isinstance(step, str) and step.isdecimal()):
         return int(step)
     raise TypeError("a step is a number")
 
 
 def _words(words: Any) -> dict[str, int]:
+    """Return a copy of one step's fingerprints; a TypeError unless ints by name of the group."""
     if not isinstance(words, Mapping):
         raise TypeError("fingerprints of a step are by group")
     if not all(isinstance(name, str) and type(word) is int for name, word in words.items()):
@@ -151,6 +160,6 @@ def _words(words: Any) -> dict[str, int]:
 
 
 def _short(value: Any) -> str:
-    """Return a value's text if that is short, else its type."""
+    """Return a value's ``repr`` if that has at most 60 characters, else the name of its type."""
     text = repr(value)
     return text if len(text) <= 60 else type(value).__name__

@@ -19,12 +19,14 @@ def choose(backend: str | type[Passes], device: torch.device) -> type[Passes]:
     """Return the implementation called ``backend``; "auto" takes the quickest that can run.
 
     Args:
-        backend: ``"torch"``, ``"auto"``, a name of the entry-point group, or a class. "auto" is
-            Triton's on a GPU; on a CPU it is numba's, or torch's where numba is not installed.
+        backend: ``"torch"``, ``"auto"``, a name of the entry-point group, or a class, which is
+            returned unchecked. "auto" is Triton's on a GPU; on a CPU it is numba's, or torch's
+            where numba cannot run.
         device: the device of the books.
 
     Raises:
-        BackendUnavailableError: a backend asked for by name cannot run here.
+        BackendUnavailableError: no backend has the name, or it cannot run here; on a GPU "auto"
+            raises so for Triton's.
     """
     if isinstance(backend, type) and issubclass(backend, Passes):
         return backend

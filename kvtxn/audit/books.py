@@ -188,7 +188,7 @@ class Books:
 
     @classmethod
     def new(cls, key: Key, groups: Sequence[Group], sizes: Sizes, device: torch.device) -> Books:
-        """Allocate books in which every word is unwritten."""
+        """Allocate books: every word is unwritten, no request is admitted, nothing is counted."""
         layout = Layout.of(groups)
 
         def full(*shape: int, value: int = 0) -> Tensor:

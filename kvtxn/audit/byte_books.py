@@ -136,12 +136,12 @@ class ByteBooks:
         return cls(books, watched, seals, nans, compared, every, poisoned)
 
     def copy(self, place: Place, source: Tensor, target: Tensor) -> None:
-        """Let copied blocks have the checksums of the blocks that they are copies of.
+        """Copy the seals of blocks, and their checksums in all watched groups of the pool.
 
         Args:
             place: the group of the blocks.
-            source: int64 ``[n]``, on the device.
-            target: int64 ``[n]``, on the device, distinct.
+            source: int64 ``[n]``, the blocks that were copied, on the device.
+            target: int64 ``[n]``, their copies, on the device, distinct.
         """
         pool = place.pool_of(self.seals)
         pool.index_copy_(0, target, pool.index_select(0, source))
@@ -176,7 +176,8 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
     """Return the ``Place`` of a layer's group.
 
     Raises:
-        LayerError: there is none, or the layer's cache does not have its slots.
+        LayerError: there is none, it reads another group's rows, or the layer's cache does not
+            have its slots, its blocks or its kind.
     """
     place = layout.places.get(ref.group)
     slots = min(plane.num_slots for plane in ref.planes)
@@ -240,7 +241,11 @@ def _check_layers(layers: Sequence[Any], device: torch.device) -> None:
 
 
 def _poisoned(poison: Any, groups: set[str]) -> frozenset[str]:
-    """Return the names of the groups that ``Scrub(poison=)`` asks to fill."""
+    """Return the names of the groups that ``Scrub(poison=)`` asks to fill; True asks for all.
+
+    Raises:
+        ConfigError: it is neither a bool nor a collection of names among ``groups``.
+    """
     if isinstance(poison, bool):
         return frozenset(groups if poison else ())
     named = [*poison] if isinstance(poison, Collection) and not isinstance(poison, str) else None
@@ -254,7 +259,7 @@ def _poisoned(poison: Any, groups: set[str]) -> frozenset[str]:
 
 
 def _check_window(ref: LayerRef, window: Any) -> None:
-    """Refuse, with a LayerError, a window that its layer's states do not have."""
+    """Refuse, with a LayerError, a window that its layer's states do not have; None is fine."""
     if window is None:
         return
     fits = isinstance(window, Window) and 0 <= window.state < len(ref.states)

@@ -76,8 +76,8 @@ class BytePasses(ABC):
         """Report the requests that have a NaN in an output, each of them once.
 
         The report names the first slot of the request's block tables that holds a rejected row,
-        if there is one in a poisoned group, since such rows are what ``seal`` fills with NaN. If a
-        slot of its tables was reported before, the cause is known, and there is no further report.
+        if there is one in a poisoned group, since such rows are what ``seal`` fills with NaN. A
+        request that was told of a wrong row already gets no report: that row may be the cause.
 
         Args:
             step: the step.
@@ -90,11 +90,13 @@ class BytePasses(ABC):
     def locate(self, step: Step, outputs: Tensor, rows: Tensor, *, clear: bool) -> None:
         """Report the requests that have a NaN in an output, each once, with the NaN's origin.
 
+        The slot of the origin is not sealed any more. If none is found, the report names no slot.
+
         Args:
             step: as in ``trace``.
             outputs: as in ``trace``.
             rows: as in ``trace``.
-            clear: fill with zeros the rows with a NaN.
+            clear: fill with zeros the rows with a NaN, of the requests that are reported now.
         """
         books = self.books.books
         batch = Batch.of(books, step, released=True)
@@ -144,7 +146,7 @@ class BytePasses(ABC):
             self.books.seals[at] = 0
 
     def take(self, place: Place, slots: Tensor) -> None:
-        """Take the checksums of slots, and seal them."""
+        """Take the checksums of slots, in every watched layer of the group, and seal the slots."""
         if len(slots):
             for layer, sums in zip(self.books.layers[place], self.sums(place, slots), strict=True):
                 layer.sums[slots] = sums
@@ -168,7 +170,7 @@ class TorchBytePasses(BytePasses):
     """The passes, one torch operation after another; they wait for the device."""
 
     def compare(self, step: Step) -> None:
-        """Compare a sample of the sealed slots that a step will read, in every layer."""
+        """Compare a sample of the sealed slots that a step reads; see ``BytePasses.compare``."""
         books = self.books.books
         fill_first(books, step)
         batch = Batch.of(books, step)
@@ -187,7 +189,16 @@ class TorchBytePasses(BytePasses):
             self._compare(place, batch.lines[reads], batch.first[reads] - 1, where)
 
     def _compare(self, place: Place, lines: Tensor, position: Tensor, where: Tensor) -> None:
-        """Compare the slots whose turn it is."""
+        """Compare the sealed slots whose turn it is: count them, and report those that changed.
+
+        A group without watched layers is left out.
+
+        Args:
+            place: the group of the slots.
+            lines: int64 ``[n]``, the line of each reader.
+            position: int64 ``[n]``, the position that each reader has there.
+            where: int64 ``[n]``, the index of each slot's word; below 0 for no slot.
+        """
         if place not in self.books.layers:
             return
         seal = self.books.seals[where.clamp(min=0)]
@@ -202,6 +213,7 @@ class TorchBytePasses(BytePasses):
             self.report(_CHANGED, place, lines[due], position[due], where, wrong)
 
     def _is_turn(self, slots: Tensor) -> Tensor:
+        """Return, bool ``[n]``, whether it is a slot's turn to be compared; see ``compare``."""
         step = self.books.books.counters[book.STEP]
         return (slots + step) % self.books.every == 0
 
@@ -235,7 +247,7 @@ class TorchBytePasses(BytePasses):
                 self._fill(layers, slot[inside & dead])
 
     def _fill(self, layers: Sequence[Watched], slots: Tensor) -> None:
-        """Fill rows with NaN; all bits set is a NaN in every format that has one."""
+        """Set all bits of rows, a NaN in every format that has one; leave other formats alone."""
         for layer in layers:
             for _, plane in layer.planes:
                 if has_nan(plane) and len(slots):
@@ -250,7 +262,10 @@ class TorchBytePasses(BytePasses):
         settled: Tensor,
         kept: Tensor,
     ) -> None:
-        """Fill a convolution's inputs that the next step does not read with NaN, if a float."""
+        """Fill with NaN a convolution's inputs that the next step does not read.
+
+        Only floats in poisoned groups are filled.
+        """
         block = slots[(batch.starts + settled - 1).clamp(min=0)]
         used = batch.live & (settled > 0) & (block >= 0) & (block < place.num_slots)
         for layer in layers:
@@ -284,7 +299,10 @@ class TorchBytePasses(BytePasses):
                 self._report_nan(step, index, line, position)
 
     def _report_nan(self, step: Step, index: int, line: Tensor, position: int) -> None:
-        """Report a request's NaN, with the first rejected row that its tables lead to."""
+        """Report a request's NaN, with the first rejected row that its tables lead to, if any.
+
+        A request that was told of a wrong row already gets no report.
+        """
         books = self.books.books
         if int(books.facts[book.TELLING][line]) >= 0:
             return  # the request was told already of a wrong row, which may have been the cause

@@ -50,7 +50,7 @@ def ints(
     shape: str = "[n]",
     error: type[KVTxnError] = ConfigError,
 ) -> Tensor:
-    """Return ints as a tensor of the host, or the tensor itself if they are one.
+    """Return ints as a tensor of the host, or the tensor itself, wherever it is, if they are one.
 
     Args:
         operation: the call, for the message.
@@ -60,7 +60,7 @@ def ints(
         error: the class of the error.
 
     Raises:
-        KVTxnError: the values are no ints, or of another number of dimensions.
+        KVTxnError: the values are no ints, or of another number of dimensions; of class ``error``.
     """
     try:
         given = values if isinstance(values, Tensor) else torch.as_tensor(values, device=_HOST)
@@ -148,6 +148,8 @@ def place_of(operation: str, books: Books, group: str, *, states: bool | None = 
 def check_step(operation: str, books: Books, step: Any, *, released: bool = False) -> None:
     """Refuse a step whose tensors do not fit the ledger or each other.
 
+    On a CPU it also fills ``Books.first``, unless ``released`` is set.
+
     Args:
         operation: the call, for the message.
         books: the ledger's books.
@@ -232,7 +234,7 @@ def check_stretch(books: Books, stretch: Any) -> None:
 
 
 def _check_maps(operation: str, books: Books, read: Step | Stretch) -> None:
-    """Refuse maps of blocks that are none, or of no group of rows."""
+    """Refuse, with a ConfigError, maps of blocks that are none, or of no group of rows."""
     for group, tensor in read.block_maps.items():
         place_of(operation, books, group, states=False)
         _fits(operation, books, f"block_maps[{group!r}]", tensor, 1)
@@ -283,6 +285,10 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
         books: the ledger's.
         step: the step.
         released: the step may have requests that were released in the meantime.
+
+    Raises:
+        ConfigError: a line is taken twice or not admitted, or drafts, rows or positions are out
+            of range.
     """
     batch = Batch.of(books, step, released=released)
     live = batch.lines[batch.live]
@@ -317,9 +323,10 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
 def check_outcome(
     operation: str, books: Books, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments of ``Ledger.resolve`` as tensors; ``sampled`` stays None.
+    """Return the arguments of ``Ledger.resolve`` as contiguous tensors on the ledger's device.
 
-    Tensors of a GPU stay there; values of the host are checked, and go to the ledger's device.
+    They have one line per request of the step; ``sampled`` stays None. The range of ``accepted`` is
+    checked for a ledger on a CPU alone, since on a GPU that would wait.
 
     Raises:
         AcceptanceError: they do not fit the step; the call can be made again.
@@ -376,7 +383,10 @@ def _number_of(device: torch.device) -> int:
 
 
 def _check_counts(operation: str, books: Books, step: Step, counts: Tensor, besides: int) -> None:
-    """Raise an AcceptanceError for more accepted drafts than a request has; for CPUs."""
+    """Raise an AcceptanceError for a count that is above a request's drafts, or below -1; for CPUs.
+
+    A count less ``besides`` is -1 where it is not known.
+    """
     batch = Batch.of(books, step, released=True)
     counts = counts.long() - besides
     wrong = batch.live & ((counts < -1) | (counts > batch.drafts))

@@ -38,7 +38,7 @@ def checksum(key: Key, rows: Tensor, part: int) -> Tensor:
 
 
 def has_nan(plane: Plane) -> bool:
-    """Tell whether the format of a plane has a NaN with which dead rows can be filled."""
+    """Tell whether a plane's format is of floats, with a NaN with which dead rows can be filled."""
     return plane.format.dtype.is_floating_point
 
 
@@ -55,8 +55,8 @@ def block_pages(cache: Tensor, dim: int) -> list[Tensor]:
     """Return the bytes of a cache's blocks, as views with the block as their first dimension.
 
     Together, a block's bytes are in the order in which they lie in memory. Where a block consists
-    of few runs of memory, each view is of one run: uint8 ``[num_blocks, n]``, a block's line
-    contiguous. Any other cache is one view, of its own dtype.
+    of at most ``_MOST_RUNS`` runs of memory, each view is of one run: uint8 ``[num_blocks, n]``, a
+    block's line contiguous. Any other cache, or an empty one, is one view, of its own dtype.
 
     Args:
         cache: any shape and dtype.

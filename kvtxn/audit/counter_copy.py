@@ -33,7 +33,7 @@ class CounterCopy:
 
     @classmethod
     def of(cls, books: Books, restarts: int, *, prints: bool = True) -> CounterCopy:
-        """Begin to copy a ledger's counters; on a GPU this does not wait for it.
+        """Begin to copy a ledger's counters to new host memory; on a GPU this does not wait for it.
 
         Args:
             books: the ledger's books.

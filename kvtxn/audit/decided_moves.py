@@ -64,6 +64,8 @@ class Moves:
     def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Give copied slots the words and writers of the slots that they are copies of.
 
+        A copied state may be read by any request. See ``Ledger.carry`` for the argument.
+
         Raises:
             ConfigError: a group is unknown, or not two tensors of one length are given for it.
         """
@@ -88,7 +90,15 @@ class Moves:
                 self._carry(groups, one[here], other[here])
 
     def _carry(self, groups: _Groups, source: Tensor, target: Tensor) -> None:
-        """Note copies between slots, int64 ``[num_groups, n]`` each: a group's slots per line."""
+        """Put the words and writers of source slots into target slots; a copied state has no owner.
+
+        A slot that is copied to itself, or from or to a slot outside its group, is skipped.
+
+        Args:
+            groups: the groups, of rows or of states.
+            source: int64 ``[num_groups, n]``, a group's slots per line.
+            target: int64 ``[num_groups, n]``.
+        """
         copied = (source >= 0) & (source < groups.slots) & (source != target)
         where = groups.word_at(torch.where(copied, source, 0))
         writers = None if groups.are_states else self._writers(groups, where)
@@ -96,7 +106,7 @@ class Moves:
         self._put(groups, target, copied, self._books.words[where], owners, writers)
 
     def _writers(self, groups: _Groups, where: Tensor) -> Tensor:
-        """Return what the latest journal entries say of rows, ``NOBODY`` where they say nothing.
+        """Return what the ``_RECENT`` latest journal entries say of rows, else ``NOBODY``.
 
         Args:
             groups: the rows' groups.
@@ -114,7 +124,12 @@ class Moves:
         return torch.where((written.gather(1, at) == where)[..., None], said, NOBODY)
 
     def age(self, slots: Mapping[str, Tensor], epochs: int) -> None:
-        """Make the words of rows older by some epochs; see ``Ledger.age``."""
+        """Make the words of rows older by some epochs; see ``Ledger.age``. Skip slots outside.
+
+        Raises:
+            ConfigError: a group is unknown or has states, the slots do not fit together, or the age
+                is none.
+        """
         given = mapped("age", "slots", slots, "by name of the group, a tensor")
         checks.whole("age", "epochs", epochs, 0, TARGET_AGE)
         if not given:
@@ -130,6 +145,9 @@ class Moves:
         """Give blocks the words of the states that requests have left there; see ``Ledger.leave``.
 
         A request that is not admitted, or has fewer durable rows than its length, is left out.
+
+        Raises:
+            ConfigError: a group is unknown or has no states, or blocks do not fit the lines.
         """
         given = mapped("leave", "blocks", blocks, "by name of the group, a tensor")
         if not given:
@@ -150,10 +168,15 @@ class Moves:
         self._put(groups, found, chosen, words, serial.expand_as(found), writer)
 
     def _written_by(self, line: Tensor, serial: Tensor, kept: Tensor) -> Tensor:
-        """Return what journal entries say of states after the ``kept`` first tokens of requests.
+        """Return journal entries of states that requests left after their ``kept`` first tokens.
+
+        Args:
+            line: int64 ``[num_requests]``.
+            serial: int64 ``[num_requests]``, the requests' serial numbers.
+            kept: int64 ``[num_requests]``.
 
         Returns:
-            int64 ``[num_requests, JOURNAL_PLACES]``.
+            int64 ``[num_requests, JOURNAL_PLACES]``, of the present step; nothing is written yet.
         """
         own = self._books.own
         ends = [(kept - back).clamp(min=0) for back in range(4)]
@@ -190,7 +213,11 @@ class Moves:
         return self._known_groups[key]
 
     def _stacked(self, operation: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return tensors of one length on the device as one, int64 ``[len(tensors), n]``."""
+        """Return tensors of one length on the device as one, int64 ``[len(tensors), n]``.
+
+        Raises:
+            ConfigError: one is no ints, or has another length or device.
+        """
         every = [checks.ints(operation, name, each, "[n]") for name, each in tensors.items()]
         if (
             len({(each.shape, each.device) for each in every}) > 1
@@ -213,7 +240,9 @@ class Moves:
         owners: Tensor,
         writer: Tensor | None,
     ) -> None:
-        """Note the words, owners and writers of chosen slots; none is sealed now.
+        """Set the words, owners and writers of chosen slots, and take their seals.
+
+        Slots outside their group are skipped.
 
         Args:
             groups: the groups.
@@ -237,7 +266,13 @@ class Moves:
         self._journal(groups, torch.where(there, where, NOBODY), writer)
 
     def _journal(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:
-        """Write a journal entry for each slot: a report names whoever wrote there last."""
+        """Append a journal entry for each slot: a report names whoever wrote there last.
+
+        Args:
+            groups: the groups.
+            places: int64 ``[num_groups, n]``, the indices of the slots' words; -1 for none.
+            writer: as for ``_put``.
+        """
         width = self._books.journal.shape[1]
         entries = places.new_full((*places.shape, width), NOBODY)
         if writer is not None:

@@ -75,6 +75,7 @@ class Key:
 
     @words.validator
     def _four_words(self, attribute: attrs.Attribute[Any], value: Any) -> None:
+        """Refuse, with a ConfigError, words that are no tuple of four ints from 0 to 2^64 - 1."""
         whole = isinstance(value, tuple) and len(value) == 4
         if not whole or any(type(word) is not int or not 0 <= word <= _MASK for word in value):
             raise ConfigError(
@@ -84,7 +85,7 @@ class Key:
 
     @classmethod
     def new(cls) -> Key:
-        """Draw a key."""
+        """Return a new key, drawn at random."""
         return cls(tuple(secrets.randbits(64) for _ in range(4)))  # type: ignore[arg-type]
 
     @classmethod
@@ -117,10 +118,11 @@ class Key:
         return signed(self._permute(total & _MASK))
 
     def term(self, token: int, position: int) -> int:
-        """Return the term of one token, int64."""
+        """Return the term of one token, int64, from its id below 2^40 and its position."""
         return signed(self._permute(position << TOKEN_BITS | token))
 
     def _permute(self, word: int) -> int:
+        """Return the keyed permutation of a word, both ints from 0 to 2^64 - 1; see ``permute``."""
         word ^= self.words[0]
         for (shift, factor), key in zip(ROUNDS, self.words[1:3], strict=True):
             word = ((word ^ (word >> shift)) * factor + key) & _MASK
@@ -159,7 +161,7 @@ class Key:
         return EMBEDDED | _shifted(mixed, 64 - TOKEN_BITS + 1)
 
     def seed(self, extras: Iterable[int] = ()) -> int:
-        """Return the digest of the empty prefix, int64.
+        """Return the digest of the empty prefix, int64; 0 without extras, whose order counts.
 
         Args:
             extras: numbers that change every K and V of a request, such as the id of its LoRA.
@@ -170,7 +172,7 @@ class Key:
         return signed(total)
 
     def constants(self, device: torch.device) -> Tensor:
-        """Return the words that mix terms, int64 ``[3]``."""
+        """Return the words that mix terms, int64 ``[3]``, on a device."""
         return torch.tensor([signed(w) for w in self.words[:3]], device=device)
 
     def terms(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ class Key:
         return self.permute((positions.to(torch.int64) << TOKEN_BITS) | tokens.to(torch.int64))
 
     def permute(self, word: Tensor) -> Tensor:
-        """Return the keyed permutation of int64 words."""
+        """Return the keyed permutation of each int64 word; ``_permute`` does the same with ints."""
         word = word ^ signed(self.words[0])
         for (shift, factor), key in zip(ROUNDS, self.words[1:3], strict=True):
             word = (word ^ _shifted(word, shift)) * signed(factor) + signed(key)
@@ -237,4 +239,5 @@ def _unshifted(word: Tensor, shift: int) -> Tensor:
 
 
 def _unshift(word: int, shift: int) -> int:
+    """Undo ``word ^ (word >> shift)`` for an int of 64 bits, as ``_unshifted`` does for tensors."""
     return word ^ (word >> shift) ^ (word >> (2 * shift))

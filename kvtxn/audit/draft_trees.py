@@ -23,6 +23,9 @@ from .step import Step
 def followed(step: Step, batch: Batch, owner: Tensor, within: Tensor) -> Tensor:
     """Return the row that each row follows, int64 ``[n]``; -1 for the first of a request.
 
+    Rows are numbered as ``ragged`` lists them. A row follows the one before it, except that a draft
+    follows the draft that ``Step.parents`` names, or the last settled row.
+
     Args:
         step: the step.
         batch: its requests.
@@ -39,7 +42,7 @@ def followed(step: Step, batch: Batch, owner: Tensor, within: Tensor) -> Tensor:
 
 
 def along(values: Tensor, followed: Tensor) -> Tensor:
-    """Return for each row the sum of values on its way from its root, both included.
+    """Return for each row the sum of values on its way from its root, both included; waits.
 
     Args:
         values: int64 ``[n]``.
@@ -80,7 +83,7 @@ class SampledPath:
         owner: Tensor,
         within: Tensor,
     ) -> SampledPath:
-        """Find the sampled tokens in the trees of the step that was written last.
+        """Find the sampled tokens in the trees of the step that was written last; change nothing.
 
         Args:
             books: the ledger's books.

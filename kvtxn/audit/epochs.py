@@ -35,17 +35,21 @@ STALE: Final = ("count", "alarm")
 
 
 def age_in(place: Place, age: Tensor) -> Tensor:
-    """Return the part of rows' ages, int64, that is of weights which compute a group's rows."""
+    """Return the part of rows' ages, int64, that is of weights which compute a group's rows.
+
+    That is the whole age for a group with a drafter's layers, else the target's epochs.
+    """
     return age if place.group.drafter else age & TARGET_AGE
 
 
 def count_ages(books: Books, line: Tensor, age: Tensor, *, states: bool = False) -> None:
-    """Count rows or states that were read, by reader and age.
+    """Add rows or states that were read to ``Books.ages``, by reader and age.
 
     Args:
         books: the ledger's books.
         line: int64 ``[n]``, the reader of each.
-        age: int64 ``[n]``; the row counts as none where it is 0.
+        age: int64 ``[n]``. Epochs of the target and, for rows, those of the drafter count apart;
+            0 of either is not counted.
         states: these are states.
     """
     counted = [(book.STATES if states else book.ROWS, age & TARGET_AGE)]
@@ -127,7 +131,10 @@ class Epochs:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the first epoch, and set all counts of stale rows to zero."""
+        """Go back to the first epoch, and set all counts of stale rows to zero.
+
+        On the device the caller sets ``EPOCH`` to zero before; here ``ALARM`` is set.
+        """
         books = self._books
         books.ages.zero_()
         books.ended.fill_(-1)
@@ -135,7 +142,9 @@ class Epochs:
         self._state.epoch = self._ended = 0
 
     def begin(self, weights: str) -> None:
-        """Make every row that is there older by one epoch, because weights have changed.
+        """Make every row and state that is there older by one epoch, because weights have changed.
+
+        Their seals stay valid.
 
         Args:
             weights: which weights have changed: a key of ``EPOCH``.
@@ -159,6 +168,7 @@ class Epochs:
         """Move the counts of requests that end into ``Books.ended``; others get their lines.
 
         They are added to the line of all that ended, too. Of too many, the oldest entries are lost.
+        Before the first change of weights nothing is done.
         """
         if not (lines and self._state.epoch):
             return
@@ -174,7 +184,7 @@ class Epochs:
         self._ended += len(lines)
 
     def counters(self, rows_checked: int) -> dict[str, int]:
-        """Return what was read by age, by Prometheus name with the age folded in.
+        """Return what was read by age, by Prometheus name with the age folded in, and the sums.
 
         There are none before weights have changed once; then this waits for the device.
 
@@ -220,4 +230,5 @@ def _label(age: int) -> str:
 
 
 def _by_age(counts: Sequence[int]) -> dict[int, int]:
+    """Return the counts of ages 1, 2 and so on by age, without those that are 0."""
     return {age: count for age, count in enumerate(counts, 1) if count}

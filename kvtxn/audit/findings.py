@@ -85,24 +85,33 @@ class Findings:
         self.layers: tuple[str, ...] = ()
 
     def restart(self) -> None:
-        """Forget what was found; the counters on the device are zero again."""
+        """Forget what was found, counted and lost; the caller sets the device's counters to zero.
+
+        Copies of counters from before count nothing any more.
+        """
         self._read = self.lost = 0
         self._restarts += 1
         self._unread.clear()
         self._on_host = dict.fromkeys(KINDS, 0)
 
     def has_more(self, copy: CounterCopy) -> bool:
-        """Tell whether a copy that has arrived counts violations that were not taken yet."""
+        """Tell whether violations wait to be taken: of the host, or of a copy that has arrived.
+
+        A copy from before ``restart`` has none.
+        """
         return bool(self._unread) or (self._is_of_now(copy) and copy.found > self._read)
 
     def copy_counters(
         self, spare: CounterCopy | None = None, *, prints: bool = True
     ) -> CounterCopy:
-        """Begin to copy the counters to the host, without waiting.
+        """Begin to copy the counters to the host, without waiting; return the copy.
 
         Args:
-            spare: an earlier copy that nobody looks at any more, whose memory is used again.
+            spare: an earlier copy that nobody looks at any more; it is filled anew and returned.
             prints: copy the fingerprints, too; as it was for ``spare``.
+
+        Raises:
+            ConfigError: ``spare`` is no ``CounterCopy``.
         """
         if spare is None:
             return CounterCopy.of(self._books, self._restarts, prints=prints)
@@ -115,7 +124,10 @@ class Findings:
         return copy.restarts == self._restarts
 
     def take(self) -> list[Violation]:
-        """Return the violations found since the last call, oldest first. Waits for the device."""
+        """Return the violations found since the last call, oldest first. Waits for the device.
+
+        Violations that the device had no room for are added to ``lost``; there is room again then.
+        """
         books = self._books
         counters = books.counters.tolist()
         found = counters[book.FOUND]
@@ -133,7 +145,9 @@ class Findings:
         return new
 
     def counters(self, copy: CounterCopy | None = None) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in.
+        """Return the counts by Prometheus name: of violations their sum, and one for each kind.
+
+        Those that were found on the host count, too; counts by age are not among them.
 
         Args:
             copy: a copy that has arrived; None: the counts of now, for which the host waits.
@@ -159,7 +173,12 @@ class Findings:
     def fingerprints(self, copy: CounterCopy | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device.
 
-        Empty for a copy without fingerprints, or from before ``restart``.
+        Args:
+            copy: the copy to read; None: one of now. Empty for a copy without fingerprints, or from
+                before ``restart``.
+
+        Raises:
+            ConfigError: ``copy`` is no ``CounterCopy``.
         """
         copy = self.copy_counters() if copy is None else copy
         _require_copy("fingerprints", copy)
@@ -181,7 +200,7 @@ class Findings:
         self._unread.append(violation)
 
     def withdraw(self, violation: Violation) -> None:
-        """Count a violation no longer: nobody uses what its step computed."""
+        """Count a violation no longer: nobody uses what its step computed. ``take`` returns it."""
         self._on_host[violation.kind] -= 1
 
 

@@ -99,6 +99,9 @@ class Following:
     def begin(self, step: Step) -> None:
         """Get ready for a step; the ledger calls this before it writes the step.
 
+        What was sampled for the step before and left by its window is forgotten. If a window can
+        take drafts back, the words of the slots in rings that the step will overwrite are kept.
+
         Raises:
             WindowStateError: the step before has drafts and is still open.
             ConfigError: the step has slots in a group of states.
@@ -133,6 +136,8 @@ class Following:
     def _committed(self, window: EndedWindow) -> None:
         """End the step under way with the drafts that its window has kept, and their states.
 
+        A window without rows is left alone.
+
         Raises:
             WindowStateError: no step is under way.
             ConfigError: the window's rows are not the step's.
@@ -153,6 +158,7 @@ class Following:
         """End the step under way with no draft accepted; its window has aborted.
 
         Its settled rows are unwritten, too, unless the window has written them in every layer.
+        Under "direct" its states count as rejected. A window without rows is left alone.
 
         Raises:
             WindowStateError: no step is under way.
@@ -180,7 +186,11 @@ class Following:
     def _step_of(self, window: EndedWindow) -> Step:
         """Return the step that a window ends.
 
-        An error of a hook may only be logged, so the next ``begin`` raises once more.
+        An error of a hook may only be logged, so the next ``begin`` or ``ended`` raises once more.
+
+        Raises:
+            WindowStateError: no step is under way.
+            ConfigError: the window's rows are not the step's.
         """
         try:
             step = self._state.step
@@ -216,7 +226,8 @@ class Following:
     ) -> None:
         """Give the slots of rejected drafts in rings the words from before they were overwritten.
 
-        In a step with more rows of a request than its ring has, that may be a row of the step.
+        In a step with more rows of a request than its ring has, that may be a row of the step. The
+        words that ``begin`` has kept are forgotten then.
 
         Args:
             step: the step.
@@ -237,7 +248,14 @@ class Following:
         self._evicted.clear()
 
     def _words_of(self, step: Step, place: Place, request: Tensor, within: Tensor) -> Tensor:
-        """Return the words of rows of a step's requests, given by their numbers in the step."""
+        """Return the words that rows of a step's requests have to have, int64 ``[n]``.
+
+        Args:
+            step: the step.
+            place: the group.
+            request: int64 ``[n]``, the request of each row.
+            within: int64 ``[n]``, the row's number among its request's rows.
+        """
         books = self._state.books
         line = step.lines.long()[request].clamp(min=0)
         position = first_of(books, step).long()[request] + within
@@ -245,14 +263,17 @@ class Following:
         return as_word(books.own[line, position + 1] + books.salts[place.written])
 
     def _unwrite_settled(self, step: Step, unsettled: Tensor) -> None:
-        """Mark settled rows as unwritten if some layer may lack them."""
+        """Mark the settled rows of a step as unwritten if ``unsettled``, a bool on the device."""
         for name in step.slots:
             place = self._state.books.layout.places[name]
             rows = _Rows(step, place)
             self._put(place, step.slots[name], rows.is_settled & unsettled, UNWRITTEN)
 
     def _put(self, place: Place, slots: Tensor, chosen: Tensor, words: Tensor | int) -> None:
-        """Set the words of chosen rows, no two of which have one slot; never waits."""
+        """Set the words of chosen slots, no two of them equal, and take their seals; never waits.
+
+        Slots outside the group are skipped.
+        """
         where, inside = _words_at(place, slots, len(chosen))
         for known in (self._state.books.words, self._state.seals):
             if known is not None:
@@ -261,6 +282,8 @@ class Following:
 
     def _leave_states(self, step: Step, window: EndedWindow, lines: Tensor, counts: Tensor) -> None:
         """Record in which block the commit left the state of each request, after how many tokens.
+
+        Under "direct" the state of a request with a rejected draft is marked as rejected instead.
 
         Args:
             step: the step.
@@ -347,9 +370,10 @@ def _blocks(window: EndedWindow, place: Place) -> Tensor:
 
 
 def _is_whole(step: Step, window: EndedWindow) -> bool:
-    """Tell whether a window begins with the step's first request.
+    """Tell whether a window has the step's requests from the first on, those without drafts, too.
 
-    Else it has the drafts of those requests alone that have any.
+    So it is if it has settled rows, or as many requests as the step. Else it has the drafts of
+    those requests alone that have any.
     """
     return window.layout.has_settled or window.layout.num_requests == len(step.lines)
 
@@ -398,7 +422,10 @@ def _check_groups(state: LedgerState, manager: TransactionManager) -> None:
 
 
 def _check_rows(step: Step, window: EndedWindow, *, on_host: bool) -> None:
-    """Refuse a window whose rows are not the step's; on a GPU only numbers of the host tell."""
+    """Refuse, with a ConfigError, a window whose rows are not the step's.
+
+    A tree with branches is refused, too. On a GPU only numbers of the host are compared.
+    """
     layout = window.layout
     if layout.tree is not None and not layout.tree.is_chain:
         _refuse(window, "drafts that are plain sequences", "a tree, whose rows a commit moves")

@@ -51,7 +51,11 @@ whole: Final = partial(positive, least=0)
 
 
 def _text(instance: object, attribute: Any, value: Any) -> None:
-    """Validate a name: text, or None where that is the default."""
+    """Validate a name: a str that is not empty, or None where that is the default.
+
+    Raises:
+        ConfigError: it is something else, or UTF-8 cannot encode it.
+    """
     if value is None and attribute.default is None:
         return
     if not isinstance(value, str) or not value or not is_encodable(value):
@@ -157,7 +161,7 @@ class Place:
     written: str
 
     def pool_of(self, words: Tensor) -> Tensor:
-        """Return the words of the group's pool out of all words, ``[num_blocks, stride]``."""
+        """Return the words of the group's pool, ``[num_blocks, stride]``, a view into ``words``."""
         size = self.group.num_blocks * self.stride
         return words[self.base : self.base + size].view(-1, self.stride)
 
@@ -186,8 +190,8 @@ class Layout:
         """Lay out the groups.
 
         Raises:
-            ConfigError: a name is taken twice, a pool's groups disagree on its blocks, or
-                ``reads`` does not name a group of rows with the same blocks.
+            ConfigError: there is no group, or one is none; a name is taken twice, a pool's groups
+                disagree on its blocks, or ``reads`` names no group of rows with the same blocks.
         """
         if not groups:
             raise ConfigError("Ledger", "there is no group", hint="pass at least one RowGroup")
@@ -220,6 +224,7 @@ class Layout:
 
 
 def _pool_of(group: Group) -> str:
+    """Return the name of a group's pool; a group without one has a pool of its own."""
     # No name of a user's pool begins with a NUL.
     return f"\0{group.name}" if group.pool is None else group.pool
 

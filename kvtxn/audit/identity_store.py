@@ -154,7 +154,7 @@ class SqliteStore:
             raise self._failed("opened", error) from error
 
     def _prepare(self) -> None:
-        """Make the table of a new file.
+        """Make the table of a new file, and set how SQLite writes the file.
 
         Raises:
             StoreError: the file is of another program or version; it stays as it is.
@@ -183,6 +183,8 @@ class SqliteStore:
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
         """Write blocks into the store, and now and then delete the ones unused for longest.
 
+        A block that is there already stays, and counts as used now.
+
         Raises:
             StoreError: the file cannot be written.
         """
@@ -199,10 +201,12 @@ class SqliteStore:
             raise self._failed("written", error) from error
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what the store knows of blocks; a block that is found counts as used now.
+        """Return what the store knows of blocks, by content; unknown ones are left out.
+
+        A block that is found counts as used now.
 
         Raises:
-            StoreError: the file cannot be read.
+            StoreError: the file cannot be read, or the use not be written.
         """
         found: dict[bytes, list[StoredBlock]] = {}
         try:
@@ -227,7 +231,10 @@ class SqliteStore:
         return found
 
     def _use(self, rows: Sequence[Row]) -> None:
-        """Write down that rows are used, unless they are among the last ones anyway."""
+        """Write down that rows are used now; rows that were used lately stay as they are.
+
+        Lately is among the last quarter of the store's room.
+        """
         if rows:
             ((last,),) = self._file.execute(_LAST).fetchall()
             old = last - self._most // _USED_PARTS
@@ -238,4 +245,5 @@ class SqliteStore:
         self._file.close()
 
     def _failed(self, what: str, error: Exception) -> StoreError:
+        """Return the error of a file that cannot be opened, read or written, as ``what`` says."""
         return StoreError("audit_store", f"{self._path} cannot be {what}", got=repr(error))

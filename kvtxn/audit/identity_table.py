@@ -104,12 +104,12 @@ class IdentityTable:
         return int((self._entries[..., _WORD] != 0).sum())
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block; ``forgotten`` is 0 and ``repeats`` False again."""
         self._entries.zero_()
         self.forgotten, self.repeats = 0, False
 
     def remember(self, contents: Tensor, identities: Tensor) -> list[bool]:
-        """Remember blocks.
+        """Remember blocks; where there is no room, older ones are pushed out.
 
         Args:
             contents: int64 ``[n, 2]`` on the host, keyed checksums of the blocks' bytes.
@@ -137,7 +137,15 @@ class IdentityTable:
         return is_written.tolist()
 
     def _put(self, homes: Tensor, entries: Tensor) -> None:
-        """Write entries, each of another set."""
+        """Write entries, each into its set: over the one of the same rows, else over the oldest.
+
+        Entries that are pushed out are counted in ``forgotten``; ``repeats`` is set if the bytes of
+        an entry were there as other rows.
+
+        Args:
+            homes: int64 ``[n]``, the sets, all different.
+            entries: int64 ``[n, 8]``.
+        """
         there = self._entries[homes]
         same = (there[..., :2] == entries[:, None, :2]).all(2) & (there[..., _WORD] != 0)
         had = same.any(1)

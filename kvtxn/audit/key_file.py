@@ -44,7 +44,7 @@ def key_from_file(path: str | os.PathLike[str], *, may_write: bool = True) -> Ke
 
 
 def _write(path: Path, key: Key) -> None:
-    """Write a file whole, unless another process was first."""
+    """Write a key into a file that its owner alone can read; leave a file that exists by then."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     content = json.dumps({"kvtxn audit key": [f"{word:016x}" for word in key.words]})
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -59,6 +59,7 @@ def _write(path: Path, key: Key) -> None:
 
 
 def _invalid(path: Path, got: str) -> ConfigError:
+    """Return the error of a file that has no key."""
     return ConfigError(
         "key_from_file", f"{path} has no key for an audit",
         expected="a file that key_from_file has written, or none in a folder that exists", got=got,

@@ -119,7 +119,7 @@ class Ledger:
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches.
 
-        The epoch of the weights stays, and what was counted.
+        The epoch of the weights stays, and what was counted. A step under way is over.
         """
         self._epochs.keep(self._requests.lines)
         self._requests.clear()
@@ -130,7 +130,10 @@ class Ledger:
         self._state.end()
 
     def restart(self) -> None:
-        """Forget everything, what was counted and found included; the books stay where they are."""
+        """Forget everything, what was counted and found included; the books stay where they are.
+
+        Weights are in their first epoch again, and a scrub has sealed nothing.
+        """
         self.reset()
         books = self.books
         books.counters.zero_()
@@ -145,7 +148,7 @@ class Ledger:
         self._parted = False
 
     def watch_bytes(self, books: ByteBooks) -> None:
-        """Keep the books of a scrub up to date when blocks change hands."""
+        """Keep the books of a scrub up to date from now on, when blocks change hands."""
         self._state.bytes = books
 
     @property
@@ -348,6 +351,8 @@ class Ledger:
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it continues, and record the rows it writes.
 
+        A wrong state, or a wrong count in ``Step.told``, becomes a violation of kind ``state``.
+
         The step before it is over: ``resolve`` is for the last step alone. If that had drafts and
         was not resolved, nobody knows which of their rows may be read; the requests that had them
         are counted in ``unresolved``.
@@ -365,6 +370,8 @@ class Ledger:
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
+
+        Wrong rows become violations; see ``Violation``.
 
         Raises:
             ConfigError: as in ``write``.
@@ -393,6 +400,7 @@ class Ledger:
 
         Raises:
             ConfigError: as in ``write``.
+            WindowStateError: as in ``write``.
         """
         self.write(step)
         self.check(step)
@@ -459,7 +467,7 @@ class Ledger:
     def outcome(
         self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the arguments of ``resolve`` as tensors on the ledger's device.
+        """Check the arguments of ``resolve``, and return them as tensors on the ledger's device.
 
         ``sampled`` stays None if it is None.
 
@@ -520,6 +528,8 @@ class Ledger:
     def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
         """Check rows that other requests can find by their tokens from now on (prefix caching).
 
+        Wrong rows become violations of kind ``published``.
+
         Args:
             request: the request by whose tokens the rows are found.
             group: the group of the rows.
@@ -534,6 +544,8 @@ class Ledger:
 
     def publish_state(self, request: str, group: str, block: int, length: int) -> None:
         """Check a state that other requests can find by its tokens and continue from now on.
+
+        A wrong one becomes a violation of kind ``published``.
 
         Args:
             request: the request by whose tokens the state is found.
@@ -566,7 +578,8 @@ class Ledger:
     def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
         """Check a state that leaves the engine: after exactly the request's first tokens.
 
-        The arguments and errors are those of ``publish_state``.
+        A wrong one is reported as ``exported``. The arguments and errors are those of
+        ``publish_state``.
 
         Returns:
             int64 ``[1]`` on the ledger's device, the ``digest`` for ``import_state``.
@@ -743,7 +756,8 @@ class Ledger:
     def inspect(self, stretch: Stretch) -> None:
         """Check rows of many requests at once, as ``publish`` or ``export`` do for one request.
 
-        Numbers that lie outside the ledger are left out, as in a step on a GPU.
+        Wrong rows become violations of the stretch's kind. Numbers that lie outside the ledger are
+        left out, as in a step on a GPU.
 
         Raises:
             ConfigError: a group is unknown, or a tensor does not fit.
@@ -839,9 +853,10 @@ class Ledger:
         return self.findings.take()
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in. Waits for the device.
+        """Return the counts by Prometheus name: of violations their sum, and one for each kind.
 
-        Those of a scrub are among them if there is one.
+        Waits for the device. Those of a scrub are among them if there is one, and rows that were
+        read by age once weights have changed.
         """
         found = self.findings.counters()
         found |= self._epochs.counters(found["kvtxn_audit_rows_checked_total"])
@@ -857,6 +872,9 @@ class Ledger:
         Args:
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
+
+        Raises:
+            ConfigError: ``spare`` is no such copy.
         """
         return self.findings.copy_counters(spare, prints=prints)
 

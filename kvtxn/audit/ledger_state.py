@@ -66,7 +66,7 @@ class LedgerState:
         return None if self.bytes is None else self.bytes.seals
 
     def begin(self, step: Step) -> None:
-        """Note the step under way; it has no later requests."""
+        """Note the step under way: it was not checked yet, and has no later requests."""
         self.step, self.unread = step, True
         self.later.clear()
 
@@ -84,6 +84,7 @@ class LedgerState:
 
     @contextmanager
     def _hide_later(self) -> Iterator[None]:
+        """Take the serial numbers of the lines in ``later`` away, and put them back at the end."""
         serials, lines = self.books.facts[book.SERIAL], self.upload(self.later)
         theirs = serials.index_select(0, lines)
         serials.index_fill_(0, lines, NOBODY)
@@ -120,7 +121,10 @@ class LedgerState:
         return to_device(numbers, self.device, torch.int64)
 
     def append(self, entries: Tensor) -> None:
-        """Append entries to the journal, int64 ``[n, JOURNAL_PLACES + num_groups]``."""
+        """Append entries to the journal, int64 ``[n, JOURNAL_PLACES + num_groups]``; count them.
+
+        They take the place of the oldest ones.
+        """
         books, rows, size = self.books, len(entries), self.books.sizes.journal
         number = books.counters[book.JOURNALLED] + torch.arange(rows, device=self.device)
         books.journal[number[-size:] % size] = entries[-size:]

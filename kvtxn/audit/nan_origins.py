@@ -54,6 +54,9 @@ class _Slots:
 def find(books: ByteBooks, step: Step, batch: Batch, index: int) -> Origin | None:
     """Find the slot that a NaN of a request came from; None if no slot has one.
 
+    Of several, a slot that the step reads comes before others of the same blocks, and these before
+    the step's own; then the first position, and the first layer.
+
     Args:
         books: the scrub's books.
         step: a step whose forward is done.
@@ -93,7 +96,10 @@ def _nans(layer: Watched, slots: Tensor) -> Tensor:
 
 
 def _reach(books: ByteBooks, step: Step, batch: Batch, index: int) -> Iterator[_Slots]:
-    """Yield the slots of each group that a request's step reads, or could have read."""
+    """Yield the slots of each watched group that a request's step reads, or could have read.
+
+    Of rows these are whole blocks, the step's own rows included; of states the one that is read.
+    """
     here = slice(index, index + 1)
     first, end = batch.first[here], batch.first[here] + batch.counts[here]
     for place in books.layers:

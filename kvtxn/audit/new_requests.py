@@ -72,7 +72,7 @@ class NewRequests:
         owns: Sequence[tuple[Tensor, int]],
         again: Sequence[bool],
     ) -> NewRequests:
-        """Describe requests.
+        """Describe requests, whose tokens will lie one after another in this order.
 
         Args:
             entries: line and serial number of each request, no line twice.
@@ -88,7 +88,7 @@ class NewRequests:
         return cls([own for own, _ in owns], fields, begin)
 
     def packed(self, device: torch.device) -> PackedRequests:
-        """Bring them to a device in one copy, without waiting for it."""
+        """Return the requests on a device, brought there in one copy, without waiting for it."""
         tokens = [each.long() for each in self.owns]
         packed = to_device(torch.cat([*tokens, torch.tensor(self.fields)]), device, torch.int64)
         return PackedRequests(packed, self.num_tokens, len(self.owns))

@@ -80,15 +80,22 @@ class Passes(ABC):
 
     @abstractmethod
     def check(self, step: Step) -> None:
-        """Compare every row that the step's queries read with the reader's own digests."""
+        """Compare every row that the step's queries read with the reader's own digests.
+
+        The rows are counted, stale ones by age. A run of wrong rows is recorded as one violation;
+        see ``RUN``.
+        """
 
     @abstractmethod
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """End a step: mark the rows and states of rejected drafts, unless they were reported.
+        """End a step: mark the rows and states of rejected drafts.
 
-        None of its requests is ``OPEN`` any more.
+        Requests that were released since are among them, unless drafts are trees. None of the
+        requests is ``OPEN`` any more. Of those that are still admitted ``KEPT`` is the number of
+        drafts that stay; ``DURABLE`` and ``KNOWN`` reach to the end of these drafts, and ``KNOWN``
+        over the sampled token after them.
 
         Args:
             step: the step last given to ``write``.
@@ -103,13 +110,16 @@ class Passes(ABC):
         """
 
     def input(self) -> StepInput:
-        """Return the code that prepares an engine's numbers for these passes."""
+        """Return the code that prepares an engine's numbers for these passes; here in torch."""
         return StepInput(self.books)
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:
-        """Return the device code of a scrub over the same ledger."""
+        """Return the device code of a scrub over the same ledger; here torch's."""
         return TorchBytePasses(books)
 
     @abstractmethod
     def inspect(self, stretch: Stretch) -> None:
-        """Compare rows that are published or exported, not read by a step."""
+        """Compare rows that are published, exported or imported, and record wrong ones.
+
+        Of rows to be exported, those of open drafts are recorded, too.
+        """

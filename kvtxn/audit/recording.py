@@ -91,7 +91,7 @@ class RecordingLedger(Ledger):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a recording."""
+        """Begin an empty recording at step 0; the one before is lost."""
         self._runs = array("q")
         self._dropped = 0
         self._last_whole = 0
@@ -112,7 +112,10 @@ class RecordingLedger(Ledger):
         admissions: Iterable[Admission] = (),
         given: Mapping[str, Sequence[int] | Tensor] | None = None,
     ) -> list[int]:
-        """Do what ``Ledger.change`` says; record who ends, who begins, and blocks handed out."""
+        """Do what ``Ledger.change`` says; record who ends, who begins, and blocks handed out.
+
+        A request that comes again goes on with the life that it had.
+        """
         gone = listed("release", "gone", gone, "a list of names")
         admissions = admissions_of("change", admissions)
         leaving = [self.line(name) for name in gone if name in self]
@@ -242,7 +245,10 @@ class RecordingLedger(Ledger):
                 self._add_rows("handed_out", step, -1, -1, row, count, after=1)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Check rows that are published or exported, and record them as such."""
+        """Check rows that are published, exported or imported, and record them as such.
+
+        Rows of requests that are not admitted are not recorded.
+        """
         super().inspect(stretch)
         firsts, ends = _numbers(stretch.first), _numbers(stretch.end)
         for index, line in enumerate(_numbers(stretch.lines)):
@@ -295,7 +301,7 @@ class RecordingLedger(Ledger):
     def _batch(self, step: Step) -> Iterable[tuple[int, int, int, int, int]]:
         """Yield each request's number, first position, first row, rows, and drafts.
 
-        The number of padding is -1.
+        The number of padding, and of a request without rows, is -1.
         """
         batch = Batch.of(self.books, step)
         columns = (batch.lines, batch.first, batch.starts, batch.counts, batch.drafts)
@@ -313,7 +319,17 @@ class RecordingLedger(Ledger):
         count: int,
         after: int = 0,
     ) -> None:
-        """Record rows of one request, in every group that they are written to."""
+        """Record rows of one request, in every group that they are written to; none for count 0.
+
+        Args:
+            what: one of ``HAPPENINGS``.
+            step: the step that has the rows.
+            request: the request's number; -1: none.
+            position: the first row's position; -1: none.
+            row: the first row's number in the step.
+            count: the number of rows.
+            after: 0 for the step's forward, 1 for the end of its sampling.
+        """
         if count <= 0:
             return
         for name, slots in step.slots.items():
@@ -330,7 +346,11 @@ class RecordingLedger(Ledger):
         first: int,
         end: int,
     ) -> None:
-        """Record the rows of a request that its tables lead to, as far as its queries see them."""
+        """Record the rows of a request from ``first`` to ``end - 1`` that its tables lead to.
+
+        Of rows that are "found", those that a query at ``end`` sees. Positions without a block are
+        left out.
+        """
         for name in read.tables:
             place = self.books.layout.places[name]
             ends = torch.tensor([end])
@@ -363,7 +383,10 @@ class RecordingLedger(Ledger):
         slots: Sequence[int],
         after: int = 0,
     ) -> None:
-        """Record what happened to slots, one run for each stretch of neighbours; -1 is no slot."""
+        """Record what happened to slots, one run for each stretch of neighbours; -1 is no slot.
+
+        The time is ``after`` half-steps after the last step's forward.
+        """
         time, number, begin = 2 * self._step + after, _NUMBER[what], 0
         for index in range(1, len(slots) + 1):
             if index < len(slots) and slots[index] == slots[index - 1] + 1 and slots[begin] >= 0:
@@ -375,6 +398,7 @@ class RecordingLedger(Ledger):
             begin = index
 
     def _keep(self, run: tuple[int, ...]) -> None:
+        """Append a run to the recording; count it as dropped if ``most`` runs are there."""
         if len(self._runs) >= self._most * len(RUN_FIELDS):
             self._last_whole = self._last_whole if self._dropped else run[0] // 2 - 1
             self._dropped += 1

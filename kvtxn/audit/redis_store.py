@@ -71,6 +71,8 @@ class RedisStore:
     def put(self, scope: bytes, blocks: Iterable[StoredBlock]) -> None:
         """Remember blocks until they are unused for ``KEPT`` seconds, or there are too many.
 
+        A block that is there already stays, and counts as used now.
+
         Raises:
             StoreError: the server cannot be reached, or refuses.
         """
@@ -80,7 +82,7 @@ class RedisStore:
                 self._put(scope, known[at : at + _AT_ONCE])
 
     def _put(self, scope: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """Write blocks, and forget as many as are too many then."""
+        """Write blocks, and forget as many as are too many then, but at most two per block."""
         uses: dict[bytes, float] = {}
         with self._client.pipeline() as batch:
             for each in blocks:
@@ -97,7 +99,10 @@ class RedisStore:
         self._forget(min(excess, 2 * len(blocks)))
 
     def _forget(self, number: int) -> None:
-        """Forget the contents that were unused for longest, with all identities of each."""
+        """Forget the contents that were unused for longest, with all identities of each.
+
+        Nothing is done for a number of 0 or less.
+        """
         if number <= 0:
             return
         with self._client.pipeline() as batch:
@@ -108,7 +113,7 @@ class RedisStore:
                 batch.execute()
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
-        """Return what is known of blocks, as ``IdentityStore`` says.
+        """Return what is known of blocks by their bytes; unknown ones are left out.
 
         Those that are found count as used now: they expire ``KEPT`` seconds later, and are
         forgotten after blocks that were used before.
@@ -123,6 +128,7 @@ class RedisStore:
         return found
 
     def _get(self, scope: bytes, contents: Sequence[bytes]) -> dict[bytes, list[StoredBlock]]:
+        """Return the blocks of some contents in one round trip; those found count as used now."""
         with self._client.pipeline(transaction=False) as batch:
             for content in contents:
                 batch.hgetall(_PREFIX + scope + content)
@@ -145,7 +151,11 @@ class RedisStore:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Raise errors of the server, and of what it stores, as StoreError."""
+        """Raise errors of the server, and of what it stores, as StoreError.
+
+        Args:
+            what: "read" or "written", for the message.
+        """
         try:
             yield
         except (RedisError, OSError, ValueError, TypeError, struct.error) as error:
@@ -166,6 +176,7 @@ def _blocks(content: bytes, known: Mapping[bytes, bytes]) -> list[StoredBlock]:
 
     Raises:
         ValueError: another program has written there.
+        struct.error: another program has written there.
     """
     found = []
     for identity, said in known.items():

@@ -66,7 +66,9 @@ class RepeatedWork:
         self._unused: Final = dict.fromkeys(WHY_UNUSED, 0)
 
     def begin_again(self, request: str, length: int, had: int, found: int, prompt: int) -> None:
-        """Count a request that was put back and comes again.
+        """Count a request that was put back and comes again, and the rows that it has lost.
+
+        It counts as without a token if it is as long as when it last began.
 
         Args:
             request: its name, which no other request has had.
@@ -89,13 +91,13 @@ class RepeatedWork:
         """Count rows of the prefix cache that are computed again.
 
         Args:
-            rows: their number by reason, one of ``WHY_UNUSED``.
+            rows: their number by reason, one of ``WHY_UNUSED``; another one is a KeyError.
         """
         for reason, number in rows.items():
             self._unused[reason] += number
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by Prometheus name, reasons folded in."""
+        """Return the counts by Prometheus name; of unused rows the sum, and one by each reason."""
         values = self._restarted, self._without_token, self._rows, sum(self._unused.values())
         found = {family.name: value for family, value in zip(REPEATED, values, strict=True)}
         return found | {f"{REPEATED[-1].name}_{why}": n for why, n in self._unused.items()}

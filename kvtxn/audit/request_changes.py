@@ -64,7 +64,9 @@ class RequestChanges:
         return lines
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
-        """Check the blocks that are handed out, and return them with a group of their pool each.
+        """Check the blocks that are handed out, and return them by a group of their pool.
+
+        Groups without blocks are left out.
 
         Raises:
             ConfigError: a group is unknown, or a block is not one of its blocks.
@@ -88,6 +90,9 @@ class RequestChanges:
         self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[int], list[int], NewRequests | None]:
         """Take requests out of the table and others in, if all of them find room.
+
+        What the ones that leave have read is kept, and the seeds of the others. Under an open step
+        the lines of those that come count as later ones.
 
         Returns:
             The line of each request of ``names``; the lines that nobody has any more; and the

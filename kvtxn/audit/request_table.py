@@ -38,6 +38,8 @@ class RequestTable:
     def admit(self, requests: Sequence[str]) -> list[tuple[int, int]]:
         """Return the line and the serial number of each request; give it new ones if it has none.
 
+        Beyond ``REMEMBERED`` released requests, the oldest names are forgotten.
+
         Args:
             requests: names, none of them twice.
 
@@ -120,7 +122,7 @@ class RequestTable:
         return entry[0]
 
     def clear(self) -> None:
-        """Free all lines."""
+        """Free all lines; the names of the requests stay known."""
         for request in list(self._lines):
             self.release(request)
 

@@ -113,6 +113,8 @@ def fill_first(books: Books, step: Step) -> None:
 def computed_for(step: Step, row: Tensor, position: Tensor) -> Tensor:
     """Return the position that each row is computed for; -1 for a number that is none.
 
+    Without ``Step.positions`` these are the positions that the rows stand for.
+
     Args:
         step: the step.
         row: int64 ``[n]``, the numbers of rows in the step.

@@ -121,7 +121,7 @@ class Scrub:
     def compare(self, step: Step) -> None:
         """Compare a sample of the rows and states of earlier steps that a step will read.
 
-        Call it before ``Ledger.write``.
+        Call it before ``Ledger.write``. Changed bytes become violations of kind ``changed``.
 
         Raises:
             ConfigError: the step does not fit the ledger.
@@ -132,7 +132,9 @@ class Scrub:
     def seal(
         self, step: Step, accepted: Tensor | Sequence[int] | None = None, *, besides: int = 0
     ) -> None:
-        """Take the checksums of the rows and states that a step leaves; poison the others.
+        """Take the checksums of the rows and states that a step leaves; poison what is dead.
+
+        Only groups that ``poison`` named are poisoned.
 
         Call it after ``Ledger.resolve``.
 
@@ -161,7 +163,7 @@ class Scrub:
         self.passes.seal(step, counts, besides)
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
-        """Report each request that has a NaN in an output of its rows, once.
+        """Report each request that has a NaN in an output of its rows, once, as ``changed``.
 
         Call it after the forward and before ``Ledger.resolve``. Use it with ``poison``; without it
         a NaN may be the model's own.
@@ -203,7 +205,11 @@ class Scrub:
     def _outputs(
         self, operation: str, step: Step, outputs: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Check the outputs of a step's rows; returns both, on the device."""
+        """Check the outputs of a step's rows; return both on the device, outputs at least 2-D.
+
+        Raises:
+            ConfigError: the step is no step, or the outputs do not fit ``rows``.
+        """
         self._ledger.require(operation, step, after=True)
         rows = checks.ints(operation, "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0

@@ -105,10 +105,10 @@ class StepInput:
         *,
         released: bool = False,
     ) -> bool:
-        """Tell quickly that a step of the right shapes is well-formed; for CPUs.
+        """Tell quickly that a step of the right shapes is well-formed; for CPUs. Here: never.
 
-        ``Books.first`` is filled as in ``Passes.write``, unless the result is False or ``released``
-        is set.
+        A subclass may tell. It fills ``Books.first`` as in ``Passes.write``, unless the result is
+        False or ``released`` is set.
 
         Args:
             step: the step.
@@ -123,7 +123,7 @@ class StepInput:
         return False
 
     def reaches(self, step: Step, ends: Tensor) -> bool:
-        """Tell whether a request's rows before its drafts reach a position; for CPUs.
+        """Tell whether any request's rows before its drafts end at its position or after; for CPUs.
 
         Args:
             step: the step that was written last; its requests are admitted ones.
@@ -161,7 +161,10 @@ class StepInput:
 def _check(
     source: StepBuffers, target: StepBuffers, first: Tensor, drafts: Tensor, number: int
 ) -> None:
-    """Refuse, with a ConfigError, a step that does not lie inside all of its buffers."""
+    """Refuse, with a ConfigError, a step that does not lie inside all of its buffers.
+
+    Tables of another width than the ledger's own are refused, too.
+    """
     several = [*source.tables, *target.tables, *(each for each in source.lengths if len(each))]
     room = min(
         *(len(source.starts) - 1, len(target.starts) - 1),

@@ -92,18 +92,27 @@ class StoreThread:
         return self._fails
 
     def put(self, scope: bytes, blocks: Sequence[StoredBlock]) -> None:
-        """Have the thread write blocks; they are dropped if too many wait, or the store fails."""
+        """Have the thread write blocks; they are dropped if too many wait, or the store fails.
+
+        They are dropped as well once the thread is closed.
+        """
         self._enqueue(_Write(scope, blocks))
 
     def ask(self, scope: bytes, contents: Sequence[bytes]) -> Question:
-        """Ask about blocks; the answer comes later, also of blocks that were put before."""
+        """Ask about blocks; the answer comes later, also of blocks that were put before.
+
+        If too many wait, or the thread is closed, the answer is there at once: nothing is known.
+        """
         question = Question(scope, contents)
         if not self._enqueue(question):
             question.answer = [()] * len(contents)
         return question
 
     def _enqueue(self, entry: Question | _Write) -> bool:
-        """Append to the queue; else count the entry's blocks as dropped, and return False."""
+        """Append to the queue, and return True; False if it is closed or has no room.
+
+        The entry's blocks are counted as dropped then.
+        """
         with self._changed:
             if self._closes or self._waiting + len(entry.contents) > self._room:
                 self._dropped += len(entry.contents)
@@ -119,13 +128,17 @@ class StoreThread:
             return self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def close(self, seconds: float = 1.0) -> None:
-        """Write what waits, for so long at most, and end the thread."""
+        """Write what waits, for so long at most, and end the thread; later calls are dropped.
+
+        A thread that is not done by then goes on in the background.
+        """
         with self._changed:
             self._closes = True
             self._changed.notify_all()
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        """Do what comes into the queue until it is closed and empty; then close the store."""
         while (batch := self._next_batch()) is not None:
             for entry in batch:
                 self._do(entry)
@@ -136,14 +149,17 @@ class StoreThread:
             self._store.close()
 
     def _next_batch(self) -> list[Question | _Write] | None:
-        """Wait for entries, and return the first of them; None once the queue is closed."""
+        """Wait for entries, and take the first ones; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._closes)
             number = min(len(self._queue), _AT_ONCE)
             return [self._queue.popleft() for _ in range(number)] or None
 
     def _do(self, entry: Question | _Write) -> None:
-        """Write or answer one entry; log an error of any kind, and count its blocks as dropped."""
+        """Write or answer one entry; log an error of any kind, and count its blocks as dropped.
+
+        So are they while a store that failed is not tried again. The answer is nothing then.
+        """
         answer: list[Sequence[StoredBlock]] = [()] * len(entry.contents)
         try:
             store = self._opened()
@@ -163,7 +179,10 @@ class StoreThread:
             entry.answer = answer
 
     def _opened(self) -> IdentityStore | None:
-        """Return the store, opened if need be; None if it failed a short time ago."""
+        """Return the store, opened if need be; None if it failed a short time ago.
+
+        An error of opening the store is raised as it is.
+        """
         now = time.monotonic()
         if self._store is None and (
             self._failed_at is None or now >= self._failed_at + self._again
@@ -172,7 +191,7 @@ class StoreThread:
         return self._store
 
     def _fail(self, error: Exception) -> None:
-        """Let go of a store that has failed; say so once."""
+        """Let go of a store that has failed; log a warning the first time. No error is raised."""
         store, self._store, self._failed_at = self._store, None, time.monotonic()
         self._fails = True
         if self._says:

@@ -33,7 +33,7 @@ class StoreUrl:
     path: Path | None
 
     def open(self) -> IdentityStore:
-        """Open the store.
+        """Open the store; a server is not reached before it is used.
 
         Raises:
             StoreError: it cannot be opened.
@@ -77,7 +77,10 @@ def store_url(url: object) -> StoreUrl:
 
 
 def _server(url: str) -> str | None:
-    """Return the server of a URL without what is secret; None if the URL is not valid."""
+    """Return the server of a URL, its port and its database, without user, password or options.
+
+    None for a URL that is not valid, or has an option that is unknown.
+    """
     try:
         found = urlsplit(url)
         port = found.port or 6379

@@ -127,7 +127,10 @@ class TorchPasses(Passes):
     def _places(
         self, step: Step, batch: Batch, owner: Tensor, within: Tensor
     ) -> dict[Place, Tensor]:
-        """Find the index of each row's word, int64 ``[num_rows]`` per group, -1 for none."""
+        """Find the index of each row's word, int64 ``[num_rows]`` per group, -1 for none.
+
+        In a ring, a row has none whose slot a later row of its request takes.
+        """
         found = {}
         row = batch.starts[owner] + within
         for name, slots in step.slots.items():
@@ -148,7 +151,9 @@ class TorchPasses(Passes):
         ahead: Tensor,
         places: Mapping[Place, Tensor],
     ) -> None:
-        """Write a journal entry for each row: its request, position, token and digests.
+        """Write a journal entry for each row: its request, position, tokens and words' indices.
+
+        ``JOURNALLED`` stays: ``_note_step`` raises it.
 
         Args:
             line: int64 ``[num_rows]``, the line of each row's request.
@@ -156,7 +161,7 @@ class TorchPasses(Passes):
             given: int64 ``[num_rows]``, the position that each row is computed for.
             terms: int64 ``[num_rows]``, the token of each row as ``Key.terms`` has it.
             ahead: int64 ``[num_rows]``, the row that each row follows; -1: an earlier step's.
-            places: by KV-cache group, the index of each row's digest; -1 for a row without one.
+            places: by KV-cache group, the index of each row's word; -1 for a row without one.
         """
         books, rows = self.books, len(line)
         columns = [
@@ -217,7 +222,10 @@ class TorchPasses(Passes):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """Mark what a step's rejected drafts wrote, and take in its tokens; see ``Passes``."""
+        """Mark what a step's rejected drafts wrote, and take in its tokens.
+
+        ``KEPT``, ``DURABLE`` and ``KNOWN`` follow the drafts that stay; see ``Passes.resolve``.
+        """
         accepted = accepted - besides if besides else accepted
         books, facts = self.books, self.books.facts
         batch = Batch.of(books, step, released=True)
@@ -264,7 +272,10 @@ class TorchPasses(Passes):
     # -- comparing ---------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
-        """Compare every row that the step's queries read, and report wrong ones."""
+        """Compare every row that the step's queries read, and report wrong ones.
+
+        Positions up to which the request was told of wrong rows are left out.
+        """
         batch = Batch.of(self.books, step)
         end = batch.first + batch.counts
         told = self.books.facts[book.TOLD][batch.lines.clamp(min=0)]
@@ -275,7 +286,10 @@ class TorchPasses(Passes):
         self._compare(batch.lines, bounds, step, None)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Compare rows that are published or exported, and report wrong ones."""
+        """Compare rows that are published, exported or imported, and report wrong ones.
+
+        Requests that are not admitted are left out, and positions that the ledger does not have.
+        """
         lines = admitted(self.books, stretch.lines.long())
         number = len(lines)  # a tensor may be longer
         first = stretch.first[:number].long().clamp(min=0)
@@ -291,7 +305,14 @@ class TorchPasses(Passes):
         read: Step | Stretch,
         kind: str | None,
     ) -> None:
-        """Compare stretches of rows, and report wrong rows request by request."""
+        """Compare and count stretches of rows, and report wrong rows request by request.
+
+        Args:
+            lines: int64 ``[num_requests]``; -1: the request is left out.
+            bounds: by group, the first position of each request and the one after its last.
+            read: has the tables.
+            kind: the kind of a stretch; None for a step, which also counts stale rows by age.
+        """
         wrong = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
         for place, (first, end) in bounds.items():
             counts = (end - first).clamp(min=0) * (lines >= 0)
@@ -314,7 +335,8 @@ class TorchPasses(Passes):
     ) -> tuple[Tensor, Tensor]:
         """Judge rows: return a number of ``FOUND`` for each wrong row, -1 for each right row.
 
-        A stale row is wrong where a step reads it and the ledger is to alarm.
+        A stale row is wrong where a step reads it and the ledger is to alarm; the row of an open
+        draft where it is to be exported.
 
         Returns:
             int64 ``[num_rows]``, and the rows' ages, int64 ``[num_rows]``.
@@ -343,7 +365,10 @@ class TorchPasses(Passes):
         read: Step | Stretch,
         kind: str | None,
     ) -> None:
-        """Report one request's wrong rows of one group, and note up to where it was told."""
+        """Report one request's wrong rows of one group, a run as one; note how far it was told.
+
+        Reads of a step outside the group are reported once per request.
+        """
         where = words_read(read, place, torch.full_like(position, index), position)
         found, age = self._found(place, line.expand_as(position), position, where, kind)
         wrong = found >= 0
@@ -374,7 +399,10 @@ class TorchPasses(Passes):
     # -- states ------------------------------------------------------------------------------
 
     def _check_states(self, step: Step, batch: Batch) -> None:
-        """Compare the states that the step begins with, and the accepted counts it was told."""
+        """Compare the states that the step begins with, and the accepted counts it was told.
+
+        Wrong ones are reported; states that are read are counted, stale ones by age.
+        """
         books, facts = self.books, self.books.facts
         first, number = batch.first, len(batch.lines)
         line = batch.lines.clamp(min=0)
@@ -417,7 +445,7 @@ class TorchPasses(Passes):
         faults: list[tuple[Place, Tensor, Tensor, Tensor]],
         told: Tensor | None,
     ) -> None:
-        """Report wrong states, request by request."""
+        """Report wrong states and wrong counts of accepted drafts, request by request."""
         state = KIND_NUMBER["state"]
         for index in range(len(lines)):
             position = int(first[index]) - 1

@@ -44,7 +44,13 @@ class RowTransfers:
         self._books: Final = state.books
 
     def copy(self, group: str, source: Ints, target: Ints) -> None:
-        """Copy the words of blocks, as ``Ledger.copy`` says."""
+        """Copy the words of blocks, and their checksums; a copied state has no owner.
+
+        Nothing is known of the writers of the copies. See ``Ledger.copy``.
+
+        Raises:
+            ConfigError: the group is unknown, or the blocks are not such blocks.
+        """
         place = checks.place_of("copy", self._books, group)
         end = place.group.num_blocks
         given = checks.bounded("copy", "source", source, end)
@@ -66,24 +72,37 @@ class RowTransfers:
         self._journal(place, where.flatten(), None)
 
     def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
-        """Do what ``Ledger.publish`` says."""
+        """Report wrong rows among those that others can find from now on.
+
+        See ``Ledger.publish``.
+        """
         place = checks.place_of("publish", self._books, group, states=False)
         self._inspect("publish", "published", request, place, table, first, end)
 
     def publish_state(self, request: str, group: str, block: int, length: int) -> None:
-        """Do what ``Ledger.publish_state`` says."""
+        """Report a published state that is wrong, and let any request continue it from now on.
+
+        See ``Ledger.publish_state``.
+        """
         place = self._place_of_state("publish_state", group, block)
         end = checks.whole("publish_state", "length", length, 1, self._books.sizes.max_length)
         self._inspect("publish_state", "published", request, place, [block], end - 1, end)
         self._books.owners[place.owners + block] = NOBODY
 
     def export(self, request: str, group: str, table: Ints, first: int, end: int) -> Tensor:
-        """Do what ``Ledger.export`` says."""
+        """Report wrong rows and open drafts that leave; return the words that the rows have.
+
+        Words are at the first epoch's age, ``UNWRITTEN`` where the table leads nowhere. See
+        ``Ledger.export``.
+        """
         place = checks.place_of("export", self._books, group, states=False)
         return self._export("export", request, place, table, first, end)
 
     def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
-        """Do what ``Ledger.export_state`` says."""
+        """Report a state that leaves and is wrong; return its word, at the first epoch's age.
+
+        See ``Ledger.export_state``.
+        """
         place = self._place_of_state("export_state", group, block)
         checks.whole("export_state", "length", length, 1, self._books.sizes.max_length)
         return self._export("export_state", request, place, [block], length - 1, length)
@@ -98,7 +117,10 @@ class RowTransfers:
         digests: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        """Do what ``Ledger.import_rows`` says."""
+        """Put the words of rows from outside into their slots, and report those that are wrong.
+
+        See ``Ledger.import_rows``.
+        """
         place = checks.place_of("import_rows", self._books, group, states=False)
         blocks = self._blocks_of(place, table, first, end)
         self._import("import_rows", request, place, blocks, first, end, digests, origin)
@@ -106,7 +128,10 @@ class RowTransfers:
     def origins(
         self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
     ) -> Tensor:
-        """Do what ``Ledger.origins`` says."""
+        """Return who stores runs of rows, and the tokens before each run, int64 ``[n, 6]``.
+
+        See ``Ledger.origins``.
+        """
         place = checks.place_of("origins", self._books, group)
         books, line = self._books, self._state.requests.line(request, operation="origins")
         writer = self._state.requests.line(
@@ -122,7 +147,7 @@ class RowTransfers:
         return torch.stack([step, serial, first, last, *terms], 1)
 
     def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
-        """Do what ``Ledger.identities`` says."""
+        """Return whose rows full blocks have, int64 ``[n, 7]``; see ``Ledger.identities``."""
         place = checks.place_of("identities", self._books, group)
         line, first = self._lines_at("identities", requests, "firsts", firsts)
         block, books = self._state.upload(blocks), self._books
@@ -145,7 +170,7 @@ class RowTransfers:
         return torch.stack([step, serial, ends[:, 0], *terms, ends[:, 1]], 1)
 
     def own_words(self, group: str, requests: Sequence[str], positions: Ints) -> Tensor:
-        """Do what ``Ledger.own_words`` says."""
+        """Return the words of requests' own rows at some positions; see ``Ledger.own_words``."""
         place = checks.place_of("own_words", self._books, group)
         line, at = self._lines_at("own_words", requests, "positions", positions)
         after = self._books.own[line, (at + 1).clamp(max=self._books.sizes.max_length)]
@@ -158,7 +183,11 @@ class RowTransfers:
     def _lines_at(
         self, operation: str, requests: Sequence[str], name: str, positions: Ints
     ) -> tuple[Tensor, Tensor]:
-        """Return requests' lines, and positions of theirs, int64 ``[n]`` each."""
+        """Return requests' lines, and positions of theirs, int64 ``[n]`` each on the device.
+
+        Raises:
+            ConfigError: a request is not admitted, a position is none, or one is missing.
+        """
         lines = [self._state.requests.line(each, operation=operation) for each in requests]
         given = checks.bounded(operation, name, positions, self._books.sizes.max_length + 1)
         if len(given) != len(lines):
@@ -171,7 +200,7 @@ class RowTransfers:
         return line, at
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
-        """Do what ``Ledger.expected`` says."""
+        """Return the words of a request's own rows in a stretch; see ``Ledger.expected``."""
         place = checks.place_of("expected", self._books, group)
         line = self._state.requests.line(request, operation="expected")
         self._span("expected", first, end)
@@ -188,14 +217,21 @@ class RowTransfers:
         digest: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        """Do what ``Ledger.import_state`` says."""
+        """Put the word of a state from outside into its block, without owner; report it if wrong.
+
+        See ``Ledger.import_state``.
+        """
         place = self._place_of_state("import_state", group, block)
         checks.whole("import_state", "length", length, 1, self._books.sizes.max_length)
         self._import(*("import_state", request, place, [block], length - 1, length, digest, origin))
         self._books.owners[place.owners + block] = NOBODY
 
     def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
-        """Do what ``Ledger.words_of`` says."""
+        """Return the indices in ``Books.words`` of rows that a table must have, or of a state.
+
+        Raises:
+            ConfigError: the positions are no positions, or a block is not one of the group's.
+        """
         if place.group.is_state:
             checks.bounded(operation, "table", table, place.group.num_blocks)
         else:
@@ -204,20 +240,24 @@ class RowTransfers:
         return self._words(place, table, first, end)
 
     def _place_of_state(self, operation: str, group: str, block: int) -> Place:
-        """Return the place of a group of states that has this block."""
+        """Return the place of a group of states; a ConfigError if it does not have this block."""
         place = checks.place_of(operation, self._books, group, states=True)
         checks.whole(operation, "block", block, 0, place.group.num_blocks - 1)
         return place
 
     def _span(self, operation: str, first: int, end: int) -> None:
-        """Refuse a stretch of positions that a request cannot have."""
+        """Refuse, with a ConfigError, a stretch of positions that a request cannot have."""
         checks.whole(operation, "first", first, 0, self._books.sizes.max_length)
         checks.whole(operation, "end", end, first, self._books.sizes.max_length)
 
     def _blocks_of(
         self, place: Place, table: Ints, first: int, end: int, operation: str = "import_rows"
     ) -> Tensor:
-        """Return a table whose blocks of these positions are blocks of the group."""
+        """Return a table as a tensor, if its blocks of these positions are blocks of the group.
+
+        Raises:
+            ConfigError: they are not, or the table or the positions are none.
+        """
         self._span(operation, first, end)
         group = place.group
         given = checks.ints(operation, "table", table, "[blocks]")
@@ -241,6 +281,7 @@ class RowTransfers:
         first: int,
         end: int,
     ) -> Tensor:
+        """Inspect rows as exported; return their words as ``export`` does."""
         self._inspect(operation, "exported", request, place, table, first, end)
         where = self._words(place, table, first, end)
         words = self._books.words
@@ -258,6 +299,14 @@ class RowTransfers:
         digests: Tensor | None,
         origin: Tensor | None = None,
     ) -> None:
+        """Put words into the slots of rows without a seal, name their writers, and inspect them.
+
+        Without digests the words are the request's own, and the rows count as unverified. What the
+        request was told of other rows is forgotten.
+
+        Raises:
+            ConfigError: see ``Ledger.import_rows``; nothing was changed.
+        """
         books, line = self._books, self._state.requests.line(request, operation=operation)
         self._span(operation, first, end)
         if digests is None:
@@ -313,6 +362,9 @@ class RowTransfers:
 
         A digest less the one before is the term of a token; what was stored of no token has none
         that decodes to its position, and ``violation.decode`` leaves it out.
+
+        Raises:
+            ConfigError: the origin has another dtype or shape, or there are no digests.
         """
         shape = "[blocks, 6]" if getattr(origin, "ndim", 1) == 2 else "[6]"
         known = checks.ints(operation, "origin", origin, shape)
@@ -361,10 +413,13 @@ class RowTransfers:
         first: int,
         end: int,
     ) -> None:
-        """Compare the rows of one request with the digests of its tokens.
+        """Compare the rows of one request with the digests of its tokens, and report wrong ones.
 
         Imported rows are compared block by block. After a violation the ledger does not compare a
         request again before the stretch's end, so in a longer one a wrong block would hide others.
+
+        Raises:
+            ConfigError: the request is not admitted, or the table or the positions are none.
         """
         self._span(operation, first, end)
         blocks = self._state.upload(checks.ints(operation, "table", table, "[blocks]"))[None]

@@ -204,6 +204,7 @@ class Violation:
 
 
 def _named(request: str | None) -> str:
+    """Return "request" and its name for a sentence; "the engine" for None."""
     return "the engine" if request is None else f"request {request}"
 
 
@@ -294,7 +295,8 @@ def _difference(
 def _tokens(key: Key, terms: Sequence[int], position: int) -> Tokens:
     """Return the tokens of up to three terms: of ``position`` and the two before; oldest first.
 
-    A term that does not decode to its own position is left out: no token was stored for it.
+    A term that does not decode to its own position is left out, and so are those before it: no
+    token was stored for it.
     """
     assert position < MAX_POSITION
     found = []

@@ -29,7 +29,7 @@ def record_violation(
     found: int,
     layer: int = NOBODY,
 ) -> None:
-    """Add one violation.
+    """Count one violation, and keep it with its last writer as long as there is room.
 
     Args:
         books: the ledger's books.
@@ -70,7 +70,10 @@ def record_violation(
 
 
 def _trace(books: Books, record: Tensor) -> None:
-    """Fill in the last writer of the word that a violation names, if the journal still has it."""
+    """Fill in the last writer of the word that a violation names, if the journal still has it.
+
+    Of no word, and of an unwritten one, nothing is filled in.
+    """
     place, found = int(record[FIELD["place"]]), int(record[FIELD["found"]])
     if place < 0 or found == FOUND_NUMBER["unwritten"]:
         return

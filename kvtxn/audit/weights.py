@@ -96,6 +96,8 @@ class WeightWatch:
     def changed(self, weights: str = "target") -> None:
         """Begin an epoch with the next step, because weights have changed.
 
+        All parameters are listed anew for the next sample.
+
         Raises:
             ConfigError: there are no weights of this name.
         """
@@ -128,6 +130,8 @@ class WeightWatch:
     def begin_step(self, *, hits: bool = False) -> None:
         """Begin an epoch if weights have changed; call it before each ``Ledger.write``.
 
+        A sample is taken if one is due, and the last one compared once it is old enough.
+
         Args:
             hits: a request begins with rows that it has found in the cache; all ranks of an engine
                 have to say the same.
@@ -146,7 +150,10 @@ class WeightWatch:
         self._steps += 1
 
     def _take(self) -> None:
-        """Hash all weights, and begin to copy the hashes to the host, to be judged later."""
+        """Hash all weights, and begin to copy the hashes to the host, to be judged later.
+
+        An earlier sample that still waits is judged first.
+        """
         if self._sample is not None:  # of fewer steps than one takes to arrive
             self._judge(self._sample)
         hashes = torch.stack([self._hash(each.now()) for each in self._weights.values()])
@@ -154,7 +161,10 @@ class WeightWatch:
         self._told_since.clear()
 
     def _judge(self, sample: _Sample) -> None:
-        """Compare a sample with the one before; a change that nobody told begins an epoch, too."""
+        """Compare a sample with the one before, as soon as it has arrived.
+
+        A change that nobody told of becomes a violation and begins an epoch.
+        """
         self._sample, before, self._known = None, self._known, sample.hashes.wait().tolist()
         for number, name in enumerate(self._weights):
             same = before is None or before[number] == self._known[number]
@@ -202,7 +212,10 @@ class _Elements:
         self._listed, self._addresses, self._elements = [], [], {}
 
     def now(self) -> Iterable[list[Tensor]]:
-        """Return views of the elements, by dtype."""
+        """Return views of the elements, a list for each dtype.
+
+        The parameters are listed anew when one has moved, and after every ``_LISTED`` calls.
+        """
         moved = [each.data_ptr() for each in self._listed] != self._addresses
         if moved or self._uses % _LISTED == 0:
             self.forget()
@@ -211,6 +224,7 @@ class _Elements:
         return self._elements.values()
 
     def _list(self) -> None:
+        """Add the elements of each parameter that is dense, on the device and not empty."""
         for parameter in self._parameters():
             each = parameter.data
             plain = type(each) is Tensor and each.layout is torch.strided
@@ -238,7 +252,10 @@ def _require(weights: object) -> None:
 
 
 def _some_of(parameter: Tensor) -> Tensor:
-    """Return up to ``SAMPLED`` elements of a parameter, spread evenly, ``[n]``."""
+    """Return up to ``SAMPLED`` elements of a parameter, spread evenly, ``[n]``, as a view.
+
+    Of a parameter with gaps in its memory they are the first ones of its last dimension.
+    """
     count, number = parameter.numel(), min(parameter.numel(), SAMPLED)
     if not parameter.is_contiguous():
         dense = sorted(zip(parameter.stride(), parameter.shape, strict=True))

@@ -65,7 +65,7 @@ class GatedDelta(RankOne):
     key_dtype: torch.dtype = attrs.field(default=torch.float32, validator=one_of(*FLOATS))
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state of another rank, or whose heads are not a multiple of ``key_heads``.
+        """Refuse a state of another rank or dtype, or that ``key_heads`` do not divide.
 
         Raises:
             LayerError: it is another one.
@@ -154,6 +154,6 @@ class GatedDelta(RankOne):
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    """Divide the vectors along the last dimension by their Euclidean length."""
+    """Divide the vectors along the last dimension by their Euclidean length, zeros by no zero."""
     squares = (vectors * vectors).sum(-1, keepdim=True)
     return vectors * torch.rsqrt(squares + _NORM_EPSILON)

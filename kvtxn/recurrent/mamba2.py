@@ -29,7 +29,11 @@ from .rank_one import RankOne, take_in
 
 
 def _per_head(recurrence: object, attribute: attrs.Attribute[Tensor], value: object) -> None:
-    """Validate that a constant is a float32 tensor with one number per head, or an allowed None."""
+    """Validate that a constant is a float32 tensor with one number per head, or an allowed None.
+
+    Raises:
+        LayerError: it is something else.
+    """
     if value is None and attribute.default is None:
         return
     if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype is not torch.float32:
@@ -45,7 +49,13 @@ def _per_head(recurrence: object, attribute: attrs.Attribute[Tensor], value: obj
 
 
 def _decays(recurrence: object, attribute: attrs.Attribute[Tensor], value: Tensor) -> None:
-    """Validate that no head's state grows from row to row: A is negative, and no NaN."""
+    """Validate that no head's state grows from row to row: A is not above 0, and no NaN.
+
+    A tensor on the device meta is not looked at.
+
+    Raises:
+        LayerError: a number is above 0, or NaN.
+    """
     if not value.is_meta and not bool((value <= 0).all()):
         raise LayerError(
             type(recurrence).__name__,
@@ -86,10 +96,10 @@ class Mamba2(RankOne):
     dtype: torch.dtype = attrs.field(default=torch.float32, validator=one_of(*FLOATS))
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse a state whose heads differ from A's, or are not a multiple of ``groups``.
+        """Refuse a state whose heads differ from A's or D's, or are not a multiple of ``groups``.
 
         Raises:
-            LayerError: it is another one.
+            LayerError: it is another one, or of another rank, dtype or device.
         """
         check_state(layer, state, "[num_states, num_heads, head_size, state_size]", FLOATS)
         check_heads(layer, "groups", self.groups, state.shape[1])

@@ -48,13 +48,14 @@ class ShortConv(Recurrence):
 
     @width.validator
     def _has_a_past(self, attribute: attrs.Attribute[int], value: int) -> None:
+        """Refuse, with a LayerError, a width below 2."""
         if value < 2:
             raise LayerError(
                 "ShortConv", "width is not valid", expected="at least 2 taps", got=value
             )
 
     def check(self, layer: str, state: Tensor) -> None:
-        """Refuse, with a LayerError, a state that does not hold ``width - 1`` inputs."""
+        """Refuse, with a LayerError, a state that does not hold ``width - 1`` inputs of floats."""
         check_state(layer, state, "[num_states, width - 1, channels]", FLOATS)
         if state.shape[1] != self.width - 1:
             raise LayerError(
