@@ -61,7 +61,11 @@ PATH = tl.constexpr(Accept.PATH)
 
 @triton.jit
 def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr) -> tl.tensor:
-    """Return the request of each row, int ``[ROWS]``; 0 where ``live`` is false."""
+    """Return the request of each row, int ``[ROWS]``.
+
+    Unless ``UNIFORM``, 0 where ``live`` is false.
+
+    """
     request, _, per_request, _ = layout
     return rows // per_request if UNIFORM else tl.load(request + rows, mask=live, other=0)
 
