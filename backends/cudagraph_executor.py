@@ -104,7 +104,7 @@ class CudaGraphExecutor(Executor):
         return self._inner.save(txn, group)
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Write one layer's settled rows (``deferred``) or all rows (else), by the Triton executor."""
+        """Write one layer's settled rows (``deferred``) or all rows (else), by Triton."""
         self._inner.stage(txn, layer)
 
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:

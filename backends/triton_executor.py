@@ -324,9 +324,10 @@ class TritonExecutor(Executor):
         return self._planner.plan("all", self.layers, parts, Select.REJECTED, known)
 
     def _commit_path(self, txn: Txn, path: Tensor) -> None:
-        """Commit, and count, along the accepted path of each draft tree, int ``[num_requests, columns]``.
+        """Commit along the accepted path of each draft tree, int ``[num_requests, columns]``.
 
-        Under ``undo`` a first launch puts back all saved rows that the path does not fill.
+        It counts, too. Under ``undo`` a first launch puts back all saved rows that the path does
+        not fill.
         """
         known = self._own_all_slots(txn)
         if txn.policy == "undo":

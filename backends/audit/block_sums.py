@@ -98,7 +98,9 @@ class BlockSums:
         )
 
     def of(self, blocks: Tensor) -> Tensor:
-        """Return the checksums of blocks, int64 ``[n, 2]``; never waits.
+        """Return the checksums of blocks, int64 ``[n, 2]``, on the pages' device; never waits.
+
+        A page whose cache lacks a block adds nothing to the block's sums.
 
         Args:
             blocks: int64 ``[n]`` on the pages' device, contiguous.

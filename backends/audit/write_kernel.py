@@ -65,7 +65,11 @@ FIELDS = tl.constexpr(group_lines.FIELDS)
 
 @triton.jit
 def own_term(digests: tl.tensor, position: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return the term of a request's own token at each position, from its digests."""
+    """Return the term of a request's own token at each position, from its digests.
+
+    0 where masked.
+
+    """
     after = tl.load(digests + position + 1, mask=mask, other=0)
     return after - tl.load(digests + position, mask=mask, other=0)
 

@@ -170,7 +170,7 @@ class StaticLaunches(CapturedLaunches):
             return None
 
     def variants(self) -> Iterator[RowLayout]:
-        """Yield one layout per compiled variant of the kernel, for windows of 1 to ``max_rows`` rows."""
+        """Yield one layout per compiled variant of the kernel, for up to ``max_rows`` rows."""
         seen = set()
         for rows in range(1, self._max_rows + 1):
             tile = tile_for(self._commit.planes, rows, self._programs)
