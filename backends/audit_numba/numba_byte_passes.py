@@ -92,7 +92,7 @@ class NumbaBytePasses(TorchBytePasses):
         self._compile()
 
     def _compile(self) -> None:
-        """Compile every function, by calling it for a step without requests, which changes nothing."""
+        """Compile every function, by calling it for a step without requests; nothing changes."""
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
         for place in self._layers:
             self.sums(place, none)

@@ -102,7 +102,7 @@ def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
 
 
 def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Random) -> TestCache:
-    """Build a layer whose caches are filled with random bytes.
+    """Build a layer whose caches, and guard pages, are filled with random bytes.
 
     Args:
         name: the layer's name.

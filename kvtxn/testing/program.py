@@ -48,6 +48,7 @@ _BLOCK_SIZES: Final = {"a": 3, "b": 4}
 
 @st.composite
 def _layers(draw: st.DrawFn) -> LayerSpec:
+    """Draw the description of a layer of any layout and format, in one of two groups."""
     group = draw(st.sampled_from(sorted(_BLOCK_SIZES)))
     return LayerSpec(
         draw(st.sampled_from(LAYOUTS)),
@@ -120,7 +121,11 @@ class Model:
         return [index for index in range(len(self._rig.refs)) if index not in self.staged]
 
     def begin(self, batch: Batch, mapped: Sequence[str], failed: bool) -> None:
-        """Follow the begin of a window; saving the old rows may have failed."""
+        """Follow the begin of a window.
+
+        Saving the old rows of a group in ``mapped`` may have failed.
+
+        """
         self._batch, self._before = batch, self._rig.truth.copy()
         self.state, self.staged, self.mapped = WindowState.OPEN, [], list(mapped)
         if failed:
@@ -155,7 +160,11 @@ class Model:
             self._failed(self.staged)
 
     def commit(self, kept: Sequence[bool], failed: bool) -> None:
-        """Follow a commit of these rows, with every layer staged."""
+        """Follow a commit of these rows, with every layer staged.
+
+        The executor may have failed in it.
+
+        """
         if failed and self._raises:
             self._failed(self.staged)
             return
@@ -175,7 +184,10 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.ABORTED)
 
     def _failed(self, layers: Iterable[int]) -> None:
-        """Follow a failure of the executor: all rows are written through, or all taken back."""
+        """Follow a failure of the executor: all rows are written through, or all taken back.
+
+        With ``on_error="raise"`` the window has ended as aborted; else it is direct from now on.
+        """
         if not self._raises:
             self.state = WindowState.DIRECT
             self._write(layers, [True] * self.batch.num_rows)
@@ -185,10 +197,11 @@ class Model:
         self._end(WindowState.ABORTED)
 
     def _write(self, layers: Iterable[int], mask: Sequence[bool]) -> None:
+        """Write the masked rows of the present window into the oracle, in these layers."""
         self._rig.write(self.batch, mask, list(layers))
 
     def _take_back(self, layers: Iterable[int]) -> None:
-        """Restore the draft slots of these layers to their content when the window began."""
+        """Restore these layers' draft slots, in the oracle, to what they held at the begin."""
         assert self._before is not None
         for index in layers:
             cache = self._rig.caches[index]
@@ -206,6 +219,7 @@ class Model:
                 self._rig.truth.adopt(cache.name, slot, row)
 
     def _end(self, state: WindowState, kept: Sequence[bool] | None = None) -> None:
+        """End the present window in a state: count its rows, once it had slots, and the outcome."""
         if self.mapped:
             for place, number in enumerate(self.batch.count(kept, self.mapped)):
                 self.rows[place] += number
@@ -278,6 +292,7 @@ class Program(RuleBasedStateMachine):
         saves = self.faults.calls["save"]
 
         def action() -> None:
+            """Open the window, with the slots of the groups in ``given``."""
             self.window = self.rig.manager.window(
                 batch.draft_len, {group: slots[group] for group in given}, batch.settled
             )
@@ -307,15 +322,17 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(fault=_FAULTS)
     def stage_the_rest(self, fault: Fault) -> None:
-        """Stage all layers that are missing, in their order; the fault may hit any."""
+        """Stage all layers that are missing, in their order; each call gets the fault."""
         while self.model.state is not None and self.model.missing:
             self.stage(0, False, False, fault)
 
     def _stage(self, index: int, slots: list[int] | Tensor | None = None) -> None:
+        """Hand the present window's rows of a layer in, with slots or without."""
         self.rig.hand_in(self._open, self.model.batch, index, slots)
 
     @property
     def _open(self) -> Window:
+        """The present window, or the last one."""
         assert self.window is not None
         return self.window
 
@@ -435,7 +452,7 @@ class Program(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Compare states, counters and every word of every cache with the model."""
+        """After every step, compare states, counters and every cached word with the model."""
         self.rig.check()
         flat, model = self.rig.manager.snapshot(), self.model
         self.rig.check_rows(model.rows)
@@ -454,7 +471,11 @@ class RandomProgram(KitBase):
     def test_random_program(
         self, kit: Kit, program_settings: settings, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Begin, stage, attend, commit, abort, faults and misuse in any order."""
+        """After any calls in any order, states, counters and bytes are the model's.
+
+        The calls are begin, stage, attend, commit and abort; some fail on command, and some are
+        misuse, which has to be refused.
+        """
         caplog.set_level(logging.ERROR, logger="kvtxn")  # a thousand fallbacks say nothing
         bound = type("Program", (Program,), {"kit": kit})
         run_state_machine_as_test(bound, settings=program_settings)

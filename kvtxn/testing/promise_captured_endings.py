@@ -32,7 +32,11 @@ class StepEndings(MixedKit):
     def test_a_failing_step_loses_nothing(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """on_error="fallback": no error is raised; accepted and settled rows are in the caches."""
+        """on_error="fallback": no error is raised; accepted and settled rows are in the caches.
+
+        The window is counted as fallen back, with the operation as the reason, and the next step
+        works.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward = CapturedForward(rig)
         for seen in (1, len(rig.refs) - 1):
@@ -57,7 +61,11 @@ class StepEndings(MixedKit):
     def test_a_failing_step_restores_and_raises(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """on_error="raise": the error is raised, no draft is in a cache, the window is counted."""
+        """on_error="raise".
+
+        The error is raised, no draft is in a cache, the window is counted as aborted. The next step
+        works.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="raise")
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
@@ -182,7 +190,11 @@ class StepEndings(MixedKit):
     def test_hooks_of_a_step_that_fell_back(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """After a fallback rejected rows may be in the cache, and a connector still skips them."""
+        """After a fallback rejected rows may be in the cache.
+
+        Hooks get the accepted and settled ones alone.
+
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward, offloader = CapturedForward(rig), Offloader(rig)
         batch = rig.batch(SHAPE)
@@ -270,7 +282,7 @@ class HalfMarked:
         self._position, self._copies = position, 0
 
     def copy_(self, marks: torch.Tensor) -> None:
-        """Copy, and fail after the first copy."""
+        """Copy ``marks``; the first call raises InjectedFault after it has copied."""
         self._position.copy_(marks)
         self._copies += 1
         if self._copies == 1:

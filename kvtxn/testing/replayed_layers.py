@@ -80,7 +80,7 @@ class StateSpec:
 
 @attrs.frozen
 class ReplayedSpec:
-    """A replayed layer: its states, and the number of slots."""
+    """A replayed layer: its states, and the number of slots of each."""
 
     states: tuple[StateSpec, ...]
     group: str = "state"
@@ -113,7 +113,7 @@ class StateMemory:
     def build(
         cls, spec: StateSpec, num_states: int, device: torch.device, rng: random.Random
     ) -> StateMemory:
-        """Fill a memory with noise, including the states."""
+        """Fill a memory with noise, states and guard pages included, and expect just that."""
         sizes = list(spec.shape)
         order = list(range(len(sizes)))
         if spec.layout == "permuted":
@@ -142,11 +142,11 @@ class StateMemory:
         ]
 
     def read(self, slot: int) -> list[int]:
-        """Return the expected words of a state."""
+        """Return the expected words of a state; the memory itself is not read."""
         return [self.truth[place] for place in self.places(slot)]
 
     def write(self, slot: int, words: Sequence[int]) -> None:
-        """Set the expected words of a state."""
+        """Set the expected words of a state; the memory itself stays as it is."""
         for place, word in zip(self.places(slot), words, strict=True):
             self.truth[place] = word
 
@@ -249,14 +249,14 @@ class ReplayedLayer:
         return cls(spec, ref, memories)
 
     def begin(self, slots: Sequence[int], rng: random.Random) -> None:
-        """Fill the states of requests with numbers, as a prefill does."""
+        """Fill the states of requests with random numbers, as a prefill does, and expect these."""
         for memory, slot in product(self.memories, slots):
             size = math.prod(memory.spec.shape)
             numbers = [float32(rng.gauss(0, 1)) for _ in range(size)]
             memory.make_up(slot, [word_of(number, memory.spec.fmt) for number in numbers])
 
     def end(self, slots: Sequence[int], rng: random.Random) -> None:
-        """Fill the states of ended requests with noise, NaN included."""
+        """Fill the states of ended requests with noise, NaN included, and expect that."""
         for memory, slot in product(self.memories, slots):
             size = math.prod(memory.spec.shape)
             memory.make_up(slot, noise(size, memory.spec.fmt.word, rng).tolist())
@@ -282,7 +282,7 @@ class ReplayedLayer:
         rows: Sequence[Sequence[int]],
         crossings: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
-        """Expect states that took in these rows of a window.
+        """Expect states that took in these rows of a window; the memories stay as they are.
 
         Args:
             slots: the slot of each request's state.
