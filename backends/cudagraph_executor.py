@@ -265,7 +265,6 @@ def bucket_of(rows: int, max_rows: int) -> int:
     """Return the size of the bucket for ``rows`` rows.
 
     As ``power_of_two``, but at most ``max_rows``.
-
     """
     return min(max_rows, power_of_two(rows))
 

@@ -32,7 +32,6 @@ class TorchExecutor(Executor):
         """Copy the group's rows in the slots of all rows.
 
         For padding those of slot 0, never put back.
-
         """
         return read_layers((ref for ref in self.layers if ref.group == group), txn.slots)
 
@@ -40,7 +39,6 @@ class TorchExecutor(Executor):
         """Write the settled rows under ``deferred``, else all rows.
 
         None if a slot is out of range.
-
         """
         draft = txn.layout.is_draft
         now = ~draft if txn.waits else torch.ones_like(draft)
@@ -72,7 +70,6 @@ class TorchExecutor(Executor):
         """Put back the old bytes of every draft row whose group was saved.
 
         None if a slot is out of range.
-
         """
         saved = [ref for ref in self.layers if ref.name in txn.saved]
         write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))

@@ -173,7 +173,6 @@ class TritonExecutor(Executor):
         """Put back the saved bytes under every draft row whose group was saved.
 
         Nothing if none was.
-
         """
         saved = tuple(ref for ref in self.layers if ref.name in txn.saved)
         if saved:

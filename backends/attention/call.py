@@ -37,7 +37,6 @@ def requests_of(layout: RowLayout, device: torch.device) -> Requests:
     """Return a layout's requests on the device.
 
     They are copied there once, and kept with the layout.
-
     """
     found = _requests.get(layout)
     if found is None:

@@ -135,7 +135,6 @@ class AttentionLauncher:
         """Return the tile of a call.
 
         The number of slices follows from the most rows that a row may see.
-
         """
         args, shape = call.args, call.shape
         capacity = args.block_table.shape[1] * shape.block_size

@@ -17,7 +17,6 @@ def in_ring(at: tl.tensor, ring: tl.tensor, RING: tl.constexpr) -> tl.tensor:
     """Return each position's place among its request's slots.
 
     Modulo ``ring``, or itself unless ``RING``.
-
     """
     return at % ring if RING else at
 

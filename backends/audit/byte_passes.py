@@ -88,7 +88,6 @@ class TritonBytePasses(BytePasses):
         """Launch ``list_reads`` for a step given for the first time.
 
         Remember the launch if it can recur.
-
         """
         step = contiguous(step)
         books = self.books.books
@@ -117,7 +116,6 @@ class TritonBytePasses(BytePasses):
         """Launch ``list_written`` for a step given for the first time.
 
         Remember the launch if it can recur.
-
         """
         step = contiguous(step)
         books = self.books.books

@@ -181,7 +181,6 @@ def _set(
     """Set a launch's grid, and the arguments whose numbers are in ``vary``.
 
     All if that is empty.
-
     """
     words, programs = launch.words, launch.programs
     for index in vary or range(len(words) - SCRATCH):

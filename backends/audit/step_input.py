@@ -40,7 +40,6 @@ class TritonStepInput(StepInput):
         """Copy ints of the host into ``target``, int ``[n]`` on the GPU, in one launch.
 
         Never waits.
-
         """
         count = target.shape[0]
         if not count:

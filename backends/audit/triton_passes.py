@@ -122,7 +122,6 @@ class TritonPasses(Passes):
         """Compare the states that a step reads, then record the rows that it writes.
 
         See ``Passes.write``.
-
         """
         if step.sources or step.told is not None:
             self._compare_states(step)
@@ -177,7 +176,6 @@ class TritonPasses(Passes):
         """Compare rows that are published or exported; report what is wrong.
 
         See ``Passes.inspect``.
-
         """
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)

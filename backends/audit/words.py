@@ -76,6 +76,5 @@ def as_word(digest: tl.tensor) -> tl.tensor:
     """Return digests, salt included, as words of slots.
 
     Never below ``RESERVED`` unless negative.
-
     """
     return tl.where((digest >= 0) & (digest < RESERVED), digest + RESERVED, digest)

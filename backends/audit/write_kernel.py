@@ -68,7 +68,6 @@ def own_term(digests: tl.tensor, position: tl.tensor, mask: tl.tensor) -> tl.ten
     """Return the term of a request's own token at each position, from its digests.
 
     0 where masked.
-
     """
     after = tl.load(digests + position + 1, mask=mask, other=0)
     return after - tl.load(digests + position, mask=mask, other=0)

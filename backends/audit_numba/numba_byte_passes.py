@@ -28,7 +28,6 @@ class PlaneArrays:
     """A plane, with the attributes that ``add_checksums`` takes.
 
     ``cells`` is all of its storage.
-
     """
 
     cells: NDArray[numpy.signedinteger]
@@ -43,7 +42,6 @@ class PlaneArrays:
         """Describe a plane that is part number ``part`` of its layer.
 
         ``cells`` shares its memory.
-
         """
         cells, offsets, by_slot = plane.cells, plane.offsets, 0
         if offsets is None:

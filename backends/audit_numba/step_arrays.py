@@ -114,7 +114,6 @@ class StepReader:
         """Return the arrays of a step.
 
         The same ones again if they all share the tensors' memory.
-
         """
         found = self._known.get(step)
         if found is None:
@@ -134,7 +133,6 @@ class StepReader:
         """Return the block tables of all groups, by their numbers.
 
         Without lines where there is none.
-
         """
         return tuple(table(tables[name]) if name in tables else _NO_TABLE for name in self._groups)
 

@@ -118,7 +118,6 @@ class NumbaStepInput(StepInput):
         """Return the array of a tensor that comes again and again.
 
         Both are kept for the next call.
-
         """
         known = self._arrays.get(id(tensor))
         if known is None:

@@ -65,7 +65,6 @@ class RecurringGraphs:
         """Count a launch.
 
         Tell whether this is just the ``often``-th time, so that it is to be captured.
-
         """
         if len(self._seen) > self._most_seen:
             self._seen.clear()
@@ -209,7 +208,6 @@ class StaticLayout(LayoutLaunches):
         """Launch save, if rows are saved, and commit once.
 
         Capture the save, whose arguments never change.
-
         """
         if self._launches.saves:
             self.save()
@@ -239,7 +237,6 @@ class StaticLayout(LayoutLaunches):
         """Count this address; tell whether this is the time to capture.
 
         False before a commit of rows.
-
         """
         if self._run is None:
             return False
@@ -275,7 +272,6 @@ class StaticLayout(LayoutLaunches):
         """Count an acceptance's address.
 
         Capture the commit into ``replays`` if this address recurs.
-
         """
         assert self._run is not None
         place = sampled.data_ptr()

@@ -41,7 +41,6 @@ def lines_of(
     """Load the first ``most`` rows of B or of C in one group, as ``runs`` loads them.
 
     Others are 0.
-
     """
     turns = tl.arange(0, ROWS * KEYS // (4 * RUN)) % ROWS
     rows = given + (first.to(tl.int64) + turns) * stride

@@ -114,7 +114,6 @@ class MovePlanner:
         """Return the plane table for these layers and rows.
 
         Build it if strides or alignment are new.
-
         """
         aligned = reduce(or_, addresses, 0) % 16 == 0
         if aligned and pattern is not None and pattern is self._pattern[0]:
@@ -197,7 +196,6 @@ class AddressBook:
         """Return the next page of the ring.
 
         If its copy is pending, a new page takes its place there.
-
         """
         self._next = (self._next + 1) % len(self._pages)
         page = self._pages[self._next]

@@ -64,7 +64,6 @@ def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.const
     """Return the request of each row, int ``[ROWS]``.
 
     Unless ``UNIFORM``, 0 where ``live`` is false.
-
     """
     request, _, per_request, _ = layout
     return rows // per_request if UNIFORM else tl.load(request + rows, mask=live, other=0)

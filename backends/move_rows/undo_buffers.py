@@ -43,7 +43,6 @@ class UndoBuffers:
         """Return a layer's buffers, one of ``max_rows`` rows per plane.
 
         The first call allocates them.
-
         """
         if ref.name not in self._buffers:
             self._buffers[ref.name] = tuple(

@@ -83,7 +83,6 @@ class Batch:
         """List, by request, the rows that its state takes in, in order.
 
         Settled rows and the kept drafts.
-
         """
         taken: list[list[int]] = [[] for _ in self.settled]
         for row, (request, draft) in enumerate(self.owners):

@@ -110,7 +110,6 @@ class Histories:
         """Append the settled and the kept tokens of a batch to the requests' past.
 
         No cache is touched.
-
         """
         happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])
         for past, tokens in zip(self.past, happened, strict=True):
@@ -120,7 +119,6 @@ class Histories:
         """End a request and begin another in its place, without a past.
 
         The bytes in the caches stay.
-
         """
         self._base = self._rig.truth_now()
         self.past[request] = []

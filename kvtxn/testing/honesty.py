@@ -101,7 +101,6 @@ class Honesty(KitBase):
         """A commit that is declared not to be capturable cannot be captured and replayed.
 
         On a GPU.
-
         """
         kit.need_cuda()
         if kit.capabilities.capturable:
@@ -161,7 +160,6 @@ def works(attempt: Any) -> bool:
     """Tell whether an attempt ends without an exception, which is swallowed.
 
     Wrong bytes raise one.
-
     """
     try:
         attempt()

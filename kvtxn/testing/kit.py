@@ -81,7 +81,6 @@ class Kit:
         """Make a rig whose executor fails on command.
 
         Return it with its ``Faults``, of which none is armed.
-
         """
         executor = faulty(self.executor)
         return self.rig(policy, specs, executor=executor, **config), executor.faults
@@ -139,7 +138,6 @@ class KitBase:
         """Bound the error of float32 attention against sums in double, relative to the values.
 
         1e-4.
-
         """
         return 1e-4
 
@@ -148,7 +146,6 @@ class KitBase:
         """Set the number and length of the random programs.
 
         60 of at most 25 steps, always the same.
-
         """
         return settings(
             _REPEATABLE, max_examples=60, stateful_step_count=25, report_multiple_bugs=False
@@ -169,7 +166,6 @@ class KitBase:
         """Register the backend for one test.
 
         Skip the test if the backend cannot run on the device.
-
         """
         with ExitStack() as stack:
             yield Kit(backend, torch.device(device), stack)

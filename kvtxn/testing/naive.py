@@ -155,7 +155,6 @@ def _write_prefixes(
     """Write random tokens of the past into the oracle, ``prefixes`` of each request.
 
     Not into caches.
-
     """
     for request, prefix in enumerate(prefixes):
         rows = cache.rows(finite_parts(cache, prefix, rig.rng))

@@ -157,7 +157,6 @@ def _fp8_value(dtype: torch.dtype, code: int) -> float:
     """Compute a number from its code, 0 to 255, by the definition of the format.
 
     NaN, infinity included.
-
     """
     _, mantissa_bits, bias, limit = _FP8[dtype]
     magnitude = code & 0x7F

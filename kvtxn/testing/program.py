@@ -124,7 +124,6 @@ class Model:
         """Follow the begin of a window.
 
         Saving the old rows of a group in ``mapped`` may have failed.
-
         """
         self._batch, self._before = batch, self._rig.truth.copy()
         self.state, self.staged, self.mapped = WindowState.OPEN, [], list(mapped)
@@ -163,7 +162,6 @@ class Model:
         """Follow a commit of these rows, with every layer staged.
 
         The executor may have failed in it.
-
         """
         if failed and self._raises:
             self._failed(self.staged)

@@ -172,7 +172,6 @@ class AllOrNothing(KitBase):
         """With staging='copy' the caller may overwrite its buffers at once.
 
         The commit has the old content.
-
         """
         rig = kit.rig("deferred", SIMPLE, staging="copy")
         batch = rig.batch()

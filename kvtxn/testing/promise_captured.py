@@ -90,7 +90,6 @@ class CapturedWindows(MixedKit):
         """Windows over rows that lack a layer are refused with a LayerError that names it.
 
         Nothing is written.
-
         """
         rig = kit.rig("deferred", SIMPLE)
         forward = CapturedForward(rig, HELD)

@@ -193,7 +193,6 @@ class StepEndings(MixedKit):
         """After a fallback rejected rows may be in the cache.
 
         Hooks get the accepted and settled ones alone.
-
         """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward, offloader = CapturedForward(rig), Offloader(rig)

@@ -102,7 +102,6 @@ class Discipline(KitBase):
         """After its end every call raises WindowStateError and changes nothing.
 
         The next window starts clean.
-
         """
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch()

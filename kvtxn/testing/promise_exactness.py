@@ -342,7 +342,6 @@ def _off_range(executor: type[Executor], bad: int, *methods: str) -> type[Execut
             """Put ``bad`` in the place of a slot, or mark the window as out of range.
 
             Then call the method.
-
             """
             if executor.capabilities.checks_range:
                 txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}

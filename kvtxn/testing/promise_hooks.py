@@ -105,7 +105,6 @@ class Hooks(MixedKit):
         """``on_commit`` names exactly the settled and accepted rows.
 
         Their staged bytes lie there.
-
         """
         offloader = Offloader(mixed)
         for _ in range(3):

@@ -53,7 +53,6 @@ class StateBoundaries(KitBase):
         """Requests may have different boundaries or none.
 
         The next window continues from their states.
-
         """
         rig = state_rig(kit)
         batch = rig.batch(((1, 1, 2), (3, 2, 0)), counts=[3, 2, 0], padding=0.0)

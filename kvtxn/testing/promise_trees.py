@@ -321,7 +321,6 @@ def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
     """Run a tree window with one attention, if there is any; commit the paths.
 
     Return the window.
-
     """
     window = rig.open(batch, forest)
     rig.stage(window, batch)

@@ -346,7 +346,6 @@ class Rig:
         """Write into the oracle every row of a step without a window.
 
         In states only under ``direct``.
-
         """
         direct = self.policy == "direct"
         whole = [i for i, c in enumerate(self.caches) if direct or c.spec.kind != "recurrent"]
@@ -429,7 +428,6 @@ class Rig:
         """Return the expected words of a layer's states in a slot.
 
         Of a layer of rows those of its row.
-
         """
         memories = {layer.ref.name: layer.memories for layer in self.replayed}.get(name)
         if memories is None:

@@ -96,7 +96,6 @@ class Walk:
         """Make the call that causes an event in a window that allows it.
 
         A commit accepts one each.
-
         """
         calls: dict[Event, Callable[[], None]] = {
             Event.STAGE: lambda: self.stage(1),

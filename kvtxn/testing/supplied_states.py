@@ -103,7 +103,6 @@ class ToyStates(StateSupplier):
         """Launch the commits of all layers; nothing without a step.
 
         Raises ``error`` where ``fails`` says.
-
         """
         if self.waits:
             self.calls.append("commit")
@@ -113,7 +112,6 @@ class ToyStates(StateSupplier):
         """Launch the commits of the layers that ``commit`` did not reach.
 
         It may fail like ``commit``.
-
         """
         self.calls.append("repeat")
         self._run("repeat", sampled)
@@ -122,7 +120,6 @@ class ToyStates(StateSupplier):
         """Commit the layers that are not done, one after the other.
 
         Raise where ``fails`` says, once.
-
         """
         assert self._step is not None
         for number in range(self._done, len(self.names)):
@@ -140,7 +137,6 @@ class ToyStates(StateSupplier):
         """Return the commits of all layers as one function; never None.
 
         It notes nothing as done.
-
         """
         assert self._step is not None
         longest = max(self._step[1])
