@@ -81,12 +81,12 @@ class FastStates:
         launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
 
     def _refer(self, given: Any, *where: Any) -> None:
-        """Verify one layer in torch."""
+        """Verify one layer in torch; arguments are those of ``_launch``."""
         scale = self._load.case.shape.key_size**-0.5
         reference.verify_gated_delta(*given, *where, scale=scale)
 
     def norm(self, _: Turn) -> None:
-        """Apply the gated norm to the outputs of all layers, as stock's fused kernel does."""
+        """Apply the gated norm to the outputs once per layer, as stock's fused kernel does."""
         for _layer in self.kept:
             gated_norm(self._out, self._gate, self._weight, 1e-6, sigmoid=False)
 
@@ -96,7 +96,7 @@ class FastStates:
         launch_advance(self._layers, *where, None, None, longest=self._load.case.drafts + 1)
 
     def steps(self) -> dict[str, Sequence[Step]]:
-        """Return the steps of each part, one per turn."""
+        """Return the steps of each part, one per turn, by the name "fast: PART"."""
         return {
             f"fast: {name}": [
                 lambda name=name, turn=turn: getattr(self, name)(turn)  # type: ignore[misc]
@@ -127,7 +127,7 @@ class FastStates:
                 raise AssertionError(f"a fast commit differs from the reference: {load.case}")
 
     def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
-        """Return the states of one layer after a step, from those before it."""
+        """Return the states of one layer after a step, from those before it, by the reference."""
         load, kept = self._load, self._room()
         slots = torch.cat([states[:1], states])  # the first one belongs to no request
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
@@ -159,5 +159,5 @@ class FastMamba2(FastStates):
         launch_verify_mamba2(given, *where, longest=self._load.case.drafts + 1)
 
     def _refer(self, given: Any, *where: Any) -> None:
-        """Verify one layer in torch."""
+        """Verify one layer in torch; arguments are those of ``_launch``."""
         mamba2_reference.verify_mamba2(*given, *where)
