@@ -216,6 +216,7 @@ class CudaGraphExecutor(Executor):
         scratch = torch.zeros_like(counters)
 
         def run(dry_run: bool) -> None:
+            """Launch the commit, which counts in a spare tensor if it is a ``dry_run``."""
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted

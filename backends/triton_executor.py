@@ -202,13 +202,22 @@ class TritonExecutor(Executor):
         return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
     def captured_launches(self, places: CapturedPlaces) -> StaticLaunches:
-        """Return launches of each save and commit over the slots in ``places``; launches none."""
+        """Return launches of each save and commit over the slots in ``places``; launch none.
+
+        A commit writes kept rows under ``deferred``, puts rejected ones back under ``undo``, and
+        only counts under ``direct``.
+        """
         parts = [part for ref in self.moved for part in places.rows.get(ref.name, ())]
 
         def plan(select: int, *, to_cache: bool = True) -> MovePlan:
+            """Plan a move between the caches and the rows in ``places``."""
             return self.plan_move("captured", self.moved, parts, select, to_cache=to_cache)
 
         def arrange(plan: MovePlan, layout: RowLayout, acceptance: AcceptanceArg) -> KernelCall:
+            """Arrange a launch over the slots in ``places``.
+
+            It counts if there is an acceptance.
+            """
             count = acceptance.kind != Accept.NOTHING
             kept = None if count else places.saved_slots
             where = (places.counters, acceptance, places.slots)
@@ -293,7 +302,10 @@ class TritonExecutor(Executor):
     # -- inside -------------------------------------------------------------------
 
     def _own_all_slots(self, txn: Txn) -> int:
-        """Copy slots that are not in the fixed buffer into it; bit g is set if group g has any."""
+        """Copy slots that are not in the fixed buffer into it, for all groups that have any.
+
+        Returns a number in which bit g is set if group g has slots.
+        """
         known = 0
         for group, slots in txn.slots.items():
             number = self._number[group]

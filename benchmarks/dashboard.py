@@ -139,7 +139,10 @@ def _add(panels: list[dict[str, Any]], title: str, more: Iterable[Mapping[str, A
 
 
 def _of_query(query: Query) -> dict[str, Any]:
-    """Return a panel for a query; an alert has a red tile for what alarms."""
+    """Return a panel for a query, without its place; an alert has a red tile for what alarms.
+
+    The comment's first part is the title, the rest the description.
+    """
     kind, _, about = query.about.rpartition(": ")
     short, _, more = about.partition(", " if kind != "alert" else "; ")
     panel = _panel(short[:1].upper() + short[1:], query.expression, more)

@@ -131,7 +131,10 @@ def attention() -> str:
 
 
 def models() -> str:
-    """Return a table of one commit of all drafts in windows of other models."""
+    """Return a table of one commit of all drafts in windows of other models.
+
+    Beside stock's writes and a copy of equal bytes, in microseconds.
+    """
     result = load("h200-models")
     rows = []
     for row in result["rows"]:
@@ -189,13 +192,13 @@ def vllm_speed(*names: str) -> str:
 
 
 def speed() -> str:
-    """Write the guide's sentence on throughput under ``deferred`` as a share of stock's."""
+    """Return the guide's sentence on throughput under ``deferred`` as a share of stock's."""
     result = load("h200-vllm-llama3-8b-eagle-joint")
     return vllm_report.headline(result)
 
 
 def headline() -> str:
-    """Write the README's line on a full hybrid: tokens per second at equal memory."""
+    """Return the README's line on a full hybrid: tokens per second at equal memory."""
     cell, held, exact, fast = _equal_memory()
     gpu = load("h200-vllm-qwen3.5-9b-equal-memory")["machine"]["gpu"].removeprefix("NVIDIA ")
     return (
@@ -207,7 +210,7 @@ def headline() -> str:
 
 
 def hybrids() -> str:
-    """Write the guide's sentences on hybrids: at equal memory, and the kernels' time."""
+    """Return the guide's sentences on hybrids: at equal memory, and the kernels' time."""
     cell, held, exact, fast = _equal_memory()
     return (
         f"In a KV cache in which stock holds {held} requests of "
@@ -231,7 +234,7 @@ def _equal_memory() -> tuple[dict[str, Any], int, float, float]:
 
 
 def states_chosen() -> str:
-    """State the rule of ``recurrent="auto"``, and the numbers behind it."""
+    """Return the rule of ``recurrent="auto"`` in words, and two tables of numbers behind it."""
     times, held = state_rules.EXACT_OF_STOCK, state_rules.HELD_OF_STOCK
     counts = list(next(iter(times.values())))
     header = ["the states' kernels of a verify step, part of stock's time", "1 request"]
@@ -255,7 +258,10 @@ def states_chosen() -> str:
 
 
 def releases() -> str:
-    """Return the releases of vLLM that were checked, as a line of a list."""
+    """Return the releases of vLLM that were checked, as one line of a list.
+
+    On GPUs, one GPU, CPUs.
+    """
     several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
     places = {
         "GPUs": several,

@@ -241,7 +241,10 @@ def _fresh_arguments(call: AttnCall, unread: Tensor) -> dict[str, Any]:
 
 
 def _cache_arguments(ref: LayerRef, unread: Tensor) -> dict[str, Any]:
-    """Return the kernel's arguments about cached rows, by name; equal in every window."""
+    """Return the kernel's arguments about cached rows, by name; equal in every window.
+
+    ``unread`` is passed in the place of scales where a side has none.
+    """
     found: dict[str, Any] = {"num_blocks": ref.planes[0].cells.shape[0]}
     for side, name in enumerate("kv"):
         plane, scale = ref.planes[side], scales_of(ref, side, unread)

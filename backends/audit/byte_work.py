@@ -106,7 +106,10 @@ def element_at(
 def sum_of(
     plane: tl.tensor, slot: tl.tensor, key: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Return the checksum of a slot's row in a plane of elements of ``SIZE`` bytes, int64."""
+    """Return the checksum of a slot's row in a plane of elements of ``SIZE`` bytes, int64.
+
+    It is keyed, and depends on the plane's part; a layer's checksum is the sum of its planes'.
+    """
     PER: tl.constexpr = 8 // SIZE
     units = tl.load(plane + UNITS)
     part = tl.load(plane + PART)

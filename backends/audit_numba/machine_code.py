@@ -105,7 +105,11 @@ class CodeFiles:
                     other.unlink(missing_ok=True)
 
     def _path(self, signature: Any, codegen: Any) -> Path | None:
-        """Return the file for a signature; None without a folder or a digest of the source."""
+        """Return the file for a signature; None without a folder or a digest of the source.
+
+        Its name has digests of the source, and of compilers, options and processor. It may not
+        exist.
+        """
         if self.cache_path is None:
             return None
         try:

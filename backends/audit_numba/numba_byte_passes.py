@@ -111,7 +111,7 @@ class NumbaBytePasses(TorchBytePasses):
         return layer.sums.numpy(), [PlaneArrays.of(p, number, key) for number, p in layer.planes]
 
     def _summed(self, planes: Sequence[PlaneArrays], slots: Ints) -> Ints:
-        """Return the checksums of slots of one layer, as their bytes are now."""
+        """Return the checksums of slots of one layer, int64 ``[n]``, as their bytes are now."""
         sums = numpy.zeros(len(slots), numpy.int64)
         for each in planes:
             add_checksums(

@@ -162,7 +162,10 @@ class StepReader:
 
 
 def _share_memory(step: Step) -> bool:
-    """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
+    """Tell whether the arrays of a step are its tensors themselves, and none is a copy.
+
+    They are if all are contiguous, tables of int32 and all others of int64.
+    """
     maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines, step.parents)
     several = (*step.slots.values(), *step.sources.values(), *step.block_maps.values())
     numbers = (step.lines, step.starts, step.tokens, *several)

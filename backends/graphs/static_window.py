@@ -200,7 +200,10 @@ class StaticLayout(LayoutLaunches):
         self._with_states = RecurringGraphs(launches.graphs)
 
     def save(self) -> None:
-        """Save the drafts' rows; the first call arranges the launch, which replaces this method."""
+        """Save the drafts' rows and the slots; the first call arranges the launch.
+
+        The launch replaces this method.
+        """
         self.save = self._launches.saving(self._layout)  # type: ignore[method-assign]
         self.save()
 
@@ -259,6 +262,7 @@ class StaticLayout(LayoutLaunches):
         place = sampled.data_ptr()
 
         def both() -> None:
+            """Commit the states, then the rows."""
             states()
             run.run(sampled)
 

@@ -49,6 +49,7 @@ def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     given = handle, ctypes.c_void_p(known)
 
     def replay() -> None:
+        """Launch the graph on the current stream; by torch where another device is current."""
         nonlocal known, given
         if device_of() != device:
             by_torch()

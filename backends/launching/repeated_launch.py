@@ -130,7 +130,10 @@ def _number(device: torch.device) -> int:
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Tell whether a compiled kernel needs no more than a plain launch of the driver."""
+    """Tell whether a compiled kernel needs no more than a plain launch of the driver.
+
+    False for no compiled kernel of CUDA, for clusters, and for scratch memory or special launches.
+    """
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.target.backend != "cuda":
         return False

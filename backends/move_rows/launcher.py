@@ -204,7 +204,10 @@ class MoveLauncher:
         return KernelCall(kernels.move_rows, grid, arguments, tile.warps)
 
     def _alike(self, layout: RowLayout) -> tuple[int, int]:
-        """Return how many draft and settled rows every request has; zeros if requests differ."""
+        """Return how many draft and settled rows every request has; zeros if requests differ.
+
+        Worked out once for each layout.
+        """
         found = self._uniform.get(layout)
         if found is None:
             alike = len({*zip(layout.draft_len, layout.settled, strict=True)}) == 1

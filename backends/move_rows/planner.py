@@ -204,7 +204,10 @@ class AddressBook:
         return page
 
     def _pinned_for_graph(self, addresses: tuple[int, ...]) -> Tensor:
-        """Return a table that a captured graph owns: each replay uploads from one pinned page."""
+        """Return a table of its own, with these addresses, for a graph that is being captured.
+
+        Each replay uploads them anew from one pinned page, which is kept for good.
+        """
         page = _Page(self._size, pinned=True)
         table = torch.empty_like(self.table)
         page.send(addresses, table)

@@ -73,7 +73,10 @@ def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.const
 def draft_numbers(
     rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr
 ) -> tl.tensor:
-    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
+    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled.
+
+    Unless ``UNIFORM``, it is -1 where ``live`` is false.
+    """
     _, position, per_request, settled = layout
     if UNIFORM:
         number = rows - rows // per_request * per_request - settled

@@ -126,7 +126,7 @@ def complaints(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _violations(found: Mapping[str, Any]) -> str:
-    """Say how many violations there are, of which kinds, and the first in full."""
+    """Return a text: how many violations, of which kinds, and the first in full."""
     count = found["violations"]
     kinds = ", ".join(f"{kind} {number}" for kind, number in found["kinds"].items())
     first: Mapping[str, Any] = next(iter(found["first"]), {})

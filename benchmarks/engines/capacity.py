@@ -215,7 +215,7 @@ def spec_of(folder: Path, cache: str, length: int, policy: str) -> EngineSpec:
 
 
 def model() -> Model:
-    """Return Qwen3.5-9B with fewer layers, of both kinds in the same proportion."""
+    """Return Qwen3.5-9B with ``_LAYERS`` layers, of both kinds in the same proportion."""
     whole = MODELS["qwen3.5-9b"]
     shape, states = whole.shape, whole.shape.states
     assert states is not None

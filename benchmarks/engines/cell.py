@@ -77,7 +77,7 @@ def measure(
 def _turns(
     engines: Sequence[Engine], work: Callable[[int], Work], rounds: int
 ) -> dict[str, list[Measured]]:
-    """Run every engine once per round; return its runs by label."""
+    """Run every engine once per round, in a fair order; return its runs by label."""
     runs: dict[str, list[Measured]] = {engine.spec.label: [] for engine in engines}
     for turn in range(rounds):
         for place in paired.order(len(engines), turn):

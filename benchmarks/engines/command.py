@@ -114,7 +114,10 @@ def _measure(
 
 
 def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
-    """List the other conditions of a run: processors, settings, environment, state of the GPU."""
+    """Return the other conditions of a run: processors, settings, environment, state of the GPU.
+
+    The engines are asked for the memory of their audits, and for their lines in the log.
+    """
     spec = engines[0].spec
     memory = {engine.spec.label: engine.memory() for engine in engines if engine.spec.audited}
     return {

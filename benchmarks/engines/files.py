@@ -61,7 +61,10 @@ def publish(path: Path) -> list[Path]:
 
 
 def line(cell: Mapping[str, Any]) -> str:
-    """Return a finished cell as one line of text, to print while the next cells run."""
+    """Return a finished cell as one line of text.
+
+    Load, tokens per second, share of stock, audit.
+    """
     parts = [", ".join(name(cell))]
     for label, engine in cell["engines"].items():
         speed = f"{label} {engine['tokens_per_s']['median']:.0f} tokens/s"
@@ -107,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(path: Path) -> object:
-    """Read the format that a file says it has; a few words instead if it is no result."""
+    """Return the format that a file says it has; a few words instead if it is no result.
+
+    "none" for a JSON object that says nothing.
+    """
     if not path.is_file():
         return "a folder" if path.is_dir() else "no such file"
     try:

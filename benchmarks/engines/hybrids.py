@@ -92,7 +92,7 @@ def _nemotron_h(shape: Shape, states: States) -> dict[str, Any]:
 
 
 def arguments() -> dict[str, Any]:
-    """Return arguments of ``vllm.LLM`` for hybrids: what kvtxn's states need."""
+    """Return arguments of ``vllm.LLM`` for hybrids: no prefix caching, float32 states, Triton."""
     return {
         "enable_prefix_caching": False,
         "gdn_prefill_backend": "triton",  # vLLM's own choice on Hopper wants a package more

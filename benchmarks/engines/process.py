@@ -57,7 +57,7 @@ class EngineSpec:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The engine's ``additional_config``; empty for stock."""
+        """The engine's ``additional_config``: its policy, audit or states; empty for stock."""
         if self.policy == "stock":
             return {}
         if self.audited:

@@ -156,7 +156,10 @@ def same(cell: Cell) -> str:
 
 
 def method(result: Mapping[str, Any]) -> str:
-    """Return sentences that say how the result's ratios were measured, and how sure they are."""
+    """Return sentences that say how the result's ratios were measured, and how sure they are.
+
+    Without ratios, only how many rounds there were.
+    """
     ratios = [
         engine["of_stock"]["tokens_per_s"]
         for cell in result["cells"]
@@ -212,7 +215,10 @@ def latency(cells: Sequence[Cell]) -> str:
 
 
 def windows(cells: Sequence[Cell]) -> str:
-    """Return a table of the plug-in's counters of rank 0 over all measured rounds of each cell."""
+    """Return a table of the plug-in's counters of rank 0 over all measured rounds of each cell.
+
+    Engines without windows have no row. A column has the host's time where it was measured.
+    """
     timed = any("host_us" in each for cell in cells for each in cell["engines"].values())
     rows = []
     for cell in cells:

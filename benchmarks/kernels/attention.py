@@ -178,7 +178,10 @@ class Pass:
         measuring.write_rows((key, value), _sides(ref), slots, self._one)
 
     def own(self) -> None:
-        """Stage and attend layer by layer, then one commit: the calls of a window's user."""
+        """Stage and attend, layer by layer, into ``own_out``; then commit once.
+
+        These are the calls of a window's user.
+        """
         executor, txn = self.load.executor, self.load.txn(self.window)
         executor.use_slots(self.window.slots)
         for layer in self.window.staged.values():

@@ -147,7 +147,7 @@ def bits(found: Mapping[str, Any]) -> str:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Return a result as a Markdown table, in microseconds."""
+    """Return a result as a Markdown table: layers that differ, microseconds per layer, ratios."""
     header = ["backend", "rows", "block size", "requests", "context", "layers that differ"]
     header += [
         "by blocks",

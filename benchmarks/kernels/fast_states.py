@@ -48,7 +48,11 @@ class FastStates:
         return DeltaRows.build(load.case.rows, *sizes, load.device)
 
     def _rows(self) -> tuple[Tensor, ...]:
-        """Make a layer's rows: query, key and value in one tensor, as a convolution leaves them."""
+        """Make a layer's random rows.
+
+        Query, key and value in one tensor, as a convolution leaves them. Behind them come a, b,
+        ``A_log`` and ``dt_bias``.
+        """
         load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
         keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
         mixed = load.random(rows, 2 * keys + values).split([keys, keys, values], dim=1)
@@ -144,7 +148,10 @@ class FastMamba2(FastStates):
     parts = ("verify", "commit")
 
     def _rows(self) -> tuple[Tensor, ...]:
-        """Make a layer's rows: x, B and C in one tensor, as a convolution leaves them."""
+        """Make a layer's random rows in the kernel's order, with A, D and the bias of dt behind.
+
+        x, B and C lie in one tensor, as a convolution leaves them.
+        """
         load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
         widths = [shape.heads * shape.value_size, *[shape.key_heads * shape.key_size] * 2]
         mixed = load.random(rows, sum(widths)).split(widths, dim=1)

@@ -148,7 +148,7 @@ class VllmOps(abc.ABC):
         return VerifyStep(case.requests, case.rows, starts, None, self._metadata())
 
     def together(self, turn: Turn) -> None:
-        """Commit as a captured commit does, several layers side by side."""
+        """Commit as a captured commit does: several layers side by side, on several streams."""
         if self._streams is None:
             self._streams = side_streams(self._load.device, len(self._kept))
         self._tables.name_commits(turn.sampled, self._load.starts)

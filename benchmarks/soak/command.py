@@ -117,7 +117,10 @@ def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], s
 
 
 def settings(args: argparse.Namespace, about: str) -> dict[str, Any]:
-    """Return what pieces of one file have in common; seeds and lengths may differ."""
+    """Return what pieces of one file have in common; seeds and lengths may differ.
+
+    Secrets in engine arguments are not shown.
+    """
     return {
         "about": about,
         "policy": args.policy,

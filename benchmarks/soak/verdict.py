@@ -240,7 +240,7 @@ def _graphs(pieces: Sequence[Mapping[str, Any]]) -> list[int] | None:
 
 
 def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the pieces that did not reach their end."""
+    """Return a sentence with the error for each piece that did not reach its end."""
     return [
         f"piece {number} ended early: {piece['error']}"
         for number, piece in enumerate(pieces)

@@ -239,7 +239,7 @@ def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random
 
 
 def spread(part: Tensor) -> Tensor:
-    """Return the same numbers as a view with gaps, like a slice of a fused projection."""
+    """Return a copy as a view with gaps between elements, like a slice of a fused projection."""
     wide = part.new_zeros(*part.shape[:-1], part.shape[-1] * 2 + 1)
     view = wide[..., 1::2]
     view.copy_(part)
@@ -247,14 +247,14 @@ def spread(part: Tensor) -> Tensor:
 
 
 def every_other(part: Tensor) -> Tensor:
-    """Return the same numbers as every other row of a tensor, from its very first element on."""
+    """Return a copy as every other row of a tensor, from its very first element on."""
     view = part.new_zeros(2 * part.shape[0], *part.shape[1:])[::2]
     view.copy_(part)
     return view
 
 
 def turned(part: Tensor) -> Tensor:
-    """Return the same numbers with rows and heads swapped in memory, as a transposed projection."""
+    """Return a copy with rows and heads swapped in memory, as a transposed projection."""
     return part.transpose(0, 1).contiguous().transpose(0, 1)
 
 

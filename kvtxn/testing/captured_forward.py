@@ -125,7 +125,7 @@ class CapturedForward:
         return self._rig.manager.captured_windows(self.slots, self._left, self._position)
 
     def _places(self) -> LayerRows:
-        """Return storage for rows with gaps between them, as in blocks of a cache."""
+        """Return storage of zeros for rows, with gaps between them, as in blocks of a cache."""
         return {
             ref.name: tuple(
                 torch.zeros(
@@ -265,7 +265,10 @@ class CapturedForward:
 
 
 def exact_steps(rig: Rig, forward: CapturedForward, shape: Shape) -> None:
-    """Run three steps of a shape, each with other content, and check the caches after each part."""
+    """Run three steps of a shape, each with other content, and check the caches after each part.
+
+    A difference, or another final state than COMMITTED, is an AssertionError.
+    """
     for _ in range(3):
         batch = rig.batch(shape)
         counts = random_counts(batch, rig.rng)

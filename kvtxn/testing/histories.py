@@ -60,7 +60,10 @@ class Histories:
         return [self._blocks[group][r * each : (r + 1) * each] for r in range(len(self.past))]
 
     def slot(self, group: str, request: int, position: int) -> int:
-        """Return the slot of a request's token, by the definition of the group's kind."""
+        """Return the slot of a request's token: by position, in a ring modulo its size.
+
+        A state has one slot for all tokens.
+        """
         spec, blocks = self._specs[group], self.table(group)[request]
         if spec.kind == "recurrent":
             return blocks[0]
@@ -86,7 +89,7 @@ class Histories:
         return attrs.evolve(plain, slots=slots)
 
     def _with_numbers(self, batch: Batch) -> Batch:
-        """Return the same rows with numbers of ordinary size, for attention."""
+        """Return the same rows with new content: numbers of ordinary size, for attention."""
         tensors, rows = {}, {}
         for cache in self._rig.caches:
             parts = finite_parts(cache, batch.num_rows, self._rig.rng)
@@ -124,7 +127,10 @@ class Histories:
         self.past[request] = []
 
     def adopt_paged(self, batch: Batch) -> None:
-        """After a fallback, accept a window's rejected drafts in paged slots, as in stock."""
+        """After a fallback, accept the old or the staged word in a window's paged slots.
+
+        As in stock, rejected drafts may have stayed there.
+        """
         for cache in self._rig.caches:
             if cache.spec.kind == "paged":
                 slots = batch.slots[cache.spec.group]

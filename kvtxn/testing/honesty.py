@@ -28,7 +28,10 @@ class Honesty(KitBase):
     """The declared capabilities are exactly the capabilities that work."""
 
     def test_the_declaration_is_well_formed(self, kit: Kit) -> None:
-        """The capabilities have the right type and known policies, and the executor has a name."""
+        """The capabilities have the right type and at least one policy, all of them known.
+
+        The executor has a name.
+        """
         assert isinstance(kit.capabilities, Capabilities)
         assert kit.capabilities.policies, f"{kit.name} declares no policy at all"
         assert kit.capabilities.policies <= set(POLICIES)

@@ -137,7 +137,7 @@ class Model:
             self._failed(self.staged)
 
     def stage(self, index: int, failed: bool) -> None:
-        """Follow the staging of a layer, which may have failed."""
+        """Follow the staging of a layer, which may have failed, in the oracle and the state."""
         batch = self.batch
         if failed and self._raises:
             direct = self._rig.policy == "direct"
@@ -173,7 +173,7 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.COMMITTED, kept)
 
     def abort(self, failed: bool) -> None:
-        """Follow an abort; a window that had fallen back leaves its rows in the caches."""
+        """Follow an abort, which may have failed; a window that had fallen back leaves its rows."""
         fell_back = failed or self.state is WindowState.DIRECT
         if self.state is not WindowState.DIRECT and self._rig.policy == "undo":
             self._take_back(self.staged)
@@ -209,7 +209,7 @@ class Model:
                     self._rig.truth.write(cache.name, slot, self._before.read(cache.name, slot))
 
     def _adopt(self, index: int, mask: Sequence[bool]) -> None:
-        """Accept old or new words in these rows of a layer whose staging failed half-way."""
+        """Accept, in the oracle, old or new words in these rows of a layer that failed half-way."""
         cache = self._rig.caches[index]
         slots, rows = self.batch.slots[cache.spec.group], self.batch.rows[cache.name]
         for slot, row, unsure in zip(slots, rows, mask, strict=True):
@@ -241,7 +241,7 @@ class Program(RuleBasedStateMachine):
     def build(
         self, specs: list[LayerSpec], policy: st.DataObject, on_error: str, staging: str, seed: int
     ) -> None:
-        """Build a manager of the backend, whose executor fails on command."""
+        """Build a manager of the backend, whose executor fails on command, and its model."""
         chosen = policy.draw(st.sampled_from(sorted(self.kit.capabilities.policies)), "policy")
         self.rig, self.faults = self.kit.faulty_rig(
             chosen, specs, seed=seed, on_error=on_error, staging=staging
@@ -281,7 +281,7 @@ class Program(RuleBasedStateMachine):
     def begin(
         self, shape: Shape, late: bool, padding: float, fault: Fault, data: st.DataObject
     ) -> None:
-        """Open a window, with the slots of all groups, of some, or of none."""
+        """Open a window, with the slots of all groups, of some, or of none; saving may fail."""
         payload = data.draw(st.sampled_from(["native", "cast"]), "payload")
         batch = self.rig.batch(shape, padding=padding, payload=payload)
         groups = data.draw(st.permutations(sorted(batch.slots)), "groups")
@@ -303,7 +303,10 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(which=st.integers(0, 9), again=st.booleans(), saving=st.booleans(), fault=_FAULTS)
     def stage(self, which: int, again: bool, saving: bool, fault: Fault) -> None:
-        """Stage any layer that is missing, with slots if its group has none yet."""
+        """Stage any layer that is missing, with slots if its group has none yet; it may fail.
+
+        On a CPU slots may be given again.
+        """
         model, batch = self.model, self.model.batch
         index = model.missing[which % len(model.missing)]
         ref = self.rig.refs[index]
@@ -337,7 +340,10 @@ class Program(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state is not None and self.attends)
     @rule(which=st.integers(0, 9), fault=_FAULTS)
     def attend(self, which: int, fault: Fault) -> None:
-        """Attend to a staged layer; the output is promise 4's, here it must change nothing."""
+        """Attend to a staged layer with keys and values, if any.
+
+        It changes nothing unless it fails.
+        """
         staged = [i for i in self.model.staged if not self.rig.refs[i].is_latent]
         if not staged:
             return
@@ -349,7 +355,7 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(data=st.data(), form=st.sampled_from(["device", "list", "mask"]), fault=_FAULTS)
     def commit(self, data: st.DataObject, form: str, fault: Fault) -> None:
-        """Accept some drafts, in one of the forms of acceptance."""
+        """Accept some drafts, in one of the forms of acceptance; the commit may fail."""
         batch = self.model.batch
         counts = [data.draw(st.integers(0, drafts), "accepted") for drafts in batch.draft_len]
         kept = batch.kept(counts)
@@ -397,7 +403,10 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule()
     def go_wrong_while_open(self) -> None:
-        """Try to commit too early, stage twice or misshapen, map again, or open another window."""
+        """Commit too early, stage twice or misshapen, map again, open another window.
+
+        All are refused. So is staging without slots, where a group has none yet.
+        """
         model, rig = self.model, self.rig
         with pytest.raises(IncompleteWindowError):
             self._open.commit(0)
@@ -422,7 +431,10 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(excess=st.integers(1, 3))
     def go_wrong_at_commit(self, excess: int) -> None:
-        """Try to accept too many drafts, for too many requests, or in an unknown form."""
+        """Accept too many drafts, for too many requests, or in an unknown form: all are refused.
+
+        So is staging a layer again.
+        """
         batch = self.model.batch
         too_many = [drafts + excess for drafts in batch.draft_len] or [0]
         wrong: tuple[Any, ...] = (too_many, [*batch.draft_len, 0], "all")
@@ -435,7 +447,7 @@ class Program(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state is None and self.window is not None)
     @rule()
     def use_it_again(self) -> None:
-        """Try to use a window again after its end."""
+        """Commit, abort and stage in a window after its end: each raises WindowStateError."""
         ref = self.rig.refs[0]
         calls: tuple[Callable[[], None], ...] = (
             lambda: self._open.commit(0),

@@ -89,7 +89,10 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
-        """An abort before all groups have slots does not touch groups without slots."""
+        """An abort before all groups have slots does not touch groups without slots.
+
+        In the others drafts are taken back, and settled rows stay.
+        """
         more = [attrs.evolve(SIMPLE[0], group=group) for group in ("third", "fourth")]
         specs = [SIMPLE[0], VARIED[2], *more]
         rig = kit.rig(policy, specs)
@@ -122,7 +125,10 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", [0, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_block_without_a_verdict(self, rig: Rig, staged: int) -> None:
-        """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError."""
+        """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError.
+
+        Settled rows stay, no draft does, and the manager is free.
+        """
         batch = rig.batch()
         with pytest.raises(UnresolvedWindowError), rig.open(batch) as window:
             rig.stage(window, batch, range(staged))
@@ -190,7 +196,10 @@ class Isolation(KitBase):
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_only_settled_rows_are_written_by_staging(self, kit: Kit, shape: str) -> None:
-        """After every single call, the caches hold settled rows and no draft."""
+        """After begin and every staging, the caches hold settled rows and no draft.
+
+        Commit is exact.
+        """
         rig = kit.rig("deferred")
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:

@@ -41,7 +41,10 @@ class CapturedWindows(MixedKit):
         exact_steps(rig, CapturedForward(rig, HELD), SHAPES[shape])
 
     def test_fewer_rows_than_captured(self, kit: Kit) -> None:
-        """The forward writes the rows behind the window's, which the window never touches."""
+        """A window may have fewer rows than the forward: it holds back and commits its own alone.
+
+        The forward writes all rows behind them at once.
+        """
         rig = kit.rig("deferred", SIMPLE)
         forward = CapturedForward(rig, HELD)
         forward.load(batch := rig.batch(((1, 1, 1), (2, 2, 2))))
@@ -119,7 +122,10 @@ class CapturedWindows(MixedKit):
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_only_where_rows_wait(self, kit: Kit, policy: str) -> None:
-        """Rows are given only under ``deferred``: else the forward writes them to the caches."""
+        """Given rows are refused with a ConfigError except under ``deferred``.
+
+        Under other policies the forward writes them to the caches.
+        """
         rows = CapturedForward(kit.rig("deferred", SIMPLE), HELD).windows.rows
         rig = kit.rig(policy, SIMPLE)
         slots = torch.full((1, 9), -1, dtype=torch.int64, device=rig.device)
@@ -129,7 +135,7 @@ class CapturedWindows(MixedKit):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_sampled_ids_say_the_same_as_counts(self, mixed: Rig, shape: str) -> None:
-        """Ids and counts leave the same bytes, whether manager, kernel or graph counts them."""
+        """Sampled ids leave the bytes that counts of accepted drafts ask for, in three windows."""
         for _ in range(3):
             batch = mixed.batch(SHAPES[shape])
             counts = random_counts(batch, mixed.rng)

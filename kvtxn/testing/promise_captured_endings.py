@@ -152,7 +152,10 @@ class StepEndings(MixedKit):
     def test_hooks_are_told_of_accepted_rows_alone(
         self, mixed: Rig, forward: CapturedForward
     ) -> None:
-        """Hooks are called after the work is enqueued; ``on_abort`` gets settled rows' slots."""
+        """``on_commit`` names settled and accepted rows alone, ``on_abort`` settled ones.
+
+        No hook is called before the end, and then the bytes are in place.
+        """
         offloader = Offloader(mixed)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
         for end in ("commit", "abort", "commit"):
@@ -205,7 +208,10 @@ class StepEndings(MixedKit):
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_a_hook_that_raises(self, kit: Kit, layers: Layers, on_error: str) -> None:
-        """A hook's error does not change the window; the error is counted, or raised at the end."""
+        """A hook's error does not change the window.
+
+        It is counted, and with on_error="raise" raised. The window is committed all the same.
+        """
         rig = kit.rig("deferred", layers("deferred"), on_error=on_error)
         forward = CapturedForward(rig)
         hook = rig.manager.on_commit(lambda window: [][window.number + 1])
@@ -257,7 +263,10 @@ def _failing(
 
 
 def _failing_begin(rig: Rig, forward: CapturedForward, faults: Faults, batch: Batch) -> Any:
-    """Run a step whose rows could not be saved, or whose drafts could not all be marked."""
+    """Run a step whose rows could not be saved, or whose drafts could not all be marked.
+
+    The first under ``undo``, the other under ``deferred``. Returns the window, committed.
+    """
     if rig.policy == "undo":
         faults.arm("save")
         window = forward.begin(batch)

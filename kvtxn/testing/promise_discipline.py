@@ -30,7 +30,10 @@ class Discipline(KitBase):
     """Padding is never written, order does not matter, a window is used once."""
 
     def test_padding_anywhere(self, kit: Kit, policy: str) -> None:
-        """Padding may be the first, last, a settled or a draft row; -1 is no slot of the cache."""
+        """Padding may be the first, last, a settled or a draft row, and is written nowhere.
+
+        Neither to slot 0 nor to the last slot, which -1 might name.
+        """
         rig = kit.rig(policy, [LayerSpec(), LayerSpec("latent"), LayerSpec("offsets")])
         last = rig.caches[0].num_slots - 1
         for pattern in itertools.product([True, False], repeat=4):

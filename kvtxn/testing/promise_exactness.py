@@ -108,7 +108,7 @@ class Exactness(KitBase):
             rig.commit(rig.batch())
 
     def test_a_chain_of_windows(self, kit: Kit, policy: str) -> None:
-        """Windows may use the slots of earlier windows, accepted, rejected or aborted."""
+        """Windows are exact in slots of earlier windows, accepted, rejected or aborted."""
         rig = kit.rig(policy, seed=5)
         shapes = list(SHAPES.values())
         for step in range(12):
@@ -150,7 +150,7 @@ class Exactness(KitBase):
             rig.commit(batch, given=given, kept=kept)
 
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
-        """Counts on the device are clamped to the number of drafts."""
+        """Counts on the device are clamped to the number of drafts, from 0 on."""
         counts, clamped = [-7, 99, 2**40], [0, 2, 4]
         host = kit.device.type == "cpu"  # where commit itself refuses them
         rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)

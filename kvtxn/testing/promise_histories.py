@@ -180,7 +180,10 @@ def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed
 
 
 def _falls_back(rig: Rig, batch: Batch, accepted: Tensor | None, faults: Faults) -> bool:
-    """Run a window, and commit or, without an acceptance, abort it; tell whether it fell back."""
+    """Run a window, and commit or, without an acceptance, abort it; tell whether it fell back.
+
+    It has to do so if and only if a fault fired.
+    """
     fired = len(faults.fired)
     with rig.open(batch) as window:
         rig.stage(window, batch)

@@ -117,7 +117,10 @@ class Hooks(MixedKit):
         assert offloader.aborted == []
 
     def test_it_is_told_of_nothing_before_commit(self, mixed: Rig) -> None:
-        """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots."""
+        """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots.
+
+        ``on_commit`` gets the slots of settled and accepted rows.
+        """
         offloader = Offloader(mixed)
         for end in ("commit", "abort"):
             batch = mixed.batch()

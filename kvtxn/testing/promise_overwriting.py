@@ -111,7 +111,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp8_e4m3-head", "int8-tensor", "int8-row"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])
     def test_layouts(self, kit: Kit, layout: str, fmt: str) -> None:
-        """Any strides and formats in rings; any strides, merged or not, in states."""
+        """Commits are exact with any strides and formats in rings, and any strides in states."""
         state = fmt if not FORMATS[fmt].quantised else "bf16"
         rig = mixed_rig(
             kit,
@@ -198,7 +198,10 @@ class Overwriting(KitBase):
     def test_an_error_leaves_whole_states(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="raise": no draft in any cache, and no state or live row half written."""
+        """on_error="raise": no draft in any cache, and no state or live row half written.
+
+        The executor's error surfaces. A plain row of the staging that failed may be.
+        """
         if at == ADVANCE:
             need_kinds(kit, "replayed")  # nothing else is advanced
         rig, faults = faulty_mixed_rig(kit, policy, on_error="raise")
@@ -252,7 +255,7 @@ class Overwriting(KitBase):
         rig.commit(batch, when="repeated")
 
     def test_counts_of_rings_and_states(self, kit: Kit, policy: str) -> None:
-        """A row counts once per window; bytes count per slot, and a state's once per request."""
+        """Drafts count once per window; bytes count per slot, and a state's once per request."""
         rig = mixed_rig(kit, policy)
         batch = rig.batch(SHAPES["laps"], padding=0.3)
         counts = random_counts(batch, rig.rng)

@@ -84,7 +84,7 @@ _STORED: Final = [
 
 
 def _slice(dense: Tensor) -> Tensor:
-    """Return the tensor as a slice of a wider one, like a part of a fused projection."""
+    """Return a copy as a slice of a wider tensor, like a part of a fused projection."""
     wide = dense.new_zeros(dense.shape[0], dense.shape[1] + 3, *dense.shape[2:])
     view = wide[:, 2:-1]
     view.copy_(dense)

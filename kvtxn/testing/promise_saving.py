@@ -36,7 +36,10 @@ class SavingForwards(MixedKit):
 
     @pytest.mark.parametrize("saver", SAVERS)
     def test_saving_forwards_of_changing_shape(self, kit: Kit, layers: Layers, saver: str) -> None:
-        """Shapes and padding change; a replay without a window saves rows that are never used."""
+        """Steps of changing shape and padding are exact; one without a window writes every row.
+
+        Rows that its replay saves are never used.
+        """
         rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         for name in ("one", "uneven", "seventeen-rows", "uneven", "one"):

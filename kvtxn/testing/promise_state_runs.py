@@ -149,7 +149,7 @@ class _Model:
         self.device = device
 
     def rows(self, count: int, rng: random.Random) -> list[Tensor]:
-        """Draw the inputs of ``count`` random rows."""
+        """Draw the inputs of ``count`` random rows, one tensor per part; gates are positive."""
         parts = []
         for number, shape in enumerate(_ROWS[self.family]):
             size = count * torch.Size(shape).numel()

@@ -106,7 +106,10 @@ class CapturedSteps(MixedKit):
     def test_commit_takes_what_any_window_takes(
         self, mixed: Rig, forward: CapturedForward, form: str
     ) -> None:
-        """Commit takes accepted drafts in any form, instead of sampled tokens."""
+        """Commit takes accepted drafts in any form, instead of sampled tokens, and is exact.
+
+        As an int, a list, a tensor of counts, a mask or sampled ids.
+        """
         batch = mixed.batch(((1, 1), (3, 2)))
         counts = [1, 1] if form == "int" else [2, 0]
         kept = batch.kept(counts)
@@ -268,7 +271,7 @@ class CapturedSteps(MixedKit):
         assert window.state is WindowState.ABORTED
 
     def test_the_forward_stages(self, kit: Kit) -> None:
-        """``stage`` is refused: the captured forward stages the rows."""
+        """``stage`` raises WindowStateError and writes nothing: the captured forward stages."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch(SHAPE)
         window = CapturedForward(rig).begin(batch)

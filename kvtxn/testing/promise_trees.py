@@ -131,7 +131,7 @@ class Trees(KitBase):
         run_tree(rig, batch, forest, [[2, 4, 5]])
 
     def test_chains_take_counts(self, kit: Kit, rig: Rig) -> None:
-        """A tree that is a plain sequence takes counts, masks and paths."""
+        """A tree that is a plain sequence takes counts, masks and paths, all with one meaning."""
         kit.need("trees")
         mask = [False, True, True, False, False, True]
         ways: tuple[Any, ...] = (
@@ -249,7 +249,10 @@ class Trees(KitBase):
         run_tree(rig, batch, forest, [[0, 1, 2, 4, 5], [1, 2]])
 
     def test_trees_do_not_wait(self, kit: Kit, rig: Rig) -> None:
-        """The host does not read a path on the device, which is cut where it leaves the tree."""
+        """A window with trees never waits for the device, nor does the host read its path there.
+
+        A path is cut where it leaves the tree.
+        """
         kit.need("trees")
         kit.need_cuda()
         settled, forest = FORESTS["uneven"]
@@ -294,7 +297,10 @@ def unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
 
 
 def _one_random_window(rig: Rig, data: st.DataObject) -> None:
-    """Run a window of up to four requests with up to seven nodes each; paths are often empty."""
+    """Run and compare a window of up to four requests with up to seven nodes each.
+
+    Paths are often empty, and often spoilt by other numbers.
+    """
     requests = data.draw(st.integers(0, 4), "requests")
     settled = [data.draw(st.integers(0, 2)) for _ in range(requests)]
     room = 26 - sum(settled)
@@ -331,7 +337,10 @@ def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
 
 
 def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
-    """Return the rows that an offloader must have copied after a commit along these paths."""
+    """Return the rows that an offloader must have copied after a commit along these paths.
+
+    By layer and slot: settled rows, and the paths' rows where they were moved.
+    """
     rows = [
         row if row is not None or draft else place
         for place, (row, draft) in enumerate(zip(moved(batch, paths), batch.drafts, strict=True))

@@ -122,7 +122,10 @@ def _attend(
     how: dict[str, Any],
     forest: list[list[int]] | None,
 ) -> Tensor:
-    """Attend; return float32 ``[num_rows, num_q_heads, value_size]`` on the host, and abort."""
+    """Attend in a window that is aborted; return the output on the host.
+
+    float32 ``[num_rows, num_q_heads, value_size]``; the query is the same at each call.
+    """
     cache = rig.caches[0]
     shape = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(3))
@@ -168,7 +171,10 @@ def _can_hold(cache: TestCache, value: float) -> bool:
 
 
 def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
-    """Make parts for ``TestCache.rows`` filled with ``value``: codes, or scales if codes cannot."""
+    """Make parts for ``TestCache.rows`` filled with ``value``: codes, and scales beside them.
+
+    Codes that cannot hold it are 1.
+    """
     fmt = cache.spec.fmt
     held = value if _fits(fmt.dtype, value) else 1.0
     parts = [

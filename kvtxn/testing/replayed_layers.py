@@ -67,7 +67,7 @@ class StateSpec:
         return -torch.linspace(0.25, 2, self.heads)
 
     def recurrence(self, device: torch.device) -> Recurrence:
-        """Describe the recurrence to the library."""
+        """Return the recurrence of the family as the library's own description."""
         match self.family:
             case "short_conv":
                 return ShortConv(self.width)
@@ -89,7 +89,11 @@ class ReplayedSpec:
 
 
 def word_of(value: float, fmt: NumberFormat) -> int:
-    """Round a float32 number to the nearest stored word, ties to even."""
+    """Round a float32 number to the nearest word of a format, ties to even; a signed int.
+
+    Raises:
+        OverflowError: the number is too large for float16.
+    """
     if fmt.dtype is torch.bfloat16:
         bits = int(struct.unpack("I", struct.pack("f", value))[0])
         bits += 0x7FFF + (bits >> 16 & 1)
@@ -188,7 +192,10 @@ class StateMemory:
             self.write(slot, self._after(before, rows))
 
     def _after(self, words: list[int], rows: Sequence[Sequence[Tensor]]) -> list[int]:
-        """Compute the words of a state after these rows."""
+        """Compute the words of a state after these rows, from the words before them.
+
+        A convolution's inputs are moved as words; other states are rounded once, at the end.
+        """
         if self.spec.family == "short_conv":
             for (row,) in rows:
                 words = words[self.spec.key_size :] + row.view(self.spec.fmt.word).tolist()
@@ -264,7 +271,10 @@ class ReplayedLayer:
     def draw(
         self, real: Sequence[bool], device: torch.device, rng: random.Random
     ) -> tuple[Tensor, ...]:
-        """Draw numbers for each part of the rows to stage; NaN in rows that are not real."""
+        """Draw numbers for each part of the rows to stage; NaN in rows that are not real.
+
+        Decays and steps are from 0 to 1.
+        """
         tensors = []
         for part in self.ref.given:
             count = len(real) * math.prod(part.row_shape)

@@ -176,7 +176,10 @@ class Rig:
         self.held[group] -= set(slots)
 
     def slots(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch's slots by group, as device tensors; for states one slot per request."""
+        """Return a batch's slots by group, as device tensors; for states one slot per request.
+
+        Where requests may cross a boundary, a ``StateSlots``.
+        """
         given: dict[str, Any] = {}
         for group, slots in batch.slots.items():
             if group in batch.states:
@@ -380,7 +383,10 @@ class Rig:
     def expect_taken_in(
         self, batch: Batch, rows: Sequence[Sequence[int]], layers: Sequence[int] | None = None
     ) -> None:
-        """Expect states of replayed layers that took in these rows, one list per request."""
+        """Expect states of replayed layers that took in these rows, a list of them per request.
+
+        Each call takes them in once more. ``layers``: numbers of layers; None is all.
+        """
         for index, layer in enumerate(self.replayed, start=len(self.caches)):
             if layers is None or index in layers:
                 group = layer.spec.group

@@ -50,7 +50,7 @@ class Walk:
             self.rig.stage(self.window, self.batch, [index])
 
     def break_repairs(self) -> None:
-        """Make every repair of the library fail from here on."""
+        """Make every repair of the library raise InjectedFault, until the monkeypatch is undone."""
 
         def broken(*_: object) -> None:
             """Raise InjectedFault."""

@@ -85,7 +85,10 @@ class ToyStates(StateSupplier):
             row += length
 
     def _advance(self, number: int, sampled: Tensor, longest: int) -> None:
-        """Launch the commit of one layer, which waits for nothing."""
+        """Launch the commit of one layer: its states take in kept rows, at least one per request.
+
+        The launches wait for nothing.
+        """
         memory, rows = self.memory[number], self.rows[number]
         slots, first, lengths = self._plan[:, : sampled.shape[0]]
         kept = torch.minimum(sampled.clamp(min=1).long(), lengths)
