@@ -98,13 +98,16 @@ class Launches:
     ) -> Any:
         """Launch the kernel once.
 
+        What was compiled for its ``kind`` before is launched by the driver. Such a launch with an
+        empty grid does nothing.
+
         Args:
             grid: the sizes of the launch's grid.
             arguments: all arguments, constants included, in the order of the kernel's signature.
             kind: stands for all that the compiled kernel depends on; None finds that out, which
                 takes a look at every argument.
-            vary: indices of the arguments that may differ between launches of one ``kind``;
-                empty: all may.
+            vary: indices of the arguments that may differ between launches of one ``kind``; empty:
+                all may.
 
         Returns:
             What Triton compiled; None where nothing was compiled, as by the interpreter.

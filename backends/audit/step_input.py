@@ -59,9 +59,9 @@ class TritonStepInput(StepInput):
         kept: Tensor,
         drafts: Tensor | None = None,
     ) -> None:
-        """Count the sampled tokens of each request into ``counts``.
+        """Count the sampled tokens of each request into ``counts``; ``kept`` gets them.
 
-        Copy them into ``kept``, else -1. Arguments are those of ``StepInput.count``; with
+        And -1 for an id that is no token. Arguments are those of ``StepInput.count``; with
         ``drafts`` counts are clamped to these and one.
         """
         ids = ids.contiguous()

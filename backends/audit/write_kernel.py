@@ -105,6 +105,8 @@ def term_before(
 ) -> tl.tensor:
     """Return the terms of tokens before those of some rows: of this step, or older.
 
+    Older ones come from the request's own digests, and so do embedded tokens of this step.
+
     Args:
         POSITIONS: as for ``write_rows``.
         positions: as for ``write_rows``.

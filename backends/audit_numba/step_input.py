@@ -106,9 +106,9 @@ class NumbaStepInput(StepInput):
         kept: Tensor,
         drafts: Tensor | None = None,
     ) -> None:
-        """Count the sampled tokens of each request into ``counts``.
+        """Count the sampled tokens of each request into ``counts``; ``kept`` gets them.
 
-        Copy them into ``kept``, else -1. Arguments are those of ``StepInput.count``.
+        And -1 for an id that is no token. Arguments are those of ``StepInput.count``.
         """
         most = NONE if drafts is None else self._array_of(drafts)
         found = self._array_of(counts), self._array_of(kept)

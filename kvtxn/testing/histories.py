@@ -157,10 +157,7 @@ class Histories:
         return truth
 
     def impose(self) -> None:
-        """Write the content that follows from the past into the caches and the oracle.
-
-        For a past that was made up without windows.
-        """
+        """Write the content that follows from the past into caches and oracle, without windows."""
         self._rig.truth = self.expected()
         self._rig.truth.impose()
 
