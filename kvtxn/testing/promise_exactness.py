@@ -304,17 +304,20 @@ class Sizes(KitBase):
         _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
 
     def test_many_requests(self, kit: Kit, policy: str) -> None:
-        """The count of every request holds, the last one included."""
+        """Commit and abort are exact for 260 requests.
+
+        The count of every one holds, the last included.
+        """
         spec = attrs.evolve(_SMALL, num_blocks=140)
         _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
 
     def test_long_drafts(self, kit: Kit, policy: str) -> None:
-        """A request may have many drafts, as prompt lookup proposes them."""
+        """Commit and abort are exact for a request of 140 drafts, as of prompt lookup."""
         spec = attrs.evolve(_SMALL, num_blocks=60)
         _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
 
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
-        """Every element of a wide row is committed."""
+        """Every element of a wide row is committed and restored."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
 
 

@@ -269,7 +269,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_commit_in_a_graph(self, kit: Kit, rig: Rig) -> None:
-        """A captured commit reads its path when it is replayed."""
+        """A captured commit changes nothing yet, and reads its path when it is replayed."""
         kit.need("trees", "capturable")
         settled, forest = FORESTS["uneven"]
         warm = rig.batch(lengths(settled, forest))
