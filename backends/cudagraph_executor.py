@@ -100,11 +100,11 @@ class CudaGraphExecutor(Executor):
         return self._inner.own_slots(group, slots)
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Copy the draft rows that the group's caches hold now, by the Triton executor."""
+        """Copy the draft rows that the caches hold now into buffers, by the Triton executor."""
         return self._inner.save(txn, group)
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Write one layer's rows that may be in its cache now, by the Triton executor."""
+        """Write one layer's settled rows (``deferred``) or all rows (else), by Triton."""
         self._inner.stage(txn, layer)
 
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
@@ -130,8 +130,8 @@ class CudaGraphExecutor(Executor):
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Replay the graph of this window's bucket; capture it the first time.
 
-        A window without rows or with a tree, or one that is being captured itself, commits without
-        a graph.
+        A window without rows or with a tree, one that is being captured itself, or one whose graph
+        has no room in the ``GraphCache``, commits without a graph.
 
         Raises:
             RuntimeError: a cache is no longer where it was when the executor was made.
@@ -146,12 +146,17 @@ class CudaGraphExecutor(Executor):
             self._commit_bucket(txn, accepted, source)
 
     def _check_caches(self) -> None:
-        """Raise a RuntimeError if a cache has moved: a replay writes to the addresses of before."""
+        """Raise a RuntimeError if a cache is not where it was when the executor was made."""
         if list(map(Tensor.data_ptr, self._caches)) != self._addresses:
             raise RuntimeError("a KV cache moved since this executor was made; make a new manager")
 
     def _commit_bucket(self, txn: Txn, accepted: Tensor | SampledIds, source: Tensor) -> None:
-        """Load the window into its bucket's buffers, and replay the bucket's graph."""
+        """Load the window into its bucket's buffers, and replay the bucket's graph.
+
+        A missing graph is captured first; if it cannot be kept, Triton launches. The graph reads
+        the acceptance in place, except a mask, one that is not contiguous, and further places than
+        ``_MAX_IN_PLACE``: these are copied.
+        """
         bucket = bucket_of(txn.layout.num_rows, self.config.max_rows)
         plan = self._inner.plan_commit(txn)
         fixed = (plan.planes, plan.select, plan.known, plan.addresses.data_ptr())
@@ -182,7 +187,7 @@ class CudaGraphExecutor(Executor):
         self.replays += 1
 
     def _drop(self, shared: Hashable, place: int) -> None:
-        """Forget a graph and its buffers."""
+        """Forget a graph and its buffers, and free its place among those that read in place."""
         del self._captured[shared, place]
         self._in_place[shared] -= place > 0
         if not self._in_place[shared]:
@@ -198,7 +203,8 @@ class CudaGraphExecutor(Executor):
     ) -> _Captured | None:
         """Capture a commit over buffers of ``bucket`` rows; None if graphs have no room for it.
 
-        Every position is -1, so nothing moves now.
+        Every position is -1, so nothing moves now; the launch that compiles counts in a spare
+        tensor.
         """
         request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         position = torch.full_like(request, -1)
@@ -210,6 +216,7 @@ class CudaGraphExecutor(Executor):
         scratch = torch.zeros_like(counters)
 
         def run(dry_run: bool) -> None:
+            """Launch the commit, which counts in a spare tensor if it is a ``dry_run``."""
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted
@@ -217,16 +224,20 @@ class CudaGraphExecutor(Executor):
         return None if replay is None else _Captured(replay, layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:
-        """Call ``run(True)``, which compiles every kernel, and capture ``run(False)``.
+        """Call ``run(True)``, which compiles every kernel.
 
-        Where there are no CUDA graphs, a subclass may return something that runs it again.
+        Capture ``run(False)``, and count the capture. Where there are no CUDA graphs, a subclass
+        may return something that runs it again.
         """
         run(True)
         self.captures += 1
         return capture(lambda: run(False))
 
     def _fill(self, captured: _Captured, layout: RowLayout) -> None:
-        """Copy this window's layout into the buffers that the graph reads, unless it is there."""
+        """Copy this window's layout into the buffers that the graph reads, unless it is there.
+
+        The rows of the bucket beyond the window's become settled rows of request 0.
+        """
         if captured.filled is layout:
             return
         rows, into = layout.num_rows, captured.layout
@@ -252,10 +263,13 @@ def _kind(accepted: Tensor | SampledIds, source: Tensor) -> Hashable:
 
 
 def bucket_of(rows: int, max_rows: int) -> int:
-    """Return the size of the bucket for ``rows`` rows: a power of two, or ``max_rows``."""
+    """Return the size of the bucket for ``rows`` rows.
+
+    As ``power_of_two``, but at most ``max_rows``.
+    """
     return min(max_rows, power_of_two(rows))
 
 
 def power_of_two(number: int) -> int:
-    """Return the size of the bucket for a number that has no limit."""
+    """Return the least power of two that is at least ``number`` and at least ``_MIN_BUCKET``."""
     return max(_MIN_BUCKET, 1 << (number - 1).bit_length())

@@ -29,11 +29,17 @@ class TorchExecutor(Executor):
         return None
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Copy all rows of the group; padding reads slot 0 and is never put back."""
+        """Copy the group's rows in the slots of all rows.
+
+        For padding those of slot 0, never put back.
+        """
         return read_layers((ref for ref in self.layers if ref.group == group), txn.slots)
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Write the settled rows under ``deferred``, else all rows."""
+        """Write the settled rows under ``deferred``, else all rows.
+
+        None if a slot is out of range.
+        """
         draft = txn.layout.is_draft
         now = ~draft if txn.waits else torch.ones_like(draft)
         slots = {layer.ref.group: txn.slots[layer.ref.group]}
@@ -42,7 +48,8 @@ class TorchExecutor(Executor):
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Put back the bytes under rejected rows, write kept rows that wait or move, and count.
 
-        In this order, since a kept row and a rejected one may share a slot of a ring.
+        In this order, since a kept row and a rejected one may share a slot of a ring. Nothing is
+        written if a slot is out of range.
         """
         kept = txn.layout.kept(accepted)
         if txn.policy == "undo":
@@ -56,17 +63,24 @@ class TorchExecutor(Executor):
         txn.count(kept)
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Advance the states by the reference implementation."""
+        """Let the replayed layers' states take in settled and kept rows, by the reference."""
         state_replay.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:
-        """Restore the old bytes of every draft row whose group was saved."""
+        """Put back the old bytes of every draft row whose group was saved.
+
+        None if a slot is out of range.
+        """
         saved = [ref for ref in self.layers if ref.name in txn.saved]
         write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention_args: AttentionArgs
     ) -> Tensor:
-        """Call the reference attention; it reads rows that wait or may move from ``staged``."""
+        """Call the reference attention.
+
+        It takes the window's own rows from ``layer`` where rows wait or may move, else from the
+        cache.
+        """
         fresh = layer.rows if txn.holds_rows else None
         return attention.attend(txn.layout, layer.ref.planes, fresh, query, attention_args)

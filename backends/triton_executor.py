@@ -95,7 +95,10 @@ class TritonExecutor(Executor):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return the reason why Triton cannot compile for this device; None if it can."""
+        """Return the reason why Triton cannot compile for this device; None if it can.
+
+        It needs CUDA with compute capability 8.0 or newer; on ROCm any GPU is taken.
+        """
         if device.type != "cuda":
             return "Triton compiles for GPUs only"
         if torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
@@ -124,7 +127,8 @@ class TritonExecutor(Executor):
     def save(self, txn: Txn, group: str) -> LayerRows:
         """Copy the draft rows that the group's caches hold now into fixed buffers.
 
-        Settled rows and padding are never put back, so they are not copied either.
+        Return the buffers. Settled rows and padding are never put back, so they are not copied
+        either.
         """
         rows = self._saved.of(group, txn.layout.num_rows)
         members = self._members[group]
@@ -134,7 +138,11 @@ class TritonExecutor(Executor):
         return rows
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Write one layer's settled rows (``deferred``) or all its rows (else), in one launch."""
+        """Write one layer's settled rows (``deferred``) or all its rows (else), in one launch.
+
+        Where rows wait or move, the version counters of the layer's caches go up, so that the
+        window sees that staged rows which are views of a cache were overwritten.
+        """
         select = Select.SETTLED if txn.waits else Select.ALL
         facts = (f"layer:{layer.ref.name}", (layer.ref,), layer.rows, select)
         self._move(txn, self._planner.plan(*facts, self._own_all_slots(txn), direct=True))
@@ -144,8 +152,9 @@ class TritonExecutor(Executor):
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch.
 
-        Along the path of a tree rows move under every policy: under ``undo`` one launch puts back
-        what their places held, and a second one writes and counts.
+        Under ``direct`` it only counts; a window without rows launches nothing. Along the path of a
+        tree rows move under every policy: under ``undo`` one launch puts back what their places
+        held, and a second one writes and counts.
         """
         if isinstance(accepted, Tensor) and accepted.ndim == 2:
             self._commit_path(txn, accepted)
@@ -153,12 +162,18 @@ class TritonExecutor(Executor):
             self._launch(self.plan_commit(txn), txn, accepted)
 
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
-        """Let the reference advance the states: no engine commits states by this executor."""
+        """Check the slots' range on the device, and let the reference advance the states.
+
+        No engine commits states by this executor.
+        """
         txn.check_range()
         state_replay.advance(txn, as_counts(accepted))
 
     def restore(self, txn: Txn) -> None:
-        """Put back the saved bytes under every draft row whose group was saved."""
+        """Put back the saved bytes under every draft row whose group was saved.
+
+        Nothing if none was.
+        """
         saved = tuple(ref for ref in self.layers if ref.name in txn.saved)
         if saved:
             parts = [part for ref in saved for part in txn.saved[ref.name]]
@@ -171,7 +186,8 @@ class TritonExecutor(Executor):
     ) -> Tensor:
         """Attend in one launch, or two if several programs share a request's cached rows.
 
-        Rows behind an offset table, which no GPU engine has, are left to the reference.
+        Rows behind an offset table, which no GPU engine has, are left to the reference. A query
+        without rows gets an empty result, and no launch.
         """
         fresh = layer.rows if txn.holds_rows else None
         if layer.ref.planes[0].offsets is not None:
@@ -186,13 +202,22 @@ class TritonExecutor(Executor):
         return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
     def captured_launches(self, places: CapturedPlaces) -> StaticLaunches:
-        """Return launches of each save and commit over the slots in ``places``; launches none."""
+        """Return launches of each save and commit over the slots in ``places``; launch none.
+
+        A commit writes kept rows under ``deferred``, puts rejected ones back under ``undo``, and
+        only counts under ``direct``.
+        """
         parts = [part for ref in self.moved for part in places.rows.get(ref.name, ())]
 
         def plan(select: int, *, to_cache: bool = True) -> MovePlan:
+            """Plan a move between the caches and the rows in ``places``."""
             return self.plan_move("captured", self.moved, parts, select, to_cache=to_cache)
 
         def arrange(plan: MovePlan, layout: RowLayout, acceptance: AcceptanceArg) -> KernelCall:
+            """Arrange a launch over the slots in ``places``.
+
+            It counts if there is an acceptance.
+            """
             count = acceptance.kind != Accept.NOTHING
             kept = None if count else places.saved_slots
             where = (places.counters, acceptance, places.slots)
@@ -222,7 +247,8 @@ class TritonExecutor(Executor):
     def plan_commit(self, txn: Txn) -> MovePlan:
         """Plan a window's commit; its slots are copied into the fixed buffer if they are not there.
 
-        The next plan may upload other addresses into the table of this one: a launch that outlives
+        The plan writes kept rows where rows wait, puts rejected ones back under ``undo``, and else
+        only counts. The next plan may upload other addresses into its table: a launch that outlives
         the window needs ``attrs.evolve(plan, addresses=plan.addresses.clone())``.
         """
         known = self._own_all_slots(txn)
@@ -276,7 +302,10 @@ class TritonExecutor(Executor):
     # -- inside -------------------------------------------------------------------
 
     def _own_all_slots(self, txn: Txn) -> int:
-        """Copy slots that are not in the fixed buffer into it; bit g is set if group g has any."""
+        """Copy slots that are not in the fixed buffer into it, for all groups that have any.
+
+        Returns a number in which bit g is set if group g has slots.
+        """
         known = 0
         for group, slots in txn.slots.items():
             number = self._number[group]
@@ -286,11 +315,11 @@ class TritonExecutor(Executor):
         return known
 
     def _staged_parts(self, staged: dict[str, StagedLayer]) -> list[Tensor]:
-        """List the staged rows of every layer that has any in its cache, plane by plane."""
+        """List the staged rows of every layer but the replayed ones, plane by plane."""
         return [part for name in self._names for part in staged[name].rows]
 
     def _plan_staged(self, txn: Txn, known: int) -> MovePlan:
-        """Plan to write the kept rows of every layer."""
+        """Plan to write the kept rows of every layer but the replayed ones."""
         return self._planner.commit(self._staged_parts(txn.staged), known, txn.pattern)
 
     def _plan_count(self, known: int) -> MovePlan:
@@ -306,7 +335,11 @@ class TritonExecutor(Executor):
         return self._planner.plan("all", self.layers, parts, Select.REJECTED, known)
 
     def _commit_path(self, txn: Txn, path: Tensor) -> None:
-        """Commit along the accepted path of each draft tree, int ``[num_requests, columns]``."""
+        """Commit along the accepted path of each draft tree, int ``[num_requests, columns]``.
+
+        It counts, too. Under ``undo`` a first launch puts back all saved rows that the path does
+        not fill.
+        """
         known = self._own_all_slots(txn)
         if txn.policy == "undo":
             self._launch(self._plan_restore(txn, known), txn, path, count=False)
@@ -314,7 +347,7 @@ class TritonExecutor(Executor):
         self._launch(plan, txn, path)
 
     def _move(self, txn: Txn, plan: MovePlan) -> None:
-        """Launch a move that needs no acceptance."""
+        """Launch a move that needs no acceptance; it counts nothing."""
         self._launch(plan, txn, None, count=False)
 
     def _launch(
@@ -325,7 +358,7 @@ class TritonExecutor(Executor):
         *,
         count: bool = True,
     ) -> None:
-        """Launch over the rows of a window, if it has any."""
+        """Launch over the rows of a window, if it has any, with the slots in the fixed buffer."""
         layout = txn.layout
         if layout.num_rows:
             acceptance = acceptance_arg(accepted, layout)

@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one suite, and return its exit code."""
+    """Run one suite with the rest of the line, and return its exit code.
+
+    Packages that the suite needs and lacks are an error, unless help is asked for.
+    """
     name, line = SUITES[args.suite]
     if not {"-h", "--help"} & {*args.rest}:
         require(*NEEDS_OF.get(args.suite, ()))

@@ -81,13 +81,16 @@ QUERIES: Final = (
 
 
 def as_promql() -> str:
-    """Return the queries for the guide, each after its comment."""
+    """Return the queries as a Markdown code block for the guide, each after its comment."""
     lines = [f"# {query.about}\n{query.expression}" for query in QUERIES]
     return "\n".join(["```promql", *lines, "```"])
 
 
 def as_json(active: Family) -> str:
-    """Return the dashboard as Grafana imports it; ``active`` is the engine's own metric."""
+    """Return the dashboard as JSON that Grafana imports; ``active`` is the engine's own metric.
+
+    It has a row of panels for the queries, one for windows and one for the audit.
+    """
     panels: list[dict[str, Any]] = []
     _add(panels, "Look here first", map(_of_query, QUERIES))
     _add(panels, "Windows", map(_of_family, (active, *FAMILIES)))
@@ -123,7 +126,7 @@ def as_json(active: Family) -> str:
 
 
 def _add(panels: list[dict[str, Any]], title: str, more: Iterable[Mapping[str, Any]]) -> None:
-    """Add a row of panels below the panels so far."""
+    """Append a row's title and its panels to ``panels``, below the panels so far."""
     top = max((each["gridPos"]["y"] + each["gridPos"]["h"] for each in panels), default=0)
     place = {"x": 0, "y": top, "w": _COLUMNS, "h": 1}
     panels.append(
@@ -136,7 +139,10 @@ def _add(panels: list[dict[str, Any]], title: str, more: Iterable[Mapping[str, A
 
 
 def _of_query(query: Query) -> dict[str, Any]:
-    """Return a panel for a query; an alert has a red tile for what alarms."""
+    """Return a panel for a query, without its place; an alert has a red tile for what alarms.
+
+    The comment's first part is the title, the rest the description.
+    """
     kind, _, about = query.about.rpartition(": ")
     short, _, more = about.partition(", " if kind != "alert" else "; ")
     panel = _panel(short[:1].upper() + short[1:], query.expression, more)
@@ -149,7 +155,10 @@ def _of_query(query: Query) -> dict[str, Any]:
 
 
 def _of_family(family: Family) -> dict[str, Any]:
-    """Return a panel for a metric: a counter's rate, or a gauge's value."""
+    """Return a panel for a metric: a counter's rate, or a gauge's value, by model and engine.
+
+    Over ranks counters are summed, or the greatest is taken where each rank counts the same.
+    """
     labels = ", ".join(["model_name", "engine", *([family.label] if family.label else [])])
     series = f'{family.name}{{model_name=~"$model"}}'
     if family.is_counter:
@@ -167,6 +176,10 @@ def _of_family(family: Family) -> dict[str, Any]:
 
 
 def _panel(title: str, expression: str, about: str, label: str | None = None) -> dict[str, Any]:
+    """Return a panel of lines for a query, without its place.
+
+    ``label`` is the legend's third part.
+    """
     legend = " ".join(f"{{{{{name}}}}}" for name in ("model_name", "engine", label or "kind"))
     return {
         "type": "timeseries",

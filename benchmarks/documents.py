@@ -30,24 +30,31 @@ from .soak import verdict as soak
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read a result file."""
+    """Read a result file, by its name without ``.json``."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result
 
 
 def host() -> str:
-    """Host time of an idle window."""
+    """Return a table of the host time of an idle window on a CPU, per policy."""
     return _host_table("policy", [("", "host-cpu")])
 
 
 def host_gpu() -> str:
-    """Host time of a window on a GPU machine, per executor."""
+    """Return a table of the host time of an idle window on a GPU machine, per executor."""
     names = (("`triton`, layer by layer", "triton"), ("`cudagraph`, layer by layer", "cudagraph"))
     return _host_table("", [(what, f"h200-host-{name}") for what, name in names])
 
 
 def _host_table(first: str, results: Sequence[tuple[str, str]]) -> str:
-    """Tabulate results of ``kvtxn bench host``, each line's first cell named, or its policy."""
+    """Return a table of results of ``kvtxn bench host``, in microseconds.
+
+    The last result's machine stands below it.
+
+    Args:
+        first: the header of the first column.
+        results: pairs of the first cell, "" for the policy, and the result's name.
+    """
     rows, parts = [], ("begin", "stage", "commit", "all")
     for what, name in results:
         result = load(name)
@@ -124,7 +131,10 @@ def attention() -> str:
 
 
 def models() -> str:
-    """Return a table of one commit of all drafts in windows of other models."""
+    """Return a table of one commit of all drafts in windows of other models.
+
+    Beside stock's writes and a copy of equal bytes, in microseconds.
+    """
     result = load("h200-models")
     rows = []
     for row in result["rows"]:
@@ -140,7 +150,10 @@ def models() -> str:
 
 
 def sanitizer() -> str:
-    """Return a table of compute-sanitizer's complaints, a row per executor and kernel family."""
+    """Return a table of compute-sanitizer's complaints, a row per executor and kernel family.
+
+    A line below it names families that were run again at another commit.
+    """
     result = load("h200-sanitizer")
     by_family: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["rows"]:
@@ -161,6 +174,8 @@ def sanitizer() -> str:
 def vllm_speed(*names: str) -> str:
     """Return tables of whole engines' tokens per second, relative to stock's in the same rounds.
 
+    Each stands between its model and drafts, and its method, cells not measured, and machine.
+
     Args:
         names: results, without ``.json``, in the order of the tables.
     """
@@ -177,13 +192,13 @@ def vllm_speed(*names: str) -> str:
 
 
 def speed() -> str:
-    """Write the guide's sentence on throughput under ``deferred`` as a share of stock's."""
+    """Return the guide's sentence on throughput under ``deferred`` as a share of stock's."""
     result = load("h200-vllm-llama3-8b-eagle-joint")
     return vllm_report.headline(result)
 
 
 def headline() -> str:
-    """Write the README's line on a full hybrid: tokens per second at equal memory."""
+    """Return the README's line on a full hybrid: tokens per second at equal memory."""
     cell, held, exact, fast = _equal_memory()
     gpu = load("h200-vllm-qwen3.5-9b-equal-memory")["machine"]["gpu"].removeprefix("NVIDIA ")
     return (
@@ -195,7 +210,7 @@ def headline() -> str:
 
 
 def hybrids() -> str:
-    """Write the guide's sentences on hybrids: at equal memory, and the kernels' time."""
+    """Return the guide's sentences on hybrids: at equal memory, and the kernels' time."""
     cell, held, exact, fast = _equal_memory()
     return (
         f"In a KV cache in which stock holds {held} requests of "
@@ -219,7 +234,7 @@ def _equal_memory() -> tuple[dict[str, Any], int, float, float]:
 
 
 def states_chosen() -> str:
-    """State the rule of ``recurrent="auto"``, and the numbers behind it."""
+    """Return the rule of ``recurrent="auto"`` in words, and two tables of numbers behind it."""
     times, held = state_rules.EXACT_OF_STOCK, state_rules.HELD_OF_STOCK
     counts = list(next(iter(times.values())))
     header = ["the states' kernels of a verify step, part of stock's time", "1 request"]
@@ -243,7 +258,10 @@ def states_chosen() -> str:
 
 
 def releases() -> str:
-    """Return the releases of vLLM that were checked, as a line of a list."""
+    """Return the releases of vLLM that were checked, as one line of a list.
+
+    On GPUs, one GPU, CPUs.
+    """
     several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
     places = {
         "GPUs": several,
@@ -255,12 +273,12 @@ def releases() -> str:
 
 
 def violations() -> str:
-    """Return the kinds of violations, and the meaning of each."""
+    """Return a table of the kinds of violations, and the meaning of each."""
     return words(["kind", "it means"], [[f"`{kind}`", said] for kind, said in MEANING.items()])
 
 
 def metrics() -> str:
-    """Return the metrics of a vLLM engine, and the labels that each has of its own."""
+    """Return a table of the metrics of a vLLM engine, and the labels that each has of its own."""
     from ..integrations.vllm_plugin.metrics import ACTIVE
 
     rows = []
@@ -272,14 +290,18 @@ def metrics() -> str:
 
 
 def panels() -> str:
-    """Return the dashboard with the metrics of a vLLM engine."""
+    """Return the dashboard's JSON with the metrics of a vLLM engine."""
     from ..integrations.vllm_plugin.metrics import ACTIVE
 
     return dashboard.as_json(ACTIVE)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names as a sentence lists them."""
+    """Return names as a sentence lists them: "a, b and c".
+
+    Raises:
+        ValueError: there is none.
+    """
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -368,7 +390,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
 
 
 def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
-    """Return ``text`` with every marked part generated anew.
+    """Return ``text`` with every marked part that has a name in ``sections`` generated anew.
 
     Args:
         text: a document. A part lies between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->``.
@@ -383,7 +405,7 @@ def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str
 
 
 def main() -> None:
-    """Rewrite the files named on the command line, or all that have generated parts."""
+    """Rewrite the documents named on the command line, or all; write the dashboard in any case."""
     parser = argparse.ArgumentParser(description="fill the generated parts of documents")
     parser.add_argument("documents", type=Path, nargs="*", default=DOCUMENTS)
     for path in parser.parse_args().documents:

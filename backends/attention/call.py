@@ -34,7 +34,10 @@ _requests: WeakKeyDictionary[RowLayout, Requests] = WeakKeyDictionary()
 
 
 def requests_of(layout: RowLayout, device: torch.device) -> Requests:
-    """Return a layout's requests on the device; they are copied there once per layout."""
+    """Return a layout's requests on the device.
+
+    They are copied there once, and kept with the layout.
+    """
     found = _requests.get(layout)
     if found is None:
         lengths = [b - a for a, b in zip(layout.starts, layout.starts[1:], strict=False)]
@@ -121,7 +124,7 @@ class AttnCall:
         return cls(layout, ref, query, fresh, args, requests, shape, _compute(query, ref))
 
     def constants(self) -> dict[str, Any]:
-        """Return the kernel's constants that do not depend on how the work is divided."""
+        """Return the kernel's constants that do not depend on how the work is divided, by name."""
         shape, args = self.shape, self.args
         return {
             "FRESH": self.fresh is not None,
@@ -141,7 +144,11 @@ class AttnCall:
 
 
 def _compute(query: Tensor, ref: LayerRef) -> tl.dtype:
-    """Choose the dtype of products: 16 bits if nothing is lost by them, else float32."""
+    """Choose the dtype of products: the query's 16 bits if the cache loses nothing by them.
+
+    Float32 for other queries, for a cache of another dtype that is not of 8 bits, and if rows have
+    scales of their own.
+    """
     stored = ref.planes[0].format.dtype
     exact = stored is query.dtype or stored.itemsize == 1
     if ref.planes[-1].is_scale:  # an 8-bit number times its scale needs more than 16 bits

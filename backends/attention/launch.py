@@ -132,7 +132,10 @@ class AttentionLauncher:
         return output
 
     def _tile(self, call: AttnCall) -> AttnTile:
-        """Return the tile by which the call's programs fill the device."""
+        """Return the tile of a call.
+
+        The number of slices follows from the most rows that a row may see.
+        """
         args, shape = call.args, call.shape
         capacity = args.block_table.shape[1] * shape.block_size
         if args.sliding_window is not None:
@@ -141,7 +144,7 @@ class AttentionLauncher:
         return tile_for(shape, pairs, capacity, self._processors, half=half)
 
     def _launch(self, call: AttnCall, tile: AttnTile, output: Tensor, lse: Tensor | None) -> None:
-        """Launch ``paged_attention``.
+        """Launch ``paged_attention``, which writes ``output``, and ``lse`` if there is one.
 
         ``output`` is ``[splits, num_rows, num_q_heads, value_head_size]``, ``lse`` ``[splits,
         num_rows, num_q_heads]``, or None if there is one slice only.
@@ -185,7 +188,7 @@ class AttentionLauncher:
         )
 
     def _cached(self, ref: LayerRef) -> dict[str, Any]:
-        """Return ``_cache_arguments`` of a layer, computed once per layer."""
+        """Return ``_cache_arguments`` of a layer; computed again if another layer has its name."""
         found = self._caches.get(ref.name)
         if found is None or found[0] is not ref:
             found = self._caches[ref.name] = (ref, _cache_arguments(ref, self._unread))
@@ -238,7 +241,10 @@ def _fresh_arguments(call: AttnCall, unread: Tensor) -> dict[str, Any]:
 
 
 def _cache_arguments(ref: LayerRef, unread: Tensor) -> dict[str, Any]:
-    """Return the kernel's arguments about cached rows, by name; equal in every window."""
+    """Return the kernel's arguments about cached rows, by name; equal in every window.
+
+    ``unread`` is passed in the place of scales where a side has none.
+    """
     found: dict[str, Any] = {"num_blocks": ref.planes[0].cells.shape[0]}
     for side, name in enumerate("kv"):
         plane, scale = ref.planes[side], scales_of(ref, side, unread)

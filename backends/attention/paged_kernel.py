@@ -14,7 +14,10 @@ from .online_softmax import as_numbers, fold, fold_fresh, in_window, load_rows, 
 
 @triton.jit
 def in_ring(at: tl.tensor, ring: tl.tensor, RING: tl.constexpr) -> tl.tensor:
-    """Return the place of each position ``at`` among its request's slots."""
+    """Return each position's place among its request's slots.
+
+    Modulo ``ring``, or itself unless ``RING``.
+    """
     return at % ring if RING else at
 
 

@@ -88,7 +88,10 @@ class BlockSums:
 
     @staticmethod
     def fits(pages: Sequence[Tensor]) -> bool:
-        """Tell whether the bytes of a block are whole words in each page, at addresses of words."""
+        """Tell whether each page is uint8 ``[num_blocks, n]`` of whole words at words' addresses.
+
+        False without pages. A block's bytes have to be neighbours.
+        """
         return bool(pages) and all(
             page.dtype is torch.uint8
             and page.ndim == 2
@@ -98,7 +101,9 @@ class BlockSums:
         )
 
     def of(self, blocks: Tensor) -> Tensor:
-        """Return the checksums of blocks, int64 ``[n, 2]``; never waits.
+        """Return the checksums of blocks, int64 ``[n, 2]``, on the pages' device; never waits.
+
+        A page whose cache lacks a block adds nothing to the block's sums.
 
         Args:
             blocks: int64 ``[n]`` on the pages' device, contiguous.

@@ -116,8 +116,9 @@ def list_reads(
     ``counts`` counts it, ``compared`` does not.
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
+
         positions: int ``[num_rows]``; unread unless ``FILLS``.
-        FILLS: as for ``compare_states``.
+        FILLS: as for ``compare_states``: ``first_position`` is filled first.
         sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         seals: int64 ``[num_words]``.
@@ -202,8 +203,9 @@ def list_written(
     """List the slots that a step leaves, to be sealed, and the dead ones, to be filled.
 
     A slot that is listed to be sealed gets its word as its seal at once. States that stay are
-    listed in their turn alone. Dead slots are listed in groups that are
-    poisoned; each request there also gets an entry ``CLEAR`` with its number of kept drafts.
+    listed in their turn alone. Dead slots are listed in groups that are poisoned; each request
+    there that writes a state also gets an entry ``CLEAR`` with its number of kept drafts. Beyond
+    ``capacity`` nothing is appended, sealed or filled.
 
     Grid: (requests, groups). Arguments are those of ``resolve_rows`` and of ``list_reads``.
     """

@@ -75,13 +75,20 @@ class TritonBytePasses(BytePasses):
         self._any_step: Final = Step(self._none, self._none, self._none, self._none, {})
 
     def compare(self, step: Step) -> None:
-        """Compare a sample of what a step will read, as ``BytePasses.compare`` describes."""
+        """Compare the bytes of sealed slots whose turn it is among those that a step will read.
+
+        Slots that changed are reported, and are not sealed any more; at most ``CAPACITY`` are
+        compared. See ``BytePasses.compare``.
+        """
         if not self._listing_reads.again(step):
             self._list_reads(step)
         self._do()
 
     def _list_reads(self, step: Step) -> None:
-        """Launch ``list_reads`` for a step that is given for the first time."""
+        """Launch ``list_reads`` for a step given for the first time.
+
+        Remember the launch if it can recur.
+        """
         step = contiguous(step)
         books = self.books.books
         tables = self._table("tables", step.tables, torch.int32, step)
@@ -97,13 +104,19 @@ class TritonBytePasses(BytePasses):
         self._listing_reads.first(step, grid, arguments, recurs=recurs)
 
     def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
-        """Seal what a step leaves and fill what is dead, as ``BytePasses.seal`` describes."""
+        """Take the checksums of the slots that a step leaves, and fill what is dead with NaN.
+
+        At most ``CAPACITY`` slots are sealed and filled. See ``BytePasses.seal``.
+        """
         if not self._listing_written.again(step, (accepted,), besides):
             self._list_written(step, accepted, besides)
         self._do()
 
     def _list_written(self, step: Step, accepted: Tensor, besides: int) -> None:
-        """Launch ``list_written`` for a step that is given for the first time."""
+        """Launch ``list_written`` for a step given for the first time.
+
+        Remember the launch if it can recur.
+        """
         step = contiguous(step)
         books = self.books.books
         arguments = (
@@ -119,7 +132,10 @@ class TritonBytePasses(BytePasses):
         )
 
     def _do(self) -> None:
-        """Compare, seal or fill the slots that were listed, in every layer, and clear the list."""
+        """Compare, seal or fill the slots that were listed, in every layer, and clear the list.
+
+        Nothing is launched without layers.
+        """
         if not self._plan.num_layers or self._doing.again(self._any_step):
             return
         books = self.books.books
@@ -132,10 +148,14 @@ class TritonBytePasses(BytePasses):
         self._doing.first(self._any_step, grid, arguments, recurs=True)
 
     def _or_none(self, tensor: Tensor | None) -> Tensor:
+        """Return the tensor, or one int64 element that a kernel does not read in place of None."""
         return self._none if tensor is None else tensor
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
-        """Report requests with a NaN, as ``BytePasses.trace`` describes."""
+        """Report each request that has a NaN in one of its ``outputs``, once.
+
+        Without outputs nothing is launched. See ``BytePasses.trace``.
+        """
         books, flat = self.books.books, outputs.flatten(1).contiguous()
         if not len(flat):
             return

@@ -71,7 +71,10 @@ class BytePlan:
 
     @classmethod
     def of(cls, books: ByteBooks) -> BytePlan:
-        """Make the tables of a scrub's groups, layers and planes on its device."""
+        """Make the tables of a scrub's groups, layers and planes on its device.
+
+        They have addresses of the caches, of the layers' sums and of ``held``.
+        """
         places = books.books.layout.places
         device = books.seals.device
         layers: list[list[int]] = []
@@ -94,6 +97,7 @@ class BytePlan:
         ]
 
         def table(lines: list[list[int]], width: int) -> Tensor:
+            """Upload lines of ``width`` numbers as int64 ``[len(lines), width]``."""
             flat = torch.tensor(lines, dtype=torch.int64, device="cpu")
             return flat.view(-1, width).to(device)
 
@@ -104,7 +108,10 @@ class BytePlan:
 
 
 def _plane(part: int, plane: Plane) -> list[int]:
-    """Return the fields of a plane, which is number ``part`` of its layer's sums."""
+    """Return the fields of a plane, the part number ``part`` in its layer's checksums.
+
+    Without an offset table strides are in bytes; with one the slot's and the elements' are 0.
+    """
     size, strides = plane.cells.element_size(), plane.cells.stride()
     units, run_units = math.prod(plane.row_shape), plane.row_shape[-1]
     line = [0] * PLANE_FIELDS
@@ -121,7 +128,10 @@ def _plane(part: int, plane: Plane) -> list[int]:
 
 
 def _window(layer: Watched, held: list[Tensor]) -> list[int]:
-    """Return the fields of a layer's window, zeros without one; append its offsets to ``held``."""
+    """Return the fields of a layer's window; append its table of offsets to ``held``.
+
+    All are 0, and nothing is appended, without a window or where the state is no floating point.
+    """
     window = layer.window
     if window is None or not layer.ref.states[window.state].is_floating_point():
         return [0] * (LAYER_FIELDS - WINDOW)

@@ -84,7 +84,10 @@ PLANE_FIELDS = tl.constexpr(byte_plan.PLANE_FIELDS)
 def element_at(
     plane: tl.tensor, slot: tl.tensor, element: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """Return the addresses of elements of a slot's row, in the order of the row."""
+    """Return the addresses of elements of a slot's row, in the order of the row.
+
+    ``inside`` masks the elements whose offset is loaded, in a plane with an offset table.
+    """
     size = tl.load(plane + PLANE_BLOCK)
     block = tl.load(plane + CELLS) + slot // size * tl.load(plane + BLOCK_STRIDE)
     offsets = tl.load(plane + OFFSETS)
@@ -103,7 +106,10 @@ def element_at(
 def sum_of(
     plane: tl.tensor, slot: tl.tensor, key: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Return the checksum of a slot's row in a plane of elements of ``SIZE`` bytes, int64."""
+    """Return the checksum of a slot's row in a plane of elements of ``SIZE`` bytes, int64.
+
+    It is keyed, and depends on the plane's part; a layer's checksum is the sum of its planes'.
+    """
     PER: tl.constexpr = 8 // SIZE
     units = tl.load(plane + UNITS)
     part = tl.load(plane + PART)
@@ -141,7 +147,7 @@ def fill(plane: tl.tensor, slot: tl.tensor, SIZE: tl.constexpr, TILE: tl.constex
 def clear(
     layer: tl.tensor, slot: tl.tensor, stay: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """Set all bits of a window's inputs that the next step does not read.
+    """Set all bits of the inputs in a state's window that the next step does not read: a NaN.
 
     Those are the inputs before number ``stay``, and from ``stay`` plus the window's length on.
     """
@@ -184,10 +190,12 @@ def do_work(
     """Compare, seal, fill or clear the listed slots in one layer. Grid: (PROGRAMS, layers).
 
     ``SEAL`` stores a slot's checksum; ``COMPARE`` reports one that differs, once for all layers,
-    and takes the slot's seal away; ``FILL`` sets formats that have a NaN to it; ``CLEAR`` is for
-    windows.
+    and takes the slot's seal away; ``FILL`` sets all bits in planes whose format has a NaN;
+    ``CLEAR`` does so in the dead inputs of a layer's window. The program that ends last empties the
+    list.
 
     Arguments are those of ``write_rows``, and:
+
         layers: int64 ``[num_layers, LAYER_FIELDS]``.
         planes: int64 ``[num_planes, PLANE_FIELDS]``.
         seals: int64 ``[num_words]``.

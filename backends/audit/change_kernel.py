@@ -54,7 +54,12 @@ def begin_request(
     num_lines: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Put the digests and facts of one request in place, as ``Passes.change`` says."""
+    """Put the digests and facts of one request in place, as ``Passes.change`` says.
+
+    The line of ``own`` gets the seed and the digest after each token; of the facts, ``KNOWN``
+    becomes the number of tokens, and ``DURABLE`` no more than that. ``fields`` points to its packed
+    fields.
+    """
     line = tl.load(fields + LINE)
     count = tl.load(fields + COUNT)
     tokens = packed + tl.load(fields + BEGIN)
@@ -83,7 +88,7 @@ def begin_request(
 
 @triton.jit
 def hand_out(words: tl.tensor, first: tl.tensor, count: tl.tensor, TILE: tl.constexpr) -> None:
-    """Mark ``count`` words of a block as unwritten, from ``first`` on."""
+    """Set ``count`` words of a block to ``UNWRITTEN``, from ``first`` on."""
     for at in range(0, count, TILE):
         word = at + tl.arange(0, TILE).to(tl.int64)
         tl.store(words + first + word, word * 0 + UNWRITTEN, mask=word < count)
@@ -178,7 +183,10 @@ def count_tokens(
     end: tl.int64,
     TILE: tl.constexpr,
 ) -> None:
-    """Count the tokens of one request. Grid: (requests,).
+    """Count the tokens of one request into ``counts``, and copy them into ``kept``, -1 for others.
+
+    An id below 0 or from ``end`` on is no token, nor is any of a request with ``left_out`` set.
+    Grid: (requests,).
 
     Args:
         ids: int ``[num_requests, width]``.

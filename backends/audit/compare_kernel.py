@@ -138,7 +138,10 @@ def block_of(
 
 @triton.jit
 def table_place(group: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Return the column of the block table that has a position's block; 0 for a state."""
+    """Return each position's place in the block table: its position in a ring, 0 for a state.
+
+    Elsewhere it is the position itself. The block's size divides it into column and offset.
+    """
     ring = tl.load(group + RING)
     at = tl.where(ring > 0, position % tl.maximum(ring, 1), position)
     return tl.where(tl.load(group + IS_STATE) != 0, 0, at)
@@ -146,7 +149,10 @@ def table_place(group: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def first_read(group: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """Return the first position that a query at ``first`` reads of a step's rows up to ``end``."""
+    """Return the first position that a query at ``first`` reads of a step's rows up to ``end``.
+
+    The sliding window, the chunk and the ring of the group bound it; 0 without any of them.
+    """
     window = tl.load(group + WINDOW)
     chunk = tl.load(group + CHUNK)
     ring = tl.load(group + RING)
@@ -169,7 +175,7 @@ def judge(
     words: tl.tensor,
     durable: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Look rows up through a block table.
+    """Look rows up through a block table, and compare their words with the reader's digests.
 
     Args:
         position: int64 ``[RUN]``.
@@ -239,7 +245,9 @@ def judge_ages(
 def count_age(
     ages: tl.tensor, line: tl.tensor, KIND: tl.constexpr, age: tl.tensor, number: tl.tensor
 ) -> None:
-    """Count what the request of a line has read of one age; nothing of age 0.
+    """Add ``number`` to the reads of one age by the request of a line; nothing of age 0.
+
+    Ages beyond the last column count there.
 
     Pointers:
         ages: int64 ``[num_lines + 1, NUM_AGED, AGES]``.
@@ -410,7 +418,12 @@ def compare_states(
 ) -> None:
     """Compare the states that one request goes on from, and its count. Grid: (requests,).
 
+    A state has to be written, of the tokens before the step, and not owned by another request;
+    ``told`` has to be the number of drafts kept last. What is not is reported. ``STATES_CHECKED``
+    and ``ages`` are added to.
+
     Arguments are those of ``compare_rows``, and:
+
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
         positions: int ``[num_rows]``; unread unless ``FILLS``.

@@ -98,13 +98,16 @@ class Launches:
     ) -> Any:
         """Launch the kernel once.
 
+        What was compiled for its ``kind`` before is launched by the driver. Such a launch with an
+        empty grid does nothing.
+
         Args:
             grid: the sizes of the launch's grid.
             arguments: all arguments, constants included, in the order of the kernel's signature.
             kind: stands for all that the compiled kernel depends on; None finds that out, which
                 takes a look at every argument.
-            vary: indices of the arguments that may differ between launches of one ``kind``;
-                empty: all may.
+            vary: indices of the arguments that may differ between launches of one ``kind``; empty:
+                all may.
 
         Returns:
             What Triton compiled; None where nothing was compiled, as by the interpreter.
@@ -178,7 +181,10 @@ def _set(
     arguments: Sequence[Any],
     vary: Sequence[int],
 ) -> None:
-    """Set a launch's grid, and the arguments with the numbers in ``vary``; all if that is empty."""
+    """Set a launch's grid, and the arguments whose numbers are in ``vary``.
+
+    All if that is empty.
+    """
     words, programs = launch.words, launch.programs
     for index in vary or range(len(words) - SCRATCH):
         words[index] = address_of(arguments[index])
@@ -191,7 +197,10 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int, int]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return all of an argument that the compiled kernel depends on, if it is no constant."""
+    """Return all of an argument that the compiled kernel depends on, if it is no constant.
+
+    The dtype and alignment of a tensor; of a number, True if 32 bits hold it.
+    """
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNED
     return bool(-_LONG <= argument < _LONG)

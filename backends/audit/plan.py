@@ -88,9 +88,10 @@ class Addresses:
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor], read: Step | Stretch | None = None) -> Tensor:
-        """Return the table of a step's tensors, int64 ``[num_groups, len(TENSOR)]``.
+        """Return the table of a step's tensors, int64 ``[num_groups, len(TENSOR)]``, on the device.
 
-        A group that has no tensor here has address 0.
+        A group that has no tensor here has address 0. Equal addresses and sizes give the same
+        table.
 
         Args:
             tensors: by group.

@@ -45,7 +45,7 @@ def last_entry(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of the journal's newest entry for a place; -1 without an entry."""
+    """Return the number of the journal's newest entry that names a place; -1 if none does."""
     written = tl.load(counters + JOURNALLED)
     newest = size
     for start in range(0, size, TILE):
@@ -87,9 +87,7 @@ def record_violation(
     """Add one violation to ``found``, and count its kind; the scalars are columns, see ``FIELDS``.
 
     The last three tokens' terms come from ``own``, and the writer from the journal: none if the row
-    was never written, or the journal has forgotten it.
-
-    The tensors are those of ``compare_rows``.
+    was never written, or the journal has forgotten it. The tensors are those of ``compare_rows``.
 
     Several programs may do this at one time: each takes a number of its own. A violation whose
     number is not below the limit is counted and not kept, so no entry is written twice before the

@@ -66,10 +66,11 @@ def rows_of(
         num_rows: rows for which every tensor of rows has room.
 
     Returns:
-        The line, the number of the first row, its position, and the number of rows, all 0 for
-        padding and where the numbers do not fit; True if the line is of an admitted request; the
-        number of rows that the step has for padding or for a malformed request; True if the
-        request is malformed.
+        The line, the number of the first row, its position, and the number of rows: 0 for padding
+        and where the numbers do not fit, but the first row's number only where it is no row of the
+        step; True if the line is of an admitted request; the number of rows that the step has for
+        padding, or for a request that is malformed or not admitted; True if the request is so, and
+        no padding.
     """
     line = tl.load(lines + index).to(tl.int64)
     start = tl.load(starts + index).to(tl.int64)

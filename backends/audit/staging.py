@@ -51,6 +51,8 @@ class Staging:
     def put(self, pieces: Sequence[memoryview | Tensor]) -> Tensor:
         """Return numbers, one piece after the other, where a kernel can read them.
 
+        They lie in the pinned memory, or are copied to the device where that has no room.
+
         Args:
             pieces: memory of int64, or tensors of ints on the host.
 
@@ -78,7 +80,10 @@ class Staging:
         return part[begin:end]
 
     def _make_room(self, count: int) -> bool:
-        """Go on to the next part where this one is full; tells whether the numbers fit."""
+        """Go on to the next part where this one is full; tell whether ``count`` numbers fit in now.
+
+        False if no part is so large, or if launches may still read the next part.
+        """
         if count > self._numbers:
             return False
         if self._filled + count <= self._numbers:

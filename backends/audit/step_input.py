@@ -37,7 +37,10 @@ class TritonStepInput(StepInput):
         self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
-        """Copy numbers of the host, as ``StepInput.put`` describes."""
+        """Copy ints of the host into ``target``, int ``[n]`` on the GPU, in one launch.
+
+        Never waits.
+        """
         count = target.shape[0]
         if not count:
             return
@@ -56,7 +59,11 @@ class TritonStepInput(StepInput):
         kept: Tensor,
         drafts: Tensor | None = None,
     ) -> None:
-        """Count sampled tokens, as ``StepInput.count`` describes."""
+        """Count the sampled tokens of each request into ``counts``; ``kept`` gets them.
+
+        And -1 for an id that is no token. Arguments are those of ``StepInput.count``; with
+        ``drafts`` counts are clamped to these and one.
+        """
         ids = ids.contiguous()
         number, width = ids.shape
         tensors = (ids, left_out, counts, kept)

@@ -91,7 +91,10 @@ class TritonPasses(Passes):
         self._padding: Final = Step(padding, nothing, nothing[:1], nothing[:0], {})
 
     def change(self, change: Change) -> None:
-        """Put in place what a step changes, as ``Passes.change`` describes."""
+        """Begin requests, hand out blocks and release lines in the books, in one launch.
+
+        See ``Passes.change``. With seals the blocks that are handed out lose theirs.
+        """
         new, given, numbers = change.new, change.given, array("q")
         pieces: list[memoryview | Tensor] = [] if new is None else [*new.owns]
         if new is not None:
@@ -112,11 +115,14 @@ class TritonPasses(Passes):
         self._changing.launch((requests + handed + 1, 1, 1), arguments, kind, _VARY)
 
     def input(self) -> TritonStepInput:
-        """Return the kernels that prepare an engine's numbers."""
+        """Return the kernels that prepare an engine's numbers, over the same pinned memory."""
         return TritonStepInput(self.books, self._staging)
 
     def write(self, step: Step) -> None:
-        """Note the rows that a step writes, as ``Passes.write`` describes."""
+        """Compare the states that a step reads, then record the rows that it writes.
+
+        See ``Passes.write``.
+        """
         if step.sources or step.told is not None:
             self._compare_states(step)
         if self._writing.again(step):
@@ -137,7 +143,7 @@ class TritonPasses(Passes):
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
-        """Compare the states that a step continues, and its counts, before it writes."""
+        """Compare the states that a step continues, and the counts that its engine was told."""
         if self._comparing_states.again(step):
             return
         step = contiguous(step)
@@ -153,7 +159,10 @@ class TritonPasses(Passes):
         self._comparing_states.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
 
     def check(self, step: Step) -> None:
-        """Check the rows that a step reads, as ``Passes.check`` describes."""
+        """Compare the rows that a step reads with the readers' digests; report what is wrong.
+
+        See ``Passes.check``.
+        """
         if self._checking.again(step):
             return
         step = contiguous(step)
@@ -164,7 +173,10 @@ class TritonPasses(Passes):
         self._checking.first(step, grid, arguments, recurs=recurs)
 
     def inspect(self, stretch: Stretch) -> None:
-        """Check a stretch of rows, as ``Passes.inspect`` describes."""
+        """Compare rows that are published or exported; report what is wrong.
+
+        See ``Passes.inspect``.
+        """
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
@@ -181,7 +193,10 @@ class TritonPasses(Passes):
         kind: str | None,
         num_rows: int,
     ) -> tuple[tuple[int, int, int], tuple[object, ...]]:
-        """Return the grid and the arguments of a launch of ``compare_rows``."""
+        """Return the grid and the arguments of a launch of ``compare_rows``; launch nothing.
+
+        ``kind`` is that of a stretch; None: a step reads.
+        """
         books = self.books
         # A table without columns has no address, as if the group were not read.
         tables = {
@@ -203,7 +218,10 @@ class TritonPasses(Passes):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """Mark the rejected rows, as ``Passes.resolve`` describes."""
+        """Mark the rows of rejected drafts, and count the kept ones as their requests' own.
+
+        See ``Passes.resolve``. A step without requests only clears ``OPEN``.
+        """
         if not step.lines.shape[0]:
             step, accepted, sampled = self._padding, self._unread, None
         ids = None if sampled is None else sampled.contiguous()
@@ -233,6 +251,7 @@ class TritonPasses(Passes):
         return all(held[name] is tensor for name, tensor in tensors.items())
 
     def _or_unread(self, tensor: Tensor | None) -> Tensor:
+        """Return the tensor, or one int64 element that a kernel does not read in place of None."""
         return self._unread if tensor is None else tensor
 
     def _table(
@@ -243,6 +262,8 @@ class TritonPasses(Passes):
         read: Step | Stretch | None = None,
     ) -> Tensor:
         """Return the table of a step's tensors by group, see ``Addresses.of``.
+
+        Keep the tensors alive.
 
         Args:
             what: the sort of the tensors, such as "slots"; each has a table of its own.
@@ -256,12 +277,15 @@ class TritonPasses(Passes):
 
 
 def _are_trees(step: Step) -> bool:
-    """Tell whether a step has drafts that are trees."""
+    """Tell whether a step has drafts, and parents that make them trees."""
     return step.parents is not None and step.drafts is not None
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a dtype that is contiguous in its last dimension."""
+    """Return a tensor of a dtype that is contiguous in its last dimension; itself if it is that.
+
+    Numbers that int32 does not hold become -1, or a block that no cache has.
+    """
     if tensor.dtype is not dtype:
         if dtype is torch.int32 and tensor.dtype is torch.int64:
             tensor = tensor.clamp(-1, _NO_BLOCK)  # what is cut off could name another block

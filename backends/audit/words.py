@@ -30,7 +30,7 @@ INVERSE_2 = tl.constexpr(digest.signed(pow(_SECOND[1], -1, 1 << 64)))
 
 @triton.jit
 def shifted(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
-    """Shift int64 right, zeros coming in."""
+    """Shift int64 right by ``BY`` bits, zeros coming in."""
     return (word.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
 
 
@@ -51,7 +51,7 @@ def term(token: tl.tensor, position: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def token_of(word: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Undo ``term``: the token alone."""
+    """Return the tokens whose ``term`` words are, whatever their positions."""
     word = word ^ shifted(word, SHIFT_3) ^ shifted(word, 2 * SHIFT_3)
     word = (word - tl.load(key + 2)) * INVERSE_2
     word = word ^ shifted(word, SHIFT_2) ^ shifted(word, 2 * SHIFT_2)
@@ -62,12 +62,19 @@ def token_of(word: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def age_of(apart: tl.tensor, epoch: tl.tensor) -> tl.tensor:
-    """Return the ages of rows whose words are ``apart`` from those expected; 0 where none is."""
+    """Return the ages of rows whose words are ``apart`` from those expected; 0 for all other rows.
+
+    An age has the target model's epochs in its lower half, and the drafter's in its upper one;
+    neither is more than that of ``epoch``.
+    """
     known = (apart > 0) & ((apart & TARGET_AGE) <= (epoch & TARGET_AGE))
     return tl.where(known & ((apart >> 32) <= (epoch >> 32)), apart, 0)
 
 
 @triton.jit
 def as_word(digest: tl.tensor) -> tl.tensor:
-    """Return digests, salt included, as words of slots."""
+    """Return digests, salt included, as words of slots.
+
+    Never below ``RESERVED`` unless negative.
+    """
     return tl.where((digest >= 0) & (digest < RESERVED), digest + RESERVED, digest)

@@ -65,7 +65,10 @@ FIELDS = tl.constexpr(group_lines.FIELDS)
 
 @triton.jit
 def own_term(digests: tl.tensor, position: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return the term of a request's own token at each position, from its digests."""
+    """Return the term of a request's own token at each position, from its digests.
+
+    0 where masked.
+    """
     after = tl.load(digests + position + 1, mask=mask, other=0)
     return after - tl.load(digests + position, mask=mask, other=0)
 
@@ -101,6 +104,8 @@ def term_before(
     key: tl.tensor,
 ) -> tl.tensor:
     """Return the terms of tokens before those of some rows: of this step, or older.
+
+    Older ones come from the request's own digests, and so do embedded tokens of this step.
 
     Args:
         POSITIONS: as for ``write_rows``.

@@ -29,16 +29,20 @@ _WORD_BYTES: Final = 8
 
 @compiled
 def is_due(where, words, seals):
-    """Tell whether a slot is sealed, by the index of its word, and holds what was sealed."""
+    """Tell whether a slot is sealed and its word the one that it was sealed with.
+
+    ``where`` is the index of the slot's word.
+    """
     return seals[where] != 0 and seals[where] == words[where]
 
 
 @compiled
 def due_in_table(low, end, table, block_map, group, words, seals, turn, every, found, number):
-    """List the slots of a request's positions whose turn it is; return how many are listed.
+    """List the sealed slots of a request's positions whose turn it is.
 
-    The positions are those from ``low`` to before ``end``. ``found``, int64 ``[n]``, gets the slots
-    from place ``number`` on; if it is empty, they are counted alone.
+    Return ``number`` and their count. The positions are those from ``low`` to before ``end``.
+    ``found``, int64 ``[n]``, gets the slots from place ``number`` on; if it is empty, they are
+    counted alone.
     """
     position = low
     while position < end:
@@ -70,7 +74,10 @@ def due_rows(
     turn,
     every,
 ):
-    """Return the slots that a step reads, but for its own rows, in their turn; int64 ``[n]``."""
+    """Return the sealed slots whose turn it is, and that a step reads of one group; int64 ``[n]``.
+
+    The rows of the step itself are left out. A slot that two requests read is there twice.
+    """
     found = numpy.empty(0, numpy.int64)
     for _ in range(2):  # count them, then list them
         number = 0
@@ -90,7 +97,7 @@ def due_rows(
 
 @cached
 def due_states(requests, source, group, words, facts, columns, num_rows, seals, turn, every):
-    """Return the states that a step continues and whose turn it is, int64 ``[n]``."""
+    """Return the sealed states that a step continues and whose turn it is, int64 ``[n]``."""
     found, number = numpy.empty(len(requests[0]), numpy.int64), 0
     for index in range(len(requests[0])):
         _, _, at, count, _, _ = rows_of(index, requests, facts, columns, num_rows, False)
@@ -145,7 +152,10 @@ def slots_left(
 
 @compiled
 def packed(cells, begin, places, bits):
-    """Return up to 8 bytes of a row as one word: the elements at ``places``, ``bits`` each."""
+    """Return up to 8 bytes of a row as one word: the elements at ``places``, ``bits`` each.
+
+    The first element has the lowest bits; ``places`` count from ``begin``.
+    """
     mask, word = -1 if bits == 64 else (1 << bits) - 1, 0
     for part in range(len(places)):
         word |= (numpy.int64(cells[begin + places[part]]) & mask) << (bits * part)
@@ -154,7 +164,7 @@ def packed(cells, begin, places, bits):
 
 @compiled
 def packed_four(cells, begin, places):
-    """Do what ``packed`` does for four elements of 2 bytes, those of most caches."""
+    """Return four elements of 2 bytes, those of most caches, as one word, like ``packed``."""
     first, second = numpy.int64(cells[begin + places[0]]), numpy.int64(cells[begin + places[1]])
     third, fourth = numpy.int64(cells[begin + places[2]]), numpy.int64(cells[begin + places[3]])
     low = (first & 0xFFFF) | (second & 0xFFFF) << 16

@@ -29,7 +29,10 @@ WINDOW, CHUNK, OWNERS = line_of.WINDOW, line_of.CHUNK, line_of.OWNERS
 
 @compiled
 def first_read(first, end, group):
-    """Return the first position that a query at ``first`` reads; see ``rows.first_visible``."""
+    """Return the first position that a query at ``first`` reads of a step's rows up to ``end``.
+
+    The sliding window, the chunk and the ring of the group bound it; 0 without any of them.
+    """
     low = 0
     if group[WINDOW] >= 0:
         low = max(low, first - group[WINDOW] + 1)
@@ -42,7 +45,7 @@ def first_read(first, end, group):
 
 @compiled
 def table_of(index, table, table_lines):
-    """Return the line of a table that is a request's; without columns if the table has no such."""
+    """Return a request's line of a table; without columns if the table has no such line."""
     line = table_lines[index] if len(table_lines) else index
     return table[line] if 0 <= line < len(table) else table[0][:0]
 
@@ -69,7 +72,10 @@ def run_of(position, end, table, block_map, group):
 
 @compiled
 def are_right(first, end, digests, table, block_map, group, words):
-    """Tell whether the rows of a request's positions hold what its tokens ask for."""
+    """Tell whether the words of positions ``first`` to before ``end`` are those of ``digests``.
+
+    False, too, where the table leads to no block.
+    """
     position, salt = first, group[SALT]
     while position < end:
         where, run = run_of(position, end, table, block_map, group)
@@ -88,7 +94,11 @@ def are_right(first, end, digests, table, block_map, group, words):
 
 @cached
 def compare_rows(requests, tables, table_lines, block_maps, groups, words, own, facts, num_rows):
-    """Compare the rows that a step reads; see ``Passes.check``."""
+    """Compare the rows that a step reads in every group with the readers' digests.
+
+    Rows before the end of what was reported of a request are left out. Returns the number of rows,
+    or -1 at the first that is not right; nothing is reported. See ``Passes.check``.
+    """
     compared = 0
     for index in range(len(requests[0])):
         line, _, at, count, _, _ = rows_of(index, requests, facts, own.shape[1], num_rows, False)
@@ -111,10 +121,11 @@ def compare_rows(requests, tables, table_lines, block_maps, groups, words, own, 
 def compare_stretches(
     lines, first, end, tables, table_lines, block_maps, groups, words, own, facts, exported
 ):
-    """Compare rows that are published, or leave; see ``Passes.inspect``.
+    """Compare rows that are published, or leave, with the digests of their requests.
 
     ``first`` and ``end``, int64 ``[num_requests]``, are each request's first position and the one
-    after its last; rows that are ``exported`` have to be durable.
+    after its last; rows that are ``exported`` have to be durable. Returns the number of rows, or -1
+    at the first that is not right; nothing is reported. See ``Passes.inspect``.
     """
     compared = 0
     for index in range(len(lines)):
@@ -139,7 +150,11 @@ def compare_stretches(
 
 @cached
 def compare_states(requests, sources, told, groups, words, owners, own, facts, num_rows):
-    """Compare the states that a step continues, and the counts that its engine was told."""
+    """Compare the states that a step continues, and the counts that its engine was told.
+
+    Returns the number of states; -1 if one is of other tokens or another request, lies outside its
+    group, or a count is not the one of drafts kept last.
+    """
     compared = 0
     for index in range(len(requests[0])):
         line, _, at, count, _, _ = rows_of(index, requests, facts, own.shape[1], num_rows, False)

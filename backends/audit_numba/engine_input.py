@@ -19,7 +19,10 @@ OUTSIDE_BUFFERS: Final = -1
 
 @cached
 def begin_requests(packed, num_tokens, num_requests, key, own, facts):
-    """Begin requests; see ``TorchPasses.begin``. ``packed`` is that of ``PackedRequests``."""
+    """Put the digests of new requests into ``own``, and their facts into ``facts``.
+
+    See ``Passes.change``. ``packed`` is that of ``PackedRequests``.
+    """
     for number in range(num_requests):
         given = packed[num_tokens + number * FIELDS :]
         line, begin, count, digest = given[LINE], given[BEGIN], given[COUNT], given[SEED]
@@ -38,9 +41,10 @@ def lies_inside(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
 ):  # fmt: skip
-    """Return True if the step's requests and rows fit the engine's buffers and the ledger's own.
+    """Tell whether the step's requests and rows fit the engine's buffers and the ledger's own.
 
-    Slots and blocks in the buffers are not looked at.
+    First rows have to ascend, and tables to be equally wide. Slots and blocks in the buffers are
+    not looked at.
     """
     requests = min(len(starts) - 1, len(own_starts) - 1, len(first), len(drafts))
     rows = min(len(positions), len(tokens), len(own_positions), len(own_tokens))
@@ -66,7 +70,9 @@ def copy_step(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
 ):  # fmt: skip
-    """Copy a step; see ``StepInput.copy_step``. Tuples have an array for each group.
+    """Copy a step into the ledger's own buffers; fill ``first``, and cut ``drafts`` to the rows.
+
+    Tuples have an array for each group. See ``StepInput.copy_step``.
 
     Returns:
         1 if all known lengths are right, 0 if some are not, and ``OUTSIDE_BUFFERS`` if nothing was
@@ -101,7 +107,11 @@ def copy_step(
 
 @cached
 def count_tokens(ids, left_out, drafts, end, counts, kept):
-    """Count sampled tokens; see ``StepInput.count``."""
+    """Count the sampled tokens of each request into ``counts``, and copy them into ``kept``.
+
+    ``kept`` gets -1 for what is no token: below 0, from ``end`` on, or of a request ``left_out``.
+    Without ``drafts`` counts have no bound. See ``StepInput.count``.
+    """
     for index in range(ids.shape[0]):
         found = 0
         for column in range(ids.shape[1]):
@@ -114,7 +124,7 @@ def count_tokens(ids, left_out, drafts, end, counts, kept):
 
 @cached
 def reaches(requests, ends):
-    """Tell whether rows before the drafts reach a position; see ``StepInput.reaches``."""
+    """Tell whether the rows before a request's drafts reach its line's position in ``ends``."""
     lines, starts, first, drafts = requests
     for index in range(len(lines)):
         settled = first[index] + starts[index + 1] - starts[index]

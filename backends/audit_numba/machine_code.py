@@ -36,7 +36,10 @@ _PLAIN: Final = (bool, int, float, str)
 
 
 def cached(function: Any) -> Any:
-    """Compile a function that Python calls, or load what an earlier process compiled."""
+    """Compile a function that Python calls, or load what an earlier process compiled.
+
+    Nothing is compiled before the first call, and never where a variable of numba's forbids it.
+    """
     found = compiled(function)
     if isinstance(found, Dispatcher):  # a variable of numba's turns compilation off
         found._cache = CodeFiles(found)
@@ -102,7 +105,11 @@ class CodeFiles:
                     other.unlink(missing_ok=True)
 
     def _path(self, signature: Any, codegen: Any) -> Path | None:
-        """Return the file for a signature; None without a folder or a digest of the source."""
+        """Return the file for a signature; None without a folder or a digest of the source.
+
+        Its name has digests of the source, and of compilers, options and processor. It may not
+        exist.
+        """
         if self.cache_path is None:
             return None
         try:
@@ -154,7 +161,11 @@ def _code_objects(code: CodeType) -> Iterator[CodeType]:
 
 
 def _plain(value: object) -> object:
-    """Return the value of a global if it is a number, a text, or a tuple; else raise TypeError."""
+    """Return the value of a global if it is a number, a text, a bool, or a tuple of such.
+
+    Raises:
+        TypeError: it is anything else.
+    """
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if type(value) not in _PLAIN:
@@ -168,7 +179,7 @@ def _digest(*parts: object) -> str:
 
 
 def _write_at_once(path: Path, data: bytes) -> None:
-    """Write a file that no reader sees in part."""
+    """Write a file that no reader sees in part, in place of any file of that name."""
     part = path.with_name(f"{path.name}.{uuid4().hex}")
     try:
         part.write_bytes(data)

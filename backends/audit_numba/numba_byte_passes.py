@@ -25,7 +25,10 @@ from .step_arrays import Ints, StepReader, ints
 
 @attrs.frozen(eq=False)
 class PlaneArrays:
-    """A plane, as ``add_checksums`` takes it."""
+    """A plane, with the attributes that ``add_checksums`` takes.
+
+    ``cells`` is all of its storage.
+    """
 
     cells: NDArray[numpy.signedinteger]
     origin: int
@@ -36,7 +39,10 @@ class PlaneArrays:
 
     @classmethod
     def of(cls, plane: Plane, part: int, key: Key) -> PlaneArrays:
-        """Describe a plane that is part number ``part`` of its layer."""
+        """Describe a plane that is part number ``part`` of its layer.
+
+        ``cells`` shares its memory.
+        """
         cells, offsets, by_slot = plane.cells, plane.offsets, 0
         if offsets is None:
             by_slot = cells.stride(1)
@@ -84,7 +90,7 @@ class NumbaBytePasses(TorchBytePasses):
         self._compile()
 
     def _compile(self) -> None:
-        """Call every function for a step without requests, which changes nothing."""
+        """Compile every function, by calling it for a step without requests; nothing changes."""
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
         for place in self._layers:
             self.sums(place, none)
@@ -100,12 +106,12 @@ class NumbaBytePasses(TorchBytePasses):
         self.seal(step, none)
 
     def _layer(self, layer: Watched) -> tuple[Ints, Sequence[PlaneArrays]]:
-        """Return the stored checksums of a layer, and its planes."""
+        """Return the stored checksums of a layer, which share its memory, and its planes."""
         key = self.books.books.key
         return layer.sums.numpy(), [PlaneArrays.of(p, number, key) for number, p in layer.planes]
 
     def _summed(self, planes: Sequence[PlaneArrays], slots: Ints) -> Ints:
-        """Return the checksums of slots of one layer, as their bytes are now."""
+        """Return the checksums of slots of one layer, int64 ``[n]``, as their bytes are now."""
         sums = numpy.zeros(len(slots), numpy.int64)
         for each in planes:
             add_checksums(
@@ -115,13 +121,17 @@ class NumbaBytePasses(TorchBytePasses):
         return sums
 
     def sums(self, place: Place, slots: Tensor) -> Tensor:
-        """Do what ``BytePasses.sums`` says."""
+        """Return the checksums of slots, int64 ``[num_layers, n]``, as their bytes are now."""
         given = ints(slots)
         found = [self._summed(planes, given) for _, planes in self._layers[place]]
         return torch.from_numpy(numpy.stack(found))
 
     def compare(self, step: Step) -> None:
-        """Do what ``BytePasses.compare`` says."""
+        """Compare the bytes of sealed slots whose turn it is among those that a step reads.
+
+        Where all are right they are counted; else the passes in torch do it again, and report. See
+        ``BytePasses.compare``.
+        """
         fill_first(self.books.books, step)
         due = self._due(step)
         for place, slots in due:
@@ -132,7 +142,10 @@ class NumbaBytePasses(TorchBytePasses):
         self._compared[0] += sum(len(slots) for _, slots in due)
 
     def _due(self, step: Step) -> list[tuple[Place, Ints]]:
-        """List the slots that a step reads and whose turn it is, by the group that wrote them."""
+        """List the sealed slots that a step reads and whose turn it is, by the group that wrote.
+
+        Groups without watched layers or without such slots are left out.
+        """
         places, read = self.books.books.layout.places, self._read.read(step)
         turn, every = int(self._counters[book.STEP]), self.books.every
         found = []
@@ -156,7 +169,11 @@ class NumbaBytePasses(TorchBytePasses):
         return found
 
     def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
-        """Do what ``BytePasses.seal`` says."""
+        """Seal the slots that a step leaves, and store their checksums.
+
+        Where dead slots are filled, in poisoned groups, the passes in torch do all. See
+        ``BytePasses.seal``.
+        """
         if self.books.poisoned:
             super().seal(step, accepted, besides)
             return

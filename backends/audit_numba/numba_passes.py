@@ -63,7 +63,7 @@ class NumbaPasses(TorchPasses):
         self._compile()
 
     def _compile(self) -> None:
-        """Call every function for a step without requests, whose effects are undone."""
+        """Compile every function, by calling it for a step without requests; undo the effects."""
         none = torch.zeros(0, dtype=torch.int64)
         starts = torch.zeros(1, dtype=torch.int64)
         step = Step(none, starts, None, none, {}, told=none, positions=none)
@@ -80,12 +80,16 @@ class NumbaPasses(TorchPasses):
         return NumbaStepInput(self.books, self.reader)
 
     def begin(self, new: PackedRequests) -> None:
-        """Begin requests, as ``Passes.change`` describes."""
+        """Put the digests and facts of new requests in place, as ``Passes.change`` describes."""
         numbers = new.num_tokens, new.num_requests
         begin_requests(new.packed.numpy(), *numbers, self._key, self._own, self._facts)
 
     def write(self, step: Step) -> None:
-        """Do what ``Passes.write`` says."""
+        """Compare the states that a step reads, then record the rows that it writes.
+
+        See ``Passes.write``. A wrong state is reported by the passes in torch, before the rows are
+        written.
+        """
         read = self.reader.filled(step)
         if step.sources or step.told is not None:
             compared = compare_states(
@@ -103,7 +107,10 @@ class NumbaPasses(TorchPasses):
         )  # fmt: skip
 
     def check(self, step: Step) -> None:
-        """Do what ``Passes.check`` says."""
+        """Compare the rows that a step reads, and count them.
+
+        If any is wrong, torch checks and reports. See ``Passes.check``.
+        """
         read = self.reader.read(step)
         compared = compare_rows(
             read.requests, read.tables, read.table_lines, read.block_maps, self._groups,
@@ -115,7 +122,10 @@ class NumbaPasses(TorchPasses):
             self._counters[book.ROWS_CHECKED] += compared
 
     def inspect(self, stretch: Stretch) -> None:
-        """Do what ``Passes.inspect`` says."""
+        """Compare rows that are published or exported, and count them.
+
+        Torch reports if any is wrong. See ``Passes.inspect``.
+        """
         compared = compare_stretches(
             ints(stretch.lines), ints(stretch.first), ints(stretch.end),
             self.reader.tables(stretch.tables), ints(stretch.table_lines),
@@ -134,7 +144,10 @@ class NumbaPasses(TorchPasses):
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
-        """Do what ``Passes.resolve`` says."""
+        """Mark the rows of rejected drafts, and count the kept ones as their requests' own.
+
+        See ``Passes.resolve``.
+        """
         read = self.reader.read(step)
         ids = _NOTHING if sampled is None else ints(sampled)
         resolve_rows(

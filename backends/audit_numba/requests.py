@@ -42,7 +42,10 @@ def rows_of(index, requests, facts, columns, num_rows, released):
 
 @cached
 def fill_first(starts, positions, first, num_rows):
-    """Write the positions of the requests' first rows into ``first``; -1 for no such row."""
+    """Write the positions of the requests' first rows into ``first``; -1 for no such row.
+
+    One number for each element of ``first``.
+    """
     for index in range(len(first)):
         start = starts[index]
         first[index] = positions[start] if 0 <= start < num_rows else -1

@@ -74,7 +74,10 @@ class StepArrays:
 
 
 def ints(tensor: Tensor | None) -> Ints:
-    """Return a tensor as int64, contiguous; an empty array for None."""
+    """Return a tensor as int64, contiguous; an empty array for None.
+
+    The array shares the tensor's memory if that is int64 and contiguous.
+    """
     if tensor is None:
         return NONE
     found: Ints = tensor.to(torch.int64).contiguous().numpy()  # the tensor itself, as a rule
@@ -82,7 +85,7 @@ def ints(tensor: Tensor | None) -> Ints:
 
 
 def table(tensor: Tensor) -> NDArray[numpy.int32]:
-    """Return a block table as int32, contiguous.
+    """Return a block table as int32, contiguous; it shares the tensor's memory if that is so.
 
     Numbers that int32 has no room for are no blocks; they become -1.
     """
@@ -108,7 +111,10 @@ class StepReader:
         self._known: WeakKeyDictionary[Step, StepArrays] = WeakKeyDictionary()
 
     def read(self, step: Step) -> StepArrays:
-        """Return the arrays of a step."""
+        """Return the arrays of a step.
+
+        The same ones again if they all share the tensors' memory.
+        """
         found = self._known.get(step)
         if found is None:
             found = self._arrays(step)
@@ -117,14 +123,17 @@ class StepReader:
         return found
 
     def filled(self, step: Step) -> StepArrays:
-        """Return the arrays of a step, once ``Books.first`` is filled where that is to be done."""
+        """Return the arrays of a step; without ``Step.first`` fill ``Books.first`` before."""
         read = self.read(step)
         if step.first is None:
             fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
         return read
 
     def tables(self, tables: Mapping[str, Tensor]) -> tuple[NDArray[numpy.int32], ...]:
-        """Return the block tables of all groups, by their numbers."""
+        """Return the block tables of all groups, by their numbers.
+
+        Without lines where there is none.
+        """
         return tuple(table(tables[name]) if name in tables else _NO_TABLE for name in self._groups)
 
     def by_group(self, tensors: Mapping[str, Tensor]) -> tuple[Ints, ...]:
@@ -132,6 +141,7 @@ class StepReader:
         return tuple(ints(tensors.get(name)) for name in self._groups)
 
     def _arrays(self, step: Step) -> StepArrays:
+        """Make the arrays of a step, by the ``StepArrays`` that they are returned in."""
         return StepArrays(
             lines=ints(step.lines),
             starts=ints(step.starts),
@@ -152,7 +162,10 @@ class StepReader:
 
 
 def _share_memory(step: Step) -> bool:
-    """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
+    """Tell whether the arrays of a step are its tensors themselves, and none is a copy.
+
+    They are if all are contiguous, tables of int32 and all others of int64.
+    """
     maybe = (step.first, step.drafts, step.told, step.positions, step.table_lines, step.parents)
     several = (*step.slots.values(), *step.sources.values(), *step.block_maps.values())
     numbers = (step.lines, step.starts, step.tokens, *several)

@@ -40,7 +40,7 @@ class NumbaStepInput(StepInput):
         self._compile()
 
     def _compile(self) -> None:
-        """Call every function for a step without requests."""
+        """Compile every function, by calling it for a step without requests."""
         none, starts = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         step = Step(none, starts, None, none, {}, told=none, positions=none)
         self.takes(step, none)
@@ -56,7 +56,10 @@ class NumbaStepInput(StepInput):
         *,
         released: bool = False,
     ) -> bool:
-        """Tell whether a step is well-formed, as ``StepInput.takes`` describes."""
+        """Tell whether a step is well-formed, and ``accepted`` possible; see ``StepInput.takes``.
+
+        Unless ``released``, ``Books.first`` is filled where the step has no ``first``.
+        """
         read = self._reader.read(step) if released else self._reader.filled(step)
         right: bool = well_formed(
             read.requests, ints(accepted), besides, self._facts, self._own.shape[1],
@@ -72,7 +75,11 @@ class NumbaStepInput(StepInput):
         drafts: Tensor,
         number: int,
     ) -> bool:
-        """Do what ``StepInput.copy_step`` says; buffers that come again are not examined again."""
+        """Copy a step out of an engine's buffers; tell whether its known lengths are right.
+
+        Arguments and errors are those of ``StepInput.copy_step``. Buffers that come again are not
+        examined again; groups with arrays of several kinds are left to torch.
+        """
         given = source, target, first, drafts
         if not all(map(is_, given, self._copied)):
             self._copied = given
@@ -85,7 +92,7 @@ class NumbaStepInput(StepInput):
         return bool(right)
 
     def reaches(self, step: Step, ends: Tensor) -> bool:
-        """Do what ``StepInput.reaches`` says."""
+        """Tell whether a request's rows before its drafts reach its line's position in ``ends``."""
         read = self._reader.read(step)
         found: bool = reaches(read.requests, self._array_of(ends))
         return found
@@ -99,13 +106,19 @@ class NumbaStepInput(StepInput):
         kept: Tensor,
         drafts: Tensor | None = None,
     ) -> None:
-        """Do what ``StepInput.count`` says."""
+        """Count the sampled tokens of each request into ``counts``; ``kept`` gets them.
+
+        And -1 for an id that is no token. Arguments are those of ``StepInput.count``.
+        """
         most = NONE if drafts is None else self._array_of(drafts)
         found = self._array_of(counts), self._array_of(kept)
         count_tokens(ids.numpy(), self._array_of(left_out), most, end, *found)
 
     def _array_of(self, tensor: Tensor) -> Any:
-        """Return the array of a tensor that comes again and again."""
+        """Return the array of a tensor that comes again and again.
+
+        Both are kept for the next call.
+        """
         known = self._arrays.get(id(tensor))
         if known is None:
             if len(self._arrays) >= _MAX_REMEMBERED:
@@ -124,6 +137,7 @@ def _copies_of(
     """
 
     def arrays(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return the arrays of some tensors."""
         return tuple(each.numpy() for each in tensors)
 
     several = [arrays(many) for many in (source.slots, source.tables, source.lengths)]

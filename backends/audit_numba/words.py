@@ -24,7 +24,7 @@ LAST_SHIFT: Final = digest.LAST_SHIFT
 
 @compiled
 def shifted(word, shift):
-    """Shift right, filling with zeros."""
+    """Shift a word right by ``shift`` bits, filling with zeros."""
     return (word >> shift) & ((1 << (64 - shift)) - 1)
 
 
@@ -45,7 +45,7 @@ def term(token, position, key):
 
 @compiled
 def token_of(word, key):
-    """Return the token that a term was made of."""
+    """Return the token that a term was made of, whatever its position."""
     word = word ^ shifted(word, LAST_SHIFT) ^ shifted(word, 2 * LAST_SHIFT)
     word = (word - key[2]) * INVERSE_1
     word = word ^ shifted(word, SHIFT_1) ^ shifted(word, 2 * SHIFT_1)
@@ -56,5 +56,8 @@ def token_of(word, key):
 
 @compiled
 def as_word(digest):
-    """Return a digest, salt included, as the word of a slot."""
+    """Return a digest, salt included, as the word of a slot.
+
+    ``RESERVED`` more if it lies below that. A negative digest stays as it is.
+    """
     return digest + RESERVED if 0 <= digest < RESERVED else digest

@@ -67,7 +67,7 @@ def state_at(place, group):
 
 @compiled
 def term_at(digests, position):
-    """Return the term of a request's own token; of its first token, if there is none before it."""
+    """Return the term of a request's own token at a position; below 0, that of its first token."""
     position = max(position, 0)
     return digests[position + 1] - digests[position]
 
@@ -92,9 +92,12 @@ def write_rows(
     requests, positions, parents, tokens, slots, groups, key, words, owners, own, facts,
     journal, counters, fingerprints, num_rows,
 ):  # fmt: skip
-    """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here.
+    """Record the rows of a step in the books, request by request; see ``Passes.write``.
 
-    ``positions`` is int64 ``[num_rows]``; empty: rows are computed for those they stand for.
+    Their digests go into ``words``, ``own`` and the journal, states' owners into ``owners``; the
+    requests' facts, the counters and the fingerprints move on. States that the step reads are not
+    compared here. ``positions`` is int64 ``[num_rows]``; empty: rows are computed for those they
+    stand for.
     """
     now, noted = counters[STEP] + 1, counters[JOURNALLED]
     chains, terms = numpy.empty(num_rows, numpy.int64), numpy.empty(num_rows, numpy.int64)
@@ -211,10 +214,12 @@ def resolve_rows(
     requests, parents, tokens, accepted, besides, sampled, slots, groups, key, words,
     own, facts, counters, num_rows,
 ):  # fmt: skip
-    """Mark rejected rows, and count the others as the request's own; see ``Passes.resolve``.
+    """Mark rejected rows in ``words``, and count the others as the request's own.
 
-    ``accepted`` is int64 ``[num_requests]``, and counts ``besides`` other tokens. ``sampled`` is
-    int64 ``[num_requests, columns]``; without columns nobody said what was sampled.
+    The digest of the token sampled behind them is added to ``own``. Requests that were released are
+    marked, too, unless their drafts are trees. ``accepted`` is int64 ``[num_requests]``, and counts
+    ``besides`` other tokens. ``sampled`` is int64 ``[num_requests, columns]``; without columns
+    nobody said what was sampled. See ``Passes.resolve``.
     """
     counters[OPEN] = 0
     columns = sampled.shape[1]

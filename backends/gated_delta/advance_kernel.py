@@ -52,10 +52,11 @@ def _key_of(
     KEYS: tl.constexpr,
     RUN: tl.constexpr,
 ) -> tl.tensor:
-    """Load a row's key if rows are ``left``, as ``[KEYS]``.
+    """Load a row's key as ``[KEYS]``.
 
-    A thread with 8 neighbours of the state in a word loads 4 of the key at once, and 4 more: were
-    all 8 asked for together, a compiler would exchange them between threads.
+    Zeros beyond ``KEY_SIZE``, and all of them if no row is ``left``. A thread with 8 neighbours of
+    the state in a word loads 4 of the key at once, and 4 more: were all 8 asked for together, a
+    compiler would exchange them between threads.
     """
     if RUN == 8:
         eighths = tl.arange(0, KEYS // 8)[:, None]

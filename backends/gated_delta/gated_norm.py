@@ -26,9 +26,10 @@ def norm_rows(
     HEADS: tl.constexpr,
     SIGMOID: tl.constexpr,
 ) -> None:
-    """Norm some heads of a row. A program writes what it has read.
+    """Norm some heads of a row of ``x`` in place, times the weight and the gate.
 
-    Grid: (rows, runs of heads), as a prompt may have more rows than other axes of a grid take.
+    A program writes what it has read. Grid: (rows, runs of heads), as a prompt may have more rows
+    than other axes of a grid take.
 
     Args:
         x: ``[num_rows, heads, SIZE]``, a row contiguous.
@@ -60,7 +61,9 @@ def norm_rows(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, sigmoid: bool) -> None:
-    """Replace each head of ``x`` by its RMS norm, times the gate.
+    """Replace each head of ``x`` by its RMS norm, times the weight and the gate.
+
+    Nothing without rows.
 
     Args:
         x: ``[num_rows, heads, size]``; rows any distance apart, a row contiguous.

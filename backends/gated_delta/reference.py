@@ -21,7 +21,7 @@ THRESHOLD: Final = 20.0
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``beta`` and the decay ``exp(g)``, float32 ``[num_rows, heads]``."""
+    """Compute the strength ``sigmoid(b)`` and the decay ``exp(g)``; float32 ``[rows, heads]``."""
     x = a.float() + dt_bias.float()
     softplus = torch.where(x <= THRESHOLD, torch.log(1 + torch.exp(x)), x)
     return torch.sigmoid(b.float()), torch.exp(-torch.exp(A_log.float()) * softplus)
@@ -44,9 +44,10 @@ def verify_gated_delta(
     scale: float,
     normalise: bool = True,
 ) -> None:
-    """Compute the outputs of all rows, and what a commit will need of them, request by request.
+    """Compute the outputs of all rows, and stage what a commit will need, request by request.
 
-    It has the arguments and effects of ``step.verify_gated_delta``, but for ``longest``.
+    It has the arguments and effects of ``step.verify_gated_delta``, but for ``longest``. It checks
+    nothing.
     """
     ends = starts.tolist()
     recurrence = GatedDelta(key.shape[1])

@@ -150,7 +150,10 @@ def state_of(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Load ``VALUES`` rows of a head's state that begins at ``begin``, from ``first`` on."""
+    """Load ``VALUES`` rows of a head's state that begins at ``begin``, from ``first`` on.
+
+    They come as lines of runs, see ``runs``; rows from ``VALUE_SIZE`` on are 0.
+    """
     values = first + tl.arange(0, VALUES * KEYS // (4 * RUN)) % VALUES
     return runs(
         begin + values * KEY_SIZE, values < VALUE_SIZE,
@@ -162,6 +165,9 @@ def state_of(
 def values_of(
     given: tl.tensor, values: tl.tensor, live: tl.tensor, VALUE_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Load the elements ``values`` of the rows' values as ``[VALUES, 2 * COLUMNS]``."""
+    """Load the elements ``values`` of the rows' values as float32 ``[VALUES, 2 * COLUMNS]``.
+
+    ``given`` points to the row of each column; columns that are not ``live`` are 0.
+    """
     inside = live[None, :] & (values < VALUE_SIZE)[:, None]
     return tl.load(given + values[:, None], mask=inside, other=0.0).to(tl.float32)

@@ -51,7 +51,7 @@ ADVANCE: Final = {
 
 
 def verify_tile_for(state: Tensor, requests: int) -> Tile:
-    """Choose the verify kernel's tile, by what the host knows of a launch.
+    """Choose the verify kernel's tile, by the states' dtype and the bytes of all requests' states.
 
     Args:
         state: ``[slots, heads, value_size, key_size]``.

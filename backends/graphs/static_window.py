@@ -62,7 +62,10 @@ class RecurringGraphs:
         self._seen: Counter[int] = Counter()
 
     def recurs(self, key: int, often: int) -> bool:
-        """Count a launch; tell whether it came so often now that it is to be captured."""
+        """Count a launch.
+
+        Tell whether this is just the ``often``-th time, so that it is to be captured.
+        """
         if len(self._seen) > self._most_seen:
             self._seen.clear()
         self._seen[key] += 1
@@ -74,7 +77,7 @@ class RecurringGraphs:
         make: Callable[[], Replay | None],
         replays: dict[int, Replay],
     ) -> None:
-        """Capture a launch.
+        """Capture a launch and put what launches its graph into ``replays``, if the cache has room.
 
         Args:
             key: names the launch, as in ``recurs``.
@@ -83,6 +86,7 @@ class RecurringGraphs:
         """
 
         def dropped() -> None:
+            """Forget the graph, and count its launch from 0 again."""
             del replays[key]
             self._seen[key] = 0
 
@@ -120,11 +124,14 @@ class StaticLaunches(CapturedLaunches):
         self._programs = programs
 
     def prepare(self, layout: RowLayout) -> StaticLayout:
-        """Return the launches of a layout; they are arranged when they are first called."""
+        """Return the launches of a layout; each is arranged when it is first called."""
         return StaticLayout(self, layout)
 
     def saving(self, layout: RowLayout) -> Callable[[], None]:
-        """Return a function that saves a layout's drafts, and slots where they may be replaced."""
+        """Return a function that saves a layout's drafts, and slots where they may be replaced.
+
+        Nothing is launched now. Only under ``undo``.
+        """
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
@@ -136,12 +143,12 @@ class StaticLaunches(CapturedLaunches):
         return self._save is not None
 
     def committing(self, layout: RowLayout, sampled: Tensor) -> CachedLaunch:
-        """Arrange the commit, for any acceptance of this dtype."""
+        """Arrange the commit for counts of sampled tokens of this dtype; launch nothing."""
         acceptance = AcceptanceArg(Accept.SAMPLED, sampled)
         return CachedLaunch(self._arrange(self._commit, layout, acceptance))
 
     def keep(self, launch: Callable[[], None], dropped: Callable[[], None]) -> Replay | None:
-        """Capture a launch that ran before, and keep it.
+        """Capture a launch that ran before, and keep it in the executor's ``GraphCache``.
 
         Returns:
             The replay, or None if it could not be captured; see ``GraphCache.add``.
@@ -149,7 +156,10 @@ class StaticLaunches(CapturedLaunches):
         return self.graphs.add(lambda: self.captured(launch), dropped)
 
     def captured(self, launch: Callable[[], None]) -> Replay | None:
-        """Capture a launch that ran before; return None if capturing is impossible or fails."""
+        """Capture a launch that ran before, and return its replay.
+
+        None without a GPU, during another capture, and if capturing fails, which is logged.
+        """
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         try:
@@ -159,7 +169,7 @@ class StaticLaunches(CapturedLaunches):
             return None
 
     def variants(self) -> Iterator[RowLayout]:
-        """Yield one layout for each compiled variant of the kernel that moves rows."""
+        """Yield one layout per compiled variant of the kernel, for up to ``max_rows`` rows."""
         seen = set()
         for rows in range(1, self._max_rows + 1):
             tile = tile_for(self._commit.planes, rows, self._programs)
@@ -190,24 +200,35 @@ class StaticLayout(LayoutLaunches):
         self._with_states = RecurringGraphs(launches.graphs)
 
     def save(self) -> None:
-        """Save the drafts' rows; the first call arranges the launch, which replaces this method."""
+        """Save the drafts' rows and the slots; the first call arranges the launch.
+
+        The launch replaces this method.
+        """
         self.save = self._launches.saving(self._layout)  # type: ignore[method-assign]
         self.save()
 
     def warm_up(self, sampled: Tensor) -> None:
-        """Launch save and commit once, and capture the save, whose arguments never change."""
+        """Launch save, if rows are saved, and commit once.
+
+        Capture the save, whose arguments never change.
+        """
         if self._launches.saves:
             self.save()
             arranged = self.save
 
             def dropped() -> None:
+                """Launch the save without a graph from now on."""
                 self.save = arranged  # type: ignore[method-assign]
 
             self.save = self._launches.keep(arranged, dropped) or arranged  # type: ignore[method-assign]
         self.commit(sampled)
 
     def commit(self, sampled: Tensor) -> None:
-        """Commit in one launch, see ``LayoutLaunches``; ``sampled`` is the acceptance."""
+        """Commit in one launch, see ``LayoutLaunches``; ``sampled`` is the acceptance.
+
+        The address of an int32 acceptance on a GPU is counted, and a graph captured for one that
+        recurs.
+        """
         sampled = sampled.contiguous()
         if self._run is None:
             self._run = self._launches.committing(self._layout, sampled)
@@ -216,7 +237,10 @@ class StaticLayout(LayoutLaunches):
             self._note_place(sampled)
 
     def recurs_with_states(self, sampled: Tensor) -> bool:
-        """Tell whether this address came often enough; never before a first commit of rows."""
+        """Count this address; tell whether this is the time to capture.
+
+        False before a commit of rows.
+        """
         if self._run is None:
             return False
         return self._with_states.recurs(sampled.data_ptr(), _OFTEN_WITH_STATES)
@@ -224,7 +248,9 @@ class StaticLayout(LayoutLaunches):
     def capture_with(
         self, sampled: Tensor, states: Callable[[], None], capture: Capture | None
     ) -> None:
-        """Capture the commit behind that of the states; if this fails, they stay two launches.
+        """Capture the commit behind that of the states, into ``with_states``.
+
+        If this fails, the error is logged, and they stay two launches.
 
         Args:
             sampled: the tensor of counts whose address the graph will read.
@@ -236,6 +262,7 @@ class StaticLayout(LayoutLaunches):
         place = sampled.data_ptr()
 
         def both() -> None:
+            """Commit the states, then the rows."""
             states()
             run.run(sampled)
 
@@ -246,7 +273,10 @@ class StaticLayout(LayoutLaunches):
             log.debug("static_window.not_captured", error=repr(error))
 
     def _note_place(self, sampled: Tensor) -> None:
-        """Count an acceptance's address; capture the commit if this address recurs."""
+        """Count an acceptance's address.
+
+        Capture the commit into ``replays`` if this address recurs.
+        """
         assert self._run is not None
         place = sampled.data_ptr()
         if self._recurring.recurs(place, _OFTEN):

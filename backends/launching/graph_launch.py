@@ -17,11 +17,12 @@ class Graph(Protocol):
 
 
 def replay_of(graph: Graph) -> Callable[[], None]:
-    """Return what replays a graph on the current stream, in as little of the host's time as can be.
+    """Return a function that replays a graph on the current stream in as little time as can be.
 
     It keeps the graph, which must draw no random numbers: torch tells those apart in its own
-    ``replay``. If this torch or driver has no such way, it is torch's replay without Python around
-    it; of a stand-in without a GPU it is ``replay``.
+    ``replay``. It raises RuntimeError if the driver refuses. If this torch or driver has no such
+    way, it is torch's replay without Python around it; of a stand-in without a GPU it is
+    ``replay``.
     """
     if not isinstance(graph, torch.cuda.CUDAGraph):
         return graph.replay
@@ -48,6 +49,7 @@ def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     given = handle, ctypes.c_void_p(known)
 
     def replay() -> None:
+        """Launch the graph on the current stream; by torch where another device is current."""
         nonlocal known, given
         if device_of() != device:
             by_torch()

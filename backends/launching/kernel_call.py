@@ -51,5 +51,9 @@ class KernelCall:
         return RepeatedLaunch(compiled, self.grid, [*self.arguments.values()], constants, device)
 
     def at(self, name: str) -> int:
-        """Return the number of an argument, which is that of its word in a ``RepeatedLaunch``."""
+        """Return the number of an argument, which is that of its word in a ``RepeatedLaunch``.
+
+        Raises:
+            ValueError: the kernel has no argument of this name.
+        """
         return [*self.arguments].index(name)

@@ -115,18 +115,25 @@ class RepeatedLaunch:
 
 
 def _drives(device: torch.device) -> bool:
-    """Tell whether a launch by the driver has worked on a device; False during a capture."""
+    """Tell whether a launch by the driver works on a device; the first call tries it and waits.
+
+    False without CUDA and during a capture.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False  # to try the driver first would spoil a capture
     return works(_number(device))
 
 
 def _number(device: torch.device) -> int:
+    """Return the number of a CUDA device; the current one's if it has no index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Tell whether a compiled kernel needs no more than a plain launch of the driver."""
+    """Tell whether a compiled kernel needs no more than a plain launch of the driver.
+
+    False for no compiled kernel of CUDA, for clusters, and for scratch memory or special launches.
+    """
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.target.backend != "cuda":
         return False
@@ -164,7 +171,7 @@ def _add(
 
 @cache
 def works(device: int) -> bool:
-    """Return whether a launch by the driver writes what it should on a device; waits for it, once.
+    """Tell whether a launch by the driver writes what it should on a device; waits for it, once.
 
     False, with the reason in the log, if anything raises.
 
@@ -195,6 +202,9 @@ def address_of(argument: Any) -> Any:
 
 
 def memoryview_of(numbers: Tensor) -> memoryview:
-    """Return the memory of int64 ``[n]`` on the host, contiguous, which must stay alive."""
+    """View the memory of an int64 tensor ``[n]`` on the host as int64 items; writes go through.
+
+    The tensor is contiguous, and must stay alive.
+    """
     memory = (ctypes.c_int64 * len(numbers)).from_address(numbers.data_ptr())
     return memoryview(memory).cast("B").cast("q")

@@ -29,9 +29,10 @@ def verify_mamba2(
     out: Tensor,
     kept: DeltaRows,
 ) -> None:
-    """Compute the outputs of all rows, and what a commit will need of them, request by request.
+    """Compute the outputs of all rows, and stage what a commit will need, request by request.
 
-    It has the arguments and effects of ``step.verify_mamba2``, but for ``longest``.
+    It has the arguments and effects of ``step.verify_mamba2``, but for ``longest``. It checks
+    nothing.
     """
     ends = starts.tolist()
     recurrence = Mamba2(A.float(), B.shape[1], D.float())

@@ -38,7 +38,10 @@ def lines_of(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the first ``most`` rows of B or of C in one group, as ``runs`` loads them."""
+    """Load the first ``most`` rows of B or of C in one group, as ``runs`` loads them.
+
+    Others are 0.
+    """
     turns = tl.arange(0, ROWS * KEYS // (4 * RUN)) % ROWS
     rows = given + (first.to(tl.int64) + turns) * stride
     return runs(rows, turns < most, ROWS, STATE_SIZE, KEYS, RUN, ALIGNED, False)

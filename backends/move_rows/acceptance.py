@@ -41,6 +41,11 @@ def acceptance_arg(accepted: Tensor | SampledIds | None, layout: RowLayout) -> A
     Args:
         accepted: counts, mask, ids or, for ``layout.tree``, paths; None if there is none.
         layout: the rows.
+
+    Returns:
+        The form by the kind of ``accepted``, and a contiguous tensor: a copy where ``accepted`` is
+        not contiguous, bytes for a mask. For None the form is ``NOTHING``, and the tensor is not
+        read.
     """
     if accepted is None:
         return AcceptanceArg(Accept.NOTHING, layout.position)

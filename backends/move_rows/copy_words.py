@@ -47,7 +47,7 @@ def copy_wide(
     UNITS: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
-    """Move rows in 16-byte units: two int64 words that one thread moves at once.
+    """Move the wanted rows in 16-byte units: two int64 words that one thread moves at once.
 
     Args:
         cache: int64 ``[ROWS]``, addresses of the rows in the cache, multiples of 16.
@@ -125,7 +125,7 @@ def copy_narrow(
     COLS: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
-    """Move rows element by element, any strides, in words of ``NARROW`` bytes.
+    """Move the wanted rows element by element, any strides, in words of ``NARROW`` bytes.
 
     Args:
         cache: int64 ``[ROWS]``, addresses of the rows; with an offset table, of their blocks.

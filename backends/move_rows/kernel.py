@@ -105,12 +105,13 @@ def count_rows(
 ) -> None:
     """Add drafts staged, committed and rejected, and the refusal, to ``counters``.
 
-    One line per group; with several groups a first line for the window, in which a row counts
-    once if any group has a slot for it. With ``OVERWRITES`` there always is that line, and the
-    lines of rings and states count slots. Only one program of a launch runs this.
+    One line per group; with several groups a first line for the window, in which a row counts once
+    if any group has a slot for it. With ``OVERWRITES`` there always is that line, and the lines of
+    rings and states count slots. Only one program of a launch runs this.
 
     See ``move_rows.selection`` for ``layout`` and ``acceptance``; ``allowed`` is 0 if the launch is
-    refused and writes nothing, else 1; ``move_rows`` describes all other arguments.
+    refused and writes nothing, else 1. A refused launch counts as refused, and all its drafts as
+    rejected. ``move_rows`` describes all other arguments.
     """
     lanes = tl.arange(0, CHUNK)
     ALONE: tl.constexpr = GROUPS == 1 and not OVERWRITES
@@ -163,7 +164,10 @@ def keep_slots(
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Copy the slots of a window's rows to ``kept``; only one program of a launch runs this."""
+    """Copy every group's slots of the window's rows to ``kept``, as ``move_rows`` describes.
+
+    Only one program of a launch runs this.
+    """
     lanes = tl.arange(0, CHUNK)
     for group in tl.static_range(GROUPS):
         for start in range(0, num_rows, CHUNK):
@@ -239,21 +243,24 @@ def move_rows(
 ) -> None:
     """Move the selected rows of all planes between the caches and the staged rows.
 
+    No row moves if a slot of a known group is neither -1 nor inside the group's caches; counters
+    and ``kept`` are written all the same.
+
     Grid: (programs per line, lines of ``planes``, and one more row of programs if ``COUNT`` or
     ``KEEP``).
 
     Args:
         planes: int64 ``[num_planes, NUM_FIELDS]``, one line per plane or piece of a plane.
-        addresses: int64 ``[num_planes]``, addresses of the staged rows of each line; unread
-            if ``DIRECT``.
+        addresses: int64 ``[num_planes]``, addresses of the staged rows of each line; unread if
+            ``DIRECT``.
         first_address: the address of the staged rows of line 0, if ``DIRECT``.
         second_address: the address of the staged rows of line 1, if ``DIRECT``.
         slots: int64 ``[GROUPS, slot_stride]``, -1 is padding.
         limits: int64 ``[GROUPS]``, slots of the smallest cache of each group.
         reuse: int64 ``[GROUPS]``, see ``kvtxn.layers.SlotKind``; read if ``OVERWRITES``.
         request: int64 ``[num_rows]``; unread if ``UNIFORM``.
-        position: int64 ``[num_rows]``, each row's number among its request's drafts, -1 for
-            settled rows; unread if ``UNIFORM``.
+        position: int64 ``[num_rows]``, each row's number among its request's drafts, -1 for settled
+            rows; unread if ``UNIFORM``.
         accepted: see ``selection.Accept`` for its shape and dtype.
         trees: int64 ``[num_rows, 1 + depth]``: how many drafts the row's request has, then the way
             from the root of its tree to the row, -1 after its end; read for ``PATH``.

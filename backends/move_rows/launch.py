@@ -54,9 +54,11 @@ class CachedLaunch:
     def run(self, accepted: Tensor) -> None:
         """Launch with another acceptance.
 
+        The first launch goes through Triton and is noted in ``again``; later ones repeat it.
+
         Args:
-            accepted: of the first launch's form, contiguous, on the device. One of another dtype
-                is launched as an ordinary call.
+            accepted: of the first launch's form, contiguous, on the device. One of another dtype is
+                launched as an ordinary call.
         """
         again, same = self.again, accepted.dtype is self._dtype
         if again is not None and same:

@@ -53,7 +53,7 @@ class LaunchCache:
         return None if found is None else found[0]
 
     def add(self, key: Hashable, launch: Remembered, tensors: Iterable[Tensor]) -> None:
-        """Keep a launch whose key has none, and drop others if there are too many bytes.
+        """Keep a launch whose key has none; drop the oldest ones if there are too many bytes.
 
         Args:
             key: names the launch.
@@ -105,6 +105,8 @@ class MoveLauncher:
     ) -> None:
         """Launch; quick if an earlier launch differed in the acceptance's address at most.
 
+        The launch is kept for such later ones, unless ``plan`` passes its addresses directly.
+
         Args:
             plan: the rows to move.
             layout: the rows; ``num_rows``, ``request``, ``position`` and ``tree`` are read.
@@ -142,7 +144,7 @@ class MoveLauncher:
         count: bool,
         kept: Tensor | None = None,
     ) -> KernelCall:
-        """Arrange the call that ``launch`` makes, with the same arguments.
+        """Arrange the call that ``launch`` makes, with the same arguments; launch nothing.
 
         A launch that does not count may keep slots: ``kept``, int64 ``[num_groups, num_rows or
         more]``, the last dimension contiguous, gets those of the rows.
@@ -202,7 +204,10 @@ class MoveLauncher:
         return KernelCall(kernels.move_rows, grid, arguments, tile.warps)
 
     def _alike(self, layout: RowLayout) -> tuple[int, int]:
-        """Return how many draft and settled rows every request has; zeros if requests differ."""
+        """Return how many draft and settled rows every request has; zeros if requests differ.
+
+        Worked out once for each layout.
+        """
         found = self._uniform.get(layout)
         if found is None:
             alike = len({*zip(layout.draft_len, layout.settled, strict=True)}) == 1

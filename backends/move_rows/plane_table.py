@@ -107,7 +107,7 @@ class PlaneTable:
     pieces: tuple[tuple[int, int], ...] | None = None
 
     def spread(self, addresses: list[int]) -> list[int]:
-        """Turn the address of each plane's rows into the address of each line's."""
+        """Turn the addresses of the planes' rows into one address for each line of the table."""
         if self.pieces is None:
             return addresses
         return [addresses[plane] + start for plane, start in self.pieces]
@@ -119,7 +119,11 @@ def most_lines(planes: Sequence[Plane]) -> int:
 
 
 def _cut(line: dict[str, int]) -> list[tuple[int, dict[str, int]]]:
-    """Cut a line into pieces, each with the byte of a row at which it starts; most stay whole."""
+    """Cut a line into pieces, each with the byte of a row at which it starts.
+
+    Only a row that is one run of 16-byte words, twice ``_PIECE`` of them or more, is cut; any other
+    line stays whole.
+    """
     units = line["row_units"]
     if not line["wide"] or line["run_units"] != units or units < 2 * _PIECE:
         return [(0, line)]
@@ -134,7 +138,9 @@ def _cut(line: dict[str, int]) -> list[tuple[int, dict[str, int]]]:
 def build_plane_table(
     planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence[int]
 ) -> PlaneTable:
-    """Describe ``planes`` and the rows staged for them.
+    """Build the table of ``planes`` and the rows staged for them, on the device of the planes.
+
+    Long states take several lines each.
 
     Args:
         planes: of the caches.
@@ -167,7 +173,10 @@ def _common(lines: Sequence[dict[str, int]], name: str) -> int:
 
 
 def _line(plane: Plane, rows: RowsAt, group: int) -> dict[str, int]:
-    """Describe one plane and its rows, by column."""
+    """Describe one plane and its rows, by column: in wide words where both are contiguous.
+
+    Elsewhere, and behind an offset table, a unit is one element.
+    """
     size = plane.cells.dtype.itemsize
     line = dict.fromkeys(FIELDS, 0)
     line.update(
@@ -196,7 +205,10 @@ def _line(plane: Plane, rows: RowsAt, group: int) -> dict[str, int]:
 
 
 def _in_words(line: dict[str, int], plane: Plane, rows: RowsAt) -> dict[str, int]:
-    """Describe a plane whose runs are contiguous in the widest words that its addresses allow."""
+    """Describe a plane in the widest words that strides and addresses allow, at most of 16 bytes.
+
+    The runs of a row are contiguous; runs that follow each other, here and there, become one.
+    """
     size = line["unit_bytes"]
     inner = line["run_units"]
     runs = line["row_units"] // inner

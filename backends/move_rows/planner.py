@@ -57,7 +57,11 @@ class MovePlanner:
         direct: bool = False,
         pattern: object | None = None,
     ) -> MovePlan:
-        """Plan a launch over the planes of ``refs``.
+        """Plan a launch over the planes of ``refs``; upload the addresses of ``parts`` if need be.
+
+        The upload goes into the table that all plans share, so the plan's launch has to be made
+        before the next plan; while a graph is captured each plan gets a table of its own. A plan
+        that is ``direct`` uploads nothing.
 
         Args:
             scope: a name of the layers in ``refs``; equal names mean equal layers.
@@ -107,7 +111,10 @@ class MovePlanner:
         addresses: list[int],
         pattern: object | None,
     ) -> PlaneTable:
-        """Look up the plane table for these layers and rows; build it if they look new."""
+        """Return the plane table for these layers and rows.
+
+        Build it if strides or alignment are new.
+        """
         aligned = reduce(or_, addresses, 0) % 16 == 0
         if aligned and pattern is not None and pattern is self._pattern[0]:
             assert self._pattern[1] is not None
@@ -166,9 +173,10 @@ class AddressBook:
         self.version = 0
 
     def write(self, addresses: Sequence[int]) -> Tensor:
-        """Return the device table that holds ``addresses`` for launches made from now on.
+        """Upload ``addresses`` in stream order, unless they are there.
 
-        A launch that is captured in a graph gets a table of its own.
+        Return the table that has them. A launch that is captured in a graph gets a table of its
+        own.
         """
         wanted = tuple(addresses)
         if self.capturing:
@@ -181,11 +189,14 @@ class AddressBook:
 
     @property
     def capturing(self) -> bool:
-        """Return whether the current stream is being captured in a graph."""
+        """True while the current stream is being captured in a graph."""
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _page(self) -> _Page:
-        """Return the next page that may be written."""
+        """Return the next page of the ring.
+
+        If its copy is pending, a new page takes its place there.
+        """
         self._next = (self._next + 1) % len(self._pages)
         page = self._pages[self._next]
         if page.busy():
@@ -193,7 +204,10 @@ class AddressBook:
         return page
 
     def _pinned_for_graph(self, addresses: tuple[int, ...]) -> Tensor:
-        """Return a table that a captured graph owns: each replay uploads from one pinned page."""
+        """Return a table of its own, with these addresses, for a graph that is being captured.
+
+        Each replay uploads them anew from one pinned page, which is kept for good.
+        """
         page = _Page(self._size, pinned=True)
         table = torch.empty_like(self.table)
         page.send(addresses, table)
@@ -210,11 +224,11 @@ class _Page:
         self._sent = torch.cuda.Event() if pinned else None
 
     def busy(self) -> bool:
-        """Return whether the last upload may still be pending."""
+        """Tell whether the last upload may still be pending; False without a GPU."""
         return self._sent is not None and not self._sent.query()
 
     def send(self, addresses: tuple[int, ...], table: Tensor) -> None:
-        """Copy ``addresses`` into the front of ``table`` in stream order."""
+        """Copy ``addresses`` through this page into the front of ``table``, in stream order."""
         self._cells[: len(addresses)] = array("q", addresses)
         table.copy_(self._host, non_blocking=True)
         if self._sent is not None:

@@ -61,7 +61,10 @@ PATH = tl.constexpr(Accept.PATH)
 
 @triton.jit
 def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr) -> tl.tensor:
-    """Return the request of each row, int ``[ROWS]``; 0 where ``live`` is false."""
+    """Return the request of each row, int ``[ROWS]``.
+
+    Unless ``UNIFORM``, 0 where ``live`` is false.
+    """
     request, _, per_request, _ = layout
     return rows // per_request if UNIFORM else tl.load(request + rows, mask=live, other=0)
 
@@ -70,7 +73,10 @@ def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.const
 def draft_numbers(
     rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr
 ) -> tl.tensor:
-    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
+    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled.
+
+    Unless ``UNIFORM``, it is -1 where ``live`` is false.
+    """
     _, position, per_request, settled = layout
     if UNIFORM:
         number = rows - rows // per_request * per_request - settled

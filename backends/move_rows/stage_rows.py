@@ -23,6 +23,10 @@ def _copy(
     at: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
+    """Copy the elements ``at`` of one row of ``WIDTH`` elements; those beyond its end are left out.
+
+    ``stride`` lies between rows of ``source``; rows of ``target`` follow each other.
+    """
     inside = at < WIDTH
     number = tl.load(source + row * stride + at, mask=inside)
     tl.store(target + row * WIDTH + at, number, mask=inside)
@@ -52,6 +56,11 @@ def _stage(
     WIDTH_4: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Copy one row of each tensor.
+
+    A width of 0 means that the tensor, and all after it, are missing. Grid: (rows, pieces of
+    ``BLOCK`` elements of the widest row).
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _copy(source_0, target_0, stride_0, row, at, WIDTH_0)
@@ -66,7 +75,7 @@ def _stage(
 
 
 def stage_rows(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy rows of several tensors, the same rows of each, in one launch.
+    """Copy rows of several tensors, the same rows of each, in one launch; in none without rows.
 
     Args:
         sources: at most ``MOST_PARTS``, ``[num_rows, width]`` each; elements of a row are

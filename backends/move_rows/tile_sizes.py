@@ -80,7 +80,10 @@ def tile_for(planes: PlaneTable | None, num_rows: int, programs: int) -> MoveTil
 
 
 def _columns(planes: PlaneTable, num_rows: int) -> tuple[int, int]:
-    """Choose the units of a step, a power of two that leaves few lanes idle, and the tail."""
+    """Return the units of a step, a power of two that leaves few lanes idle, and the tail.
+
+    The tail is the rest of a row that the same step moves, such as a latent's rotary part; else 0.
+    """
     units = planes.row_units
     if not planes.wide or not units:
         return _WIDEST, 0

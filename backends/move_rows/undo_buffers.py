@@ -27,7 +27,11 @@ class UndoBuffers:
         self._views: dict[tuple[str, int], LayerRows] = {}
 
     def of(self, group: str, num_rows: int) -> LayerRows:
-        """Return the first rows of a group's buffers, by layer name; the same at every call."""
+        """Return the first ``num_rows`` rows of a group's buffers.
+
+        By layer name, one view per plane. The first call for a group allocates; equal arguments get
+        the same views.
+        """
         views = self._views.get((group, num_rows))
         if views is None:
             made = {ref.name: self._buffers_of(ref) for ref in self._members[group]}
@@ -36,7 +40,10 @@ class UndoBuffers:
         return views
 
     def _buffers_of(self, ref: LayerRef) -> tuple[Tensor, ...]:
-        """Return a layer's buffers, one per plane."""
+        """Return a layer's buffers, one of ``max_rows`` rows per plane.
+
+        The first call allocates them.
+        """
         if ref.name not in self._buffers:
             self._buffers[ref.name] = tuple(
                 _room(self._max_rows, plane.row_shape, plane.cells) for plane in ref.planes
@@ -45,7 +52,10 @@ class UndoBuffers:
 
 
 def _room(max_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate ``[max_rows, *row_shape]`` elements, each row at a multiple of 16 bytes."""
+    """Allocate ``[max_rows, *row_shape]`` elements of ``like``'s dtype and device.
+
+    Each row begins at a multiple of 16 bytes; the content is undefined.
+    """
     elements = math.prod(row_shape)
     per_word = 16 // like.dtype.itemsize
     padded = -(-elements // per_word) * per_word

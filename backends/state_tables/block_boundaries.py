@@ -30,7 +30,11 @@ class BlockTables:
 
     @classmethod
     def build(cls, tables: tuple[Tensor, ...], tokens: int) -> BlockTables:
-        """Note where the tables are; their memory may not move afterwards."""
+        """Note where the tables are; their memory may not move afterwards.
+
+        Raises:
+            AssertionError: the tables' strides differ.
+        """
         assert len({table.stride() for table in tables}) == 1
         where = [table.data_ptr() for table in tables]
         return cls(tables, torch.tensor(where, dtype=torch.int64, device=tables[0].device), tokens)
@@ -86,10 +90,10 @@ def name_snapshots(
     boundary: Tensor,
     snapshots: Tensor,
 ) -> None:
-    """Name the rows after which each request is at the end of a block, and the block.
+    """Write how many rows take each request to the end of its present block, and the block there.
 
-    Where that block is the one that keeps the request's present state, there is nothing to keep
-    twice: it gets no name.
+    The present block is the one that the request's next token lies in before the step. Where it is
+    the one that keeps the request's present state, there is nothing to keep twice: 0 is written.
 
     Args:
         tables: the block tables.

@@ -143,10 +143,11 @@ class CommitNames:
         self.again: RepeatedLaunch | None = None
 
     def run(self, sampled: Tensor, starts: Tensor, lines: int, first: Tensor) -> None:
-        """Name the commits of a step.
+        """Write the tables of a step: the blocks that its commit writes, and where kept rows end.
 
-        Where the state at a block's end is the one after the last kept row, one column is for two
-        blocks: the request's own block takes it.
+        The column of each request's last kept row names its own block, in every group, and the
+        column at a block's end the block in ``snapshots``. Where both are one column, the request's
+        own block takes it.
 
         Args:
             sampled: int ``[num_given]`` on the device, the rows that each request keeps, and 1

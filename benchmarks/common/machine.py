@@ -25,6 +25,7 @@ def describe() -> dict[str, Any]:
     """Describe the machine, versions, commit and command, as every result file has them.
 
     A package that is not installed has no entry; ``gpu`` and ``driver`` are there only with CUDA.
+    Secrets in engine arguments are not shown.
     """
     facts: dict[str, Any] = {
         "command": shlex.join(["kvtxn", *_shown(sys.argv[1:])]),
@@ -45,14 +46,17 @@ def describe() -> dict[str, Any]:
 
 
 def results_folder() -> Path:
-    """Return the folder for results: ``benchmarks/results`` in a checkout, else the current one."""
+    """Return the folder for results: ``benchmarks/results`` in a checkout, else the current one.
+
+    It is not made.
+    """
     return RESULTS if RESULTS.is_dir() else Path()
 
 
 def gpu_state() -> str | None:
-    """Return clock, its limit, temperature, power, its limit of the first GPU; None without one.
+    """Return the first GPU's clock, its limit, temperature, power and its limit; None without one.
 
-    As text: two numbers of MHz, degrees Celsius, two numbers of W.
+    As text: two numbers of MHz, degrees Celsius, two numbers of W. None without pynvml, too.
     """
     with _first_gpu() as found:
         if found is None:
@@ -74,7 +78,7 @@ def add_save(parser: argparse.ArgumentParser) -> None:
 
 
 def write(name: str, results: dict[str, Any]) -> Path:
-    """Write one result file with its machine line; returns its path."""
+    """Write one result file with its machine line, in place of any such file; return its path."""
     path = results_folder() / f"{name}.json"
     path.write_text(json.dumps({"machine": describe(), **results}, indent=1) + "\n")
     return path
@@ -102,7 +106,10 @@ def commit_of(here: Path = Path(__file__).parent) -> str:
 
 
 def _processor() -> str:
-    """Name the processor as exactly as this machine can."""
+    """Return the name of the processor, by py-cpuinfo if that is there.
+
+    "unknown" if there is none.
+    """
     try:
         from cpuinfo import get_cpu_info
     except ImportError:
@@ -112,7 +119,10 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def _first_gpu() -> Iterator[tuple[Any, Any] | None]:
-    """Return pynvml and its handle on the first GPU; None without a GPU or without pynvml."""
+    """Yield pynvml and its handle on the first GPU; None without a GPU or without pynvml.
+
+    pynvml is shut down at the end of the block.
+    """
     try:
         import pynvml
 
@@ -127,7 +137,11 @@ def _first_gpu() -> Iterator[tuple[Any, Any] | None]:
 
 
 def _shown(arguments: list[str]) -> list[str]:
-    """Drop ``--folder``, which does not affect a result, and what in engine arguments is secret."""
+    """Return the command's words as a result may show them.
+
+    Without ``--folder``, which does not affect a result, and without secrets in ``--engine-args``,
+    which come last.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--folder")
     parser.add_argument("--engine-args", type=json.loads)
@@ -137,6 +151,7 @@ def _shown(arguments: list[str]) -> list[str]:
 
 
 def _run(*command: str) -> str:
+    """Return the first line that a command prints; "" if it prints none or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def words(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Draw a table of texts in Markdown."""
+    """Draw a table of texts in Markdown, without padding; cells are not escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

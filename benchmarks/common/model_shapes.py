@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def rows(self) -> Rows:
-        """Rows of a Llama on one GPU."""
+        """Rows of the whole model on one GPU, as if each layer had attention."""
         return Rows(self.layers, self.kv_heads, self.head, self.heads)
 
 

@@ -57,6 +57,7 @@ def between(before: Sequence[Audited], after: Sequence[Audited]) -> dict[str, An
     pairs = list(zip(before, after, strict=True))
 
     def grown(counter: str) -> int:
+        """Return by how much a counter has grown, summed over ranks."""
         return int(sum(b.counters.get(counter, 0) - a.counters.get(counter, 0) for a, b in pairs))
 
     folded = f"{_COUNTS['violations']}_"
@@ -108,7 +109,10 @@ def memory(worker: Any) -> dict[str, int] | None:
 
 
 def complaints(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per cell and engine with violations, and one with requests not judged."""
+    """Return a line per cell and engine with violations, and one with requests not judged.
+
+    Empty if there are neither.
+    """
     lines = []
     for cell in cells:
         where = f"{cell['scenario']}, context {cell['context']}, requests {cell['requests']}"
@@ -122,7 +126,7 @@ def complaints(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _violations(found: Mapping[str, Any]) -> str:
-    """Say how many violations there are, of which kinds, and the first in full."""
+    """Return a text: how many violations, of which kinds, and the first in full."""
     count = found["violations"]
     kinds = ", ".join(f"{kind} {number}" for kind, number in found["kinds"].items())
     first: Mapping[str, Any] = next(iter(found["first"]), {})

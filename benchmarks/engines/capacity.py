@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count in all engines, side by side, and print a table.
+    """Count in engines, or by the scheduler alone; print each row, and then a table.
+
+    With ``--save`` the result is written after each row.
 
     Returns:
         The exit code: 2 if it needs a CUDA device that is not there.
@@ -84,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def in_engines(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[dict[str, Any]]:
-    """Count what real engines hold, all started side by side."""
+    """Yield what each case's real engine holds, a row for the result; all start side by side.
+
+    First comes what vLLM reports, then the fields of ``Held`` for more requests than that.
+    """
     with running([spec_of(folder, *case) for case in cases]) as engines:
         for (_, length, _), engine in zip(cases, engines, strict=True):
             reported = engine.reported()
@@ -119,11 +124,14 @@ def scheduled(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[d
 
 
 def _preempted(ran: Callable[[int], Any], most: int) -> int:
+    """Return how often a request is preempted if ``most`` may run at once."""
     return int(ran(most).preempted)
 
 
 def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
-    """Return the most requests that may run at once so that none is preempted.
+    """Return the most requests that may run at once so that none is preempted; at least 1.
+
+    A search by halves, which takes it that more requests are never preempted less often.
 
     Args:
         preempted: how often requests are, if so many may run at once.
@@ -142,7 +150,7 @@ def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
 
 
 def caches_of(shape: Shape) -> Any:
-    """Return a hybrid's caches as vLLM's planning takes them."""
+    """Return a hybrid's caches as vLLM's planning takes them: sizes of its layers of both kinds."""
     from ...integrations.vllm_plugin.internals.measuring import Layers
 
     states = shape.states
@@ -185,7 +193,10 @@ def common(cache: str, length: int) -> dict[str, Any]:
 
 
 def spec_of(folder: Path, cache: str, length: int, policy: str) -> EngineSpec:
-    """Describe an engine whose longest requests have ``length`` tokens."""
+    """Describe an engine of a cache mode and policy whose longest requests have ``length`` tokens.
+
+    The model's configuration is written into ``folder``.
+    """
     arguments = {
         **model().arguments(folder / f"{cache}-{length}", length),
         **hybrids.arguments(),
@@ -204,7 +215,7 @@ def spec_of(folder: Path, cache: str, length: int, policy: str) -> EngineSpec:
 
 
 def model() -> Model:
-    """Return Qwen3.5-9B with fewer layers, of both kinds in the same proportion."""
+    """Return Qwen3.5-9B with ``_LAYERS`` layers, of both kinds in the same proportion."""
     whole = MODELS["qwen3.5-9b"]
     shape, states = whole.shape, whole.shape.states
     assert states is not None
@@ -213,7 +224,10 @@ def model() -> Model:
 
 
 def work_of(length: int, reported: float) -> Work:
-    """Make more requests of ``length`` tokens than fit; no two begin with the same tokens."""
+    """Make more requests of about ``length`` tokens than the ``reported`` ones, as ``Work``.
+
+    Their prompts are random, always the same, so that no two begin with the same tokens.
+    """
     draw, vocab = random.Random(0), model().shape.vocab
     count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
     prompts = [[draw.randrange(2, vocab) for _ in range(prompt)] for _ in range(count)]
@@ -247,5 +261,5 @@ def tabulated(rows: list[Mapping[str, Any]]) -> str:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Draw the table for the documents."""
+    """Return the table and the machine's line, for the documents."""
     return f"{tabulated(found['rows'])}\n\n{machine_line(found['machine'])}."

@@ -29,7 +29,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one cell: rounds in which every engine runs once, in a fair order.
 
-    A first round warms up and is dropped.
+    A first round warms up and is dropped. Returns the load's fields and, under ``engines`` by
+    label, ``summary``, ``progress``, and with them ``host_us``, ``audit`` and ``of_stock`` where
+    there are such.
 
     Args:
         engines: at least one, all ready.
@@ -75,7 +77,7 @@ def measure(
 def _turns(
     engines: Sequence[Engine], work: Callable[[int], Work], rounds: int
 ) -> dict[str, list[Measured]]:
-    """Run every engine once per round; return its runs by label."""
+    """Run every engine once per round, in a fair order; return its runs by label."""
     runs: dict[str, list[Measured]] = {engine.spec.label: [] for engine in engines}
     for turn in range(rounds):
         for place in paired.order(len(engines), turn):
@@ -128,7 +130,10 @@ def _median(seconds: Sequence[float]) -> float | None:
 
 
 def _latency(rounds: Iterable[Sequence[float]]) -> dict[str, float] | None:
-    """Percentiles over the requests of all rounds, in milliseconds; None without any."""
+    """Return the 50th and 95th percentile over the requests of all rounds, in ms.
+
+    None without any.
+    """
     values = [1000 * value for values in rounds for value in values]
     if not values:
         return None
@@ -165,7 +170,7 @@ def against(mine: Sequence[Measured], stock: Sequence[Measured]) -> dict[str, An
     """Compare an engine with stock round by round: ratios, and equality of the tokens.
 
     Ratios are the engine's by stock's, as ``paired_stats.Compared``. There are none per token if a
-    round lacks such times.
+    round lacks such times. ``same_accepted`` and ``same_tokens`` are True if all rounds agree.
     """
     pairs = list(zip(mine, stock, strict=True))
     speeds = [(a.generated / a.seconds) / (b.generated / b.seconds) for a, b in pairs]

@@ -48,7 +48,7 @@ class Measured:
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """Run an engine that obeys commands from a pipe, see ``engine_process.calling``.
+    """Run an engine that obeys commands from a pipe until "stop", see ``engine_process.calling``.
 
     First comes what ``vllm.LLM`` is given and its ``additional_config``.
     """
@@ -62,7 +62,10 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
-    """Carry out one command; return False after the last command."""
+    """Receive one command, carry it out and send its answer; return False after the last one.
+
+    "stop" shuts the engine down and sends nothing.
+    """
     command, work = pipe.recv()
     if command == "stop":
         frontend.shut_down(llm)
@@ -93,7 +96,10 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
 
 
 def repeat(llm: Any, work: Work) -> Measured:
-    """Run the work's requests once on an ``LLM``; return seconds, counts, digest of the tokens."""
+    """Run the work's requests once on an ``LLM``; return seconds, counts, digest of the tokens.
+
+    The work's rates of acceptance are set before, and stay.
+    """
     if work.rates is not None:
         llm.collective_rpc(set_acceptance, args=(tuple(work.rates),))
     before = _counts(llm)
@@ -130,9 +136,9 @@ class Held:
 
 
 def hold(llm: Any, work: Work) -> Held:
-    """Run requests that arrive together to their end; return how many ran at a time, at most.
+    """Run requests that arrive together to their end, and count them.
 
-    Also how many were preempted, and how many finished.
+    The most that took part in one step, those preempted meanwhile, and those finished.
     """
     engine, lengths = llm.llm_engine, work.lengths()
     before = _preempted(llm)
@@ -146,6 +152,7 @@ def hold(llm: Any, work: Work) -> Held:
 
 
 def _preempted(llm: Any) -> int:
+    """Return how many preemptions the engine has counted so far."""
     found = (metric for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     return int(sum(metric.value for metric in found))
 
@@ -153,7 +160,7 @@ def _preempted(llm: Any) -> int:
 def _add(
     engine: Any, work: Work, number: int, prompt: Sequence[int], length: int, arrival: float
 ) -> None:
-    """Add one request to the engine."""
+    """Add one request to the engine, of just ``length`` output tokens, sampled greedily."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -181,9 +188,11 @@ def _generate(engine: Any, work: Work) -> tuple[float, float, list[Any]]:
     lengths, clock, start = work.lengths(), time.time(), time.perf_counter()
 
     def add(number: int, arrival: float = 0.0) -> None:
+        """Add the request of a number, with its time of arrival after the start."""
         _add(engine, work, number, work.prompts[number], lengths[number], clock + arrival)
 
     def add_all() -> None:
+        """Add all requests, as arrived at the start."""
         for number in range(len(work.prompts)):
             add(number)
 
@@ -207,6 +216,10 @@ def _generate(engine: Any, work: Work) -> tuple[float, float, list[Any]]:
 
 
 def _counts(llm: Any) -> tuple[int, int]:
+    """Return the draft tokens proposed and accepted so far, by vLLM's own counters.
+
+    0 without one.
+    """
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return (
         int(counts.get("vllm:spec_decode_num_draft_tokens", 0)),

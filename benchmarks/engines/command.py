@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, result: dict[str, Any], begin: float) -> Path:
-    """Write the JSON with the cells measured so far; returns its path."""
+    """Write the JSON with the cells measured so far and the seconds so far; return its path."""
     result["conditions"]["seconds"] = time.time() - begin
     return vllm_files.write(args.folder, _name(args), result)
 
@@ -95,7 +95,7 @@ def _reason(error: BaseException) -> str:
 def _measure(
     args: argparse.Namespace, engines: Sequence[Engine], point: Point, text: Sequence[int] | int
 ) -> dict[str, Any]:
-    """Measure one cell; every engine must be ready."""
+    """Measure one cell of the result; every engine must be ready."""
     work = partial(
         make,
         point,
@@ -114,7 +114,10 @@ def _measure(
 
 
 def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
-    """List the other conditions of a run: processors, settings, environment, state of the GPU."""
+    """Return the other conditions of a run: processors, settings, environment, state of the GPU.
+
+    The engines are asked for the memory of their audits, and for their lines in the log.
+    """
     spec = engines[0].spec
     memory = {engine.spec.label: engine.memory() for engine in engines if engine.spec.audited}
     return {
@@ -144,11 +147,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _name(args: argparse.Namespace) -> str:
+    """Return the name of the result's files, given or made of model and drafter."""
     return args.output or f"vllm-{args.model}-{args.drafter}"
 
 
 def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
-    """Make a spec for each policy named; the same one a second time has another label."""
+    """Make a spec for each policy named; a policy named again has "#2", "#3", ... in its label."""
     return [
         EngineSpec(
             policy=policy,
@@ -163,7 +167,10 @@ def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[Engine
 
 
 def _environment() -> dict[str, str]:
-    """Choose the environment that every engine's process has before it imports vLLM."""
+    """Choose the environment that every engine's process has before it imports vLLM.
+
+    Nothing on a GPU; on a CPU settings for engines that share it, unless the user's own are there.
+    """
     if torch.cuda.is_available():
         return {}
     # Several engines share the memory, and threads that wait for each other the processors.
@@ -178,7 +185,10 @@ def _environment() -> dict[str, str]:
 
 
 def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Choose the size of a hybrid's cache: all requests fit in every engine, or all are alike."""
+    """Choose the size of a hybrid's cache: all requests fit in every engine, or all are alike.
+
+    As arguments of ``vllm.LLM``; empty for other models, and without a GPU.
+    """
     shape = MODELS[args.model].shape
     if shape.states is None or not torch.cuda.is_available():
         return {}

@@ -43,6 +43,8 @@ def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
 def publish(path: Path) -> list[Path]:
     """Write a result's Markdown beside its JSON file; without tabulate only print how to get it.
 
+    The note goes to the standard error stream.
+
     Returns:
         The paths of all files of the result that exist now, the JSON file first.
     """
@@ -59,7 +61,10 @@ def publish(path: Path) -> list[Path]:
 
 
 def line(cell: Mapping[str, Any]) -> str:
-    """Return a finished cell as one line of text, to print while the next cells run."""
+    """Return a finished cell as one line of text.
+
+    Load, tokens per second, share of stock, audit.
+    """
     parts = [", ".join(name(cell))]
     for label, engine in cell["engines"].items():
         speed = f"{label} {engine['tokens_per_s']['median']:.0f} tokens/s"
@@ -75,7 +80,7 @@ def line(cell: Mapping[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``kvtxn bench report``."""
     parser.description = (
         "Markdown from result files of `kvtxn bench vllm`: for files that come from a machine "
         "without tabulate, or from a release that wrote other text."
@@ -84,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write NAME.md beside each file, and print the paths; returns the exit code 0.
+    """Write NAME.md beside each NAME.json, and print the paths of both; return the exit code 0.
 
     Raises:
         ConfigError: a file is no result of ``kvtxn bench vllm``; those before it are written.
@@ -105,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(path: Path) -> object:
-    """Read the format that a file says it has; a few words instead if it is no result."""
+    """Return the format that a file says it has; a few words instead if it is no result.
+
+    "none" for a JSON object that says nothing.
+    """
     if not path.is_file():
         return "a folder" if path.is_dir() else "no such file"
     try:

@@ -68,7 +68,7 @@ class _Clock(abc.ABC):
             setattr(owner, name, self._timed(getattr(owner, name), name))
 
     def stop(self) -> dict[str, float] | None:
-        """Remove the wrappers, and return the times."""
+        """Remove the wrappers, and return the times as ``clock`` does; None if no step was seen."""
         for owner, name in self._calls:
             delattr(owner, name)
         if not self._seen:
@@ -82,7 +82,10 @@ class _Clock(abc.ABC):
         return {"steps": len(sums), **found, "both": both, "lower": lower, "upper": upper}
 
     def _timed(self, own: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a wrapper of a method that times its calls which no other timed call makes."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Make the call, and note its time, also if it raises."""
             before = self._state()
             self._comes(name)
             if self._inside:  # from another of these calls
@@ -110,6 +113,7 @@ class _Clock(abc.ABC):
         """Note the time of a call that no other one made."""
 
     def _step_ends(self, *, counts: bool) -> None:
+        """Begin the next step's times; the last ones are kept if they count."""
         if counts:
             self._seen.append(self._now)
         self._now = dict.fromkeys(_CALLS, 0.0)
@@ -141,6 +145,10 @@ class _OfWindows(_Clock):
         return int(sum(self._steps.manager.metrics.windows.values()))
 
     def _took(self, name: str, before: int, seconds: float) -> None:
+        """Add a call's time to its part.
+
+        With a commit the step ends, and counts if a window has ended.
+        """
         part = self._parts[name]
         self._now[part] += seconds
         if part == "commit":
@@ -157,7 +165,10 @@ class _OfAudit(_Clock):
         super().__init__([(watch, name) for name in (*_OUTER, *_BEGINS)])
 
     def stop(self) -> dict[str, float] | None:
-        """Remove the wrappers, and return the times, the last step's included."""
+        """Remove the wrappers, and return the times, the last step's included.
+
+        None without a step.
+        """
         self._step_ends(counts=self._had_forward)
         return super().stop()
 
@@ -166,6 +177,10 @@ class _OfAudit(_Clock):
         return self._begun
 
     def _comes(self, name: str) -> None:
+        """Note that a step or a forward begins.
+
+        The step before it ends, and counts if it had a forward.
+        """
         if name not in _BEGINS:
             return
         if name == "change" or self._had_forward:
@@ -174,5 +189,6 @@ class _OfAudit(_Clock):
         self._begun += 1
 
     def _took(self, name: str, before: int, seconds: float) -> None:
+        """Add a call's time to ``commit`` if it came after the forward began, else to ``begin``."""
         after = self._had_forward and self._begun == before
         self._now["commit" if after else "begin"] += seconds

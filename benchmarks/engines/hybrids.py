@@ -92,7 +92,7 @@ def _nemotron_h(shape: Shape, states: States) -> dict[str, Any]:
 
 
 def arguments() -> dict[str, Any]:
-    """Return arguments of ``vllm.LLM`` for hybrids: what kvtxn's states need."""
+    """Return arguments of ``vllm.LLM`` for hybrids: no prefix caching, float32 states, Triton."""
     return {
         "enable_prefix_caching": False,
         "gdn_prefill_backend": "triton",  # vLLM's own choice on Hopper wants a package more
@@ -103,7 +103,7 @@ def arguments() -> dict[str, Any]:
 def cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int, policy: str) -> int:
     """Return the bytes of a cache for so many requests of so many tokens, with a little more.
 
-    Under the policy "stock" each request has a state for each draft as well.
+    Unless ``policy`` is one of ``RECURRENT``, each request has a state for each draft as well.
     """
     each, page = _pages(shape, tokens, drafts, policy)
     return (requests * (each + 1) + 2) * page * 17 // 16
@@ -116,7 +116,10 @@ def equal_cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int) -> 
 
 
 def _pages(shape: Shape, tokens: int, drafts: int, policy: str) -> tuple[int, int]:
-    """Return the pages of a request, and the bytes of a page in all layers of a group."""
+    """Return the pages of a request, and the bytes of a page in all layers of a group.
+
+    Unless ``policy`` is one of ``RECURRENT``, there are pages for the drafts' states, too.
+    """
     states = _states(shape)
     size = states.heads * states.value_size * states.key_size * 4
     channels = 2 * states.key_heads * states.key_size + states.heads * states.value_size
@@ -128,6 +131,11 @@ def _pages(shape: Shape, tokens: int, drafts: int, policy: str) -> tuple[int, in
 
 
 def _states(shape: Shape) -> States:
+    """Return the states of a hybrid's shape.
+
+    Raises:
+        ConfigError: the model has no recurrent layers.
+    """
     if shape.states is None:
         raise ConfigError("bench vllm", "this model has no recurrent layers", got=shape)
     return shape.states

@@ -95,7 +95,7 @@ def name(cell: Mapping[str, Any]) -> list[str]:
 
 
 def load(cell: Mapping[str, Any]) -> list[str]:
-    """Name the load of a result's cell in words."""
+    """Name the load of a result's cell in words: scenario and context, requests, acceptance."""
     scenario, context, requests, drafts = name(cell)
     how_many = "1 request" if requests == "1" else f"{requests} requests"
     return [f"{scenario}, {context} tokens of context", how_many, f"{drafts} acceptance"]
@@ -137,6 +137,10 @@ def make(
 
 
 def _prompt(chooser: random.Random, length: int, text: Sequence[int] | int) -> list[int]:
+    """Draw a prompt: a stretch of ``text`` from a random token on, round and round if need be.
+
+    For a vocabulary's size, a random token and then one random period of 16 tokens.
+    """
     if not isinstance(text, int):
         begin = chooser.randrange(len(text))
         rounds = -(-(begin + length) // len(text))

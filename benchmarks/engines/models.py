@@ -50,14 +50,21 @@ class Model:
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
-        """Return the arguments of ``vllm.LLM`` that name the model, written if need be."""
+        """Return the arguments of ``vllm.LLM`` that name the model, whose files are written first.
+
+        A trained model is prepared; else a configuration for ``max_length`` tokens goes into
+        ``folder``, and weights are random.
+        """
         if self.prepare is not None:
             return {"model": str(self.prepare())}
         path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
         return {"model": str(path), "load_format": "dummy"}
 
     def text(self, folder: Path) -> Sequence[int] | int:
-        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do."""
+        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do.
+
+        The ids are those of the demo's prompts, by the tokenizer in ``folder``.
+        """
         if self.prepare is None:
             return self.shape.vocab
         from tokenizers import Tokenizer
@@ -75,12 +82,18 @@ MODELS: Final[Mapping[str, Model]] = {
 
 
 def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
-    """Drafts from the request's own text."""
+    """Return the arguments of n-gram speculation: drafts from the request's own text."""
     return {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 
 
 def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
-    """Drafts from one layer of the model's own width, with random weights."""
+    """Write a drafter of one layer of the model's own width, with random weights.
+
+    Return its arguments.
+
+    Raises:
+        ConfigError: the model has recurrent states, or is a trained one.
+    """
     if model.shape.states or model.prepare is not None:
         raise ConfigError(
             "bench vllm",
@@ -99,6 +112,7 @@ DRAFTERS: Final[Mapping[str, Callable[[Path, Model, int], dict[str, Any]]]] = {
 
 
 def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
+    """Write a configuration with ``layers`` layers of the shape into a folder; return it."""
     settings: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -42,7 +42,10 @@ _LISTS: Final = "\n".join(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's arguments to its parser; plural ones take several values."""
+    """Add the suite's arguments and its description to its parser.
+
+    Plural ones take several values.
+    """
     parser.description, parser.epilog = _ABOUT, _LISTS
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("engines")
@@ -207,7 +210,7 @@ def points(args: argparse.Namespace) -> list[Point]:
 
 
 def asked(settings: Mapping[str, Any]) -> list[Point]:
-    """List the cells that a result was to have, from its settings."""
+    """List the cells that a result was to have, from its settings, which may lack ``cells``."""
     return points(argparse.Namespace(**{"cells": None, **settings}))
 
 
@@ -215,6 +218,7 @@ def asked(settings: Mapping[str, Any]) -> list[Point]:
 
 
 def _positive(text: str) -> float:
+    """Parse a positive finite number; refuse any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -225,6 +229,7 @@ def _positive(text: str) -> float:
 
 
 def _rate(text: str) -> float | None:
+    """Parse a share from 0 to 1, or 'real', which is None; refuse any other text."""
     if text == "real":
         return None
     try:
@@ -237,6 +242,7 @@ def _rate(text: str) -> float | None:
 
 
 def _cell(text: str) -> tuple[str, int, int, float | None]:
+    """Parse SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE; refuse any other text."""
     parts = text.split(":")
     if len(parts) != 4:
         raise argparse.ArgumentTypeError(f"{text!r} is not SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE")
@@ -246,6 +252,7 @@ def _cell(text: str) -> tuple[str, int, int, float | None]:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; refuse any other text."""
     try:
         found = json.loads(text)
     except ValueError as error:

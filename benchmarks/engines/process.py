@@ -57,7 +57,7 @@ class EngineSpec:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The engine's ``additional_config``; empty for stock."""
+        """The engine's ``additional_config``: its policy, audit or states; empty for stock."""
         if self.policy == "stock":
             return {}
         if self.audited:
@@ -69,10 +69,12 @@ class EngineSpec:
 
 @contextlib.contextmanager
 def running(specs: Iterable[EngineSpec]) -> Iterator[list[Engine]]:
-    """Run engines side by side; stop all at the end of the block, even after a SIGTERM.
+    """Start engines side by side, and yield them when all are ready.
+
+    All are stopped at the end of the block, even after a SIGTERM.
 
     Raises:
-        EngineError: one of them did not start.
+        EngineError: one of them did not start, or runs without kvtxn.
     """
     engines: list[Engine] = []
     with ending_with(engines):
@@ -121,7 +123,11 @@ class Engine:
                 raise self.process.error("runs without kvtxn", "kvtxn")
 
     def run(self, work: Work) -> Measured:
-        """Run the work's requests once."""
+        """Run the work's requests once, and wait for the outcome.
+
+        Raises:
+            EngineError: the engine failed, or took longer than the spec allows; so do other calls.
+        """
         measured: Measured = self.process.ask(("run", work), "during a repetition")
         return measured
 
@@ -130,7 +136,10 @@ class Engine:
         return float(self.process.ask(("reported", None), "while its cache was read"))
 
     def hold(self, work: Work) -> Held:
-        """Run the work's requests, all at once; the engine's core is in its own process."""
+        """Run the work's requests, all at once; return how many ran at a time.
+
+        The engine's core has to run in the engine's process: it is asked there after each step.
+        """
         held: Held = self.process.ask(("hold", work), "while its requests were counted")
         return held
 
@@ -167,7 +176,10 @@ class Engine:
         return found
 
     def announced(self) -> str | None:
-        """Find the line in the log with which kvtxn became active; None without one."""
+        """Return the newest line in the log by which kvtxn became active, its event left out.
+
+        None without one.
+        """
         event = "kvtxn.audit_active" if self.spec.audited else "kvtxn.active"
         said = [line.partition(event)[2] for line in self.log().splitlines()]
         return next((text.lstrip("' ").rstrip() for text in reversed(said) if text), None)
@@ -181,5 +193,5 @@ class Engine:
         self.process.stop(("stop", None), patience)
 
     def log(self) -> str:
-        """Read all that the engine has printed."""
+        """Return all that the engine has printed so far."""
         return self.process.log()

@@ -96,7 +96,7 @@ def speed(cells: Sequence[Cell]) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Say in one sentence the throughput of ``deferred`` as a share of stock's, over all cells."""
+    """Return one sentence: the throughput of ``deferred`` as a share of stock's, over all cells."""
     cells, machine = result["cells"], result["machine"]
     share = together(cells, "deferred")[0].replace("*", "")
     rounds = sum(len(cell["engines"]["stock"]["rounds"]) for cell in cells)
@@ -108,7 +108,10 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def together(cells: Sequence[Cell], policy: str) -> list[str]:
-    """Compare a policy's speed and time per token with stock's over the rounds of all cells."""
+    """Compare a policy's speed and time per token with stock's over the rounds of all cells.
+
+    Returns two texts, as ``ratio`` shows them; a dash where no round has such times.
+    """
     rounds = [
         pair
         for cell in cells
@@ -142,7 +145,10 @@ def ratio(compared: Mapping[str, float]) -> str:
 
 
 def same(cell: Cell) -> str:
-    """Say whether every policy accepted as many drafts as stock in every round."""
+    """Say whether every policy accepted as many drafts as stock in every round: "yes" or "no".
+
+    A dash without a comparison.
+    """
     found = [engine["of_stock"] for engine in cell["engines"].values() if "of_stock" in engine]
     if not found:
         return "-"
@@ -150,7 +156,10 @@ def same(cell: Cell) -> str:
 
 
 def method(result: Mapping[str, Any]) -> str:
-    """Return sentences that say how the result's ratios were measured, and how sure they are."""
+    """Return sentences that say how the result's ratios were measured, and how sure they are.
+
+    Without ratios, only how many rounds there were.
+    """
     ratios = [
         engine["of_stock"]["tokens_per_s"]
         for cell in result["cells"]
@@ -206,7 +215,10 @@ def latency(cells: Sequence[Cell]) -> str:
 
 
 def windows(cells: Sequence[Cell]) -> str:
-    """Return a table of the plug-in's counters of rank 0 over all measured rounds of each cell."""
+    """Return a table of the plug-in's counters of rank 0 over all measured rounds of each cell.
+
+    Engines without windows have no row. A column has the host's time where it was measured.
+    """
     timed = any("host_us" in each for cell in cells for each in cell["engines"].values())
     rows = []
     for cell in cells:
@@ -234,7 +246,10 @@ def windows(cells: Sequence[Cell]) -> str:
 
 
 def clocked(result: Mapping[str, Any]) -> str:
-    """Return a table of the host time of windows, in microseconds; the result has ``--clock``."""
+    """Return a table of the host time of windows or audits, in microseconds, of rank 0.
+
+    The result has to come from a run with ``--clock``.
+    """
     rows = []
     for cell in result["cells"]:
         for label in by_policy(cell):
@@ -253,7 +268,10 @@ def _counters(cell: Cell) -> list[Mapping[str, float]]:
 
 
 def _host(engine: Mapping[str, Any]) -> str:
-    """Return the median times that a window takes on the host of rank 0."""
+    """Return the median times of windows on the host of rank 0, "begin + commit".
+
+    A dash if unknown.
+    """
     found = (engine.get("host_us") or [None])[0]
     return f"{found['begin']:.0f} + {found['commit']:.0f}" if found else "-"
 
@@ -288,7 +306,10 @@ def conditions(result: Mapping[str, Any]) -> str:
 
 
 def audit(result: Mapping[str, Any]) -> str:
-    """Return a table of rows read and violations by cell, with the host's time; then the memory."""
+    """Return a table of rows read and violations by cell, and of the host's time if measured.
+
+    Below it stand the violations in words, and the memory, where there are such.
+    """
     cells = result["cells"]
     engines = [
         (cell, label, engine)
@@ -323,7 +344,10 @@ def _kinds(found: Mapping[str, Any]) -> str:
 
 
 def _host_of_audit(engine: Mapping[str, Any]) -> list[str]:
-    """Show the median times that an audit takes in a step on the host of rank 0."""
+    """Return an audit's median times in a step on the host of rank 0.
+
+    Before the forward, after, both. Three dashes if they were not measured.
+    """
     clocked = next(iter(engine.get("host_us") or ()), None)
     if clocked is None:
         return ["-"] * 3

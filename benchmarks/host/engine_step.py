@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination, and print a line for each.
+    """Measure every combination, and print a line for each; with ``--save`` write the result.
 
     Returns:
         The exit code: 2 without a CUDA device.

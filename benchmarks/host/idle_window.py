@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination, print a table or JSON in microseconds; return the exit code 0."""
+    """Measure every combination, print a table or JSON in microseconds; return the exit code 0.
+
+    With ``--save`` the result is written. Torch runs in one thread from then on.
+    """
     if not args.json:
         require("tabulate")
     torch.set_num_threads(1)  # on rows this small a second thread only adds waiting
@@ -93,6 +96,7 @@ def window_runner(
     accepted: Any = nothing if device.type == "cuda" else [0] * requests
 
     def once() -> list[float]:
+        """Run one window, and return the four readings."""
         times = [time.perf_counter()]
         with manager.window(_DRAFTS, slots, settled=0) as w:
             times.append(time.perf_counter())
@@ -129,7 +133,10 @@ def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, A
 
 
 def profile(args: argparse.Namespace) -> str:
-    """Return a listing of the 16 functions in which an idle window spends most of its time."""
+    """Return a listing of the 16 functions in which an idle window spends most of its time.
+
+    Of the first policy and the first number of requests.
+    """
     once = window_runner(args, args.policies[0], args.requests[0])
     once()
     profiler = cProfile.Profile()

@@ -128,6 +128,7 @@ class Pass:
         self._one = torch.ones(1, device=device)
 
     def _attend(self, key: Tensor, value: Tensor, table: Tensor) -> None:
+        """Run FlashAttention 3 of one layer over a block table, into ``out``."""
         measuring.attend(
             self.query,
             key,
@@ -150,7 +151,7 @@ class Pass:
             self._attend(*_sides(ref), self.table)
 
     def stock(self) -> None:
-        """Write all rows, then attend, layer by layer."""
+        """Write all rows, then attend, layer by layer, by vLLM's kernels."""
         for ref in self.load.refs:
             self._write(ref, self.window.slots)
             self._attend(*_sides(ref), self.table)
@@ -172,11 +173,15 @@ class Pass:
         self.load.commit(self.window, self._waiting)
 
     def _write(self, ref: LayerRef, slots: Tensor) -> None:
+        """Write the window's rows of one layer to ``slots`` by vLLM's own operator."""
         key, value = self.window.staged[ref.name].rows
         measuring.write_rows((key, value), _sides(ref), slots, self._one)
 
     def own(self) -> None:
-        """Stage and attend layer by layer, then one commit: the calls of a window's user."""
+        """Stage and attend, layer by layer, into ``own_out``; then commit once.
+
+        These are the calls of a window's user.
+        """
         executor, txn = self.load.executor, self.load.txn(self.window)
         executor.use_slots(self.window.slots)
         for layer in self.window.staged.values():
@@ -186,12 +191,13 @@ class Pass:
 
 
 def _sides(ref: LayerRef) -> tuple[Tensor, Tensor]:
+    """Return a layer's caches of keys and values."""
     assert ref.value_cache is not None
     return ref.key_cache, ref.value_cache
 
 
 def measure(case: PassCase) -> dict[str, Any]:
-    """Compare the results of all ways at one shape, then time all ways in turn.
+    """Compare ``slots`` and ``own`` with stock's result at one shape, then time all ways in turn.
 
     Returns:
         The shape's row of the result file; ``us`` has the medians in microseconds.

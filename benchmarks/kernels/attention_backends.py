@@ -112,7 +112,7 @@ class BackendLoad(abc.ABC):
         self.written, self.ours = self.around()
 
     def random(self, *size: int) -> Tensor:
-        """Make numbers of the model's dtype."""
+        """Draw random numbers of the model's dtype, on the device."""
         return torch.randn(size, generator=self.made, device=self.device).to(NUMBER)
 
     # -- work of a step besides its layers -----------------------------------------------
@@ -137,6 +137,7 @@ class BackendLoad(abc.ABC):
         return written, metadata
 
     def _prepare_commit(self, own: int) -> None:
+        """Make the layers over the ``own`` blocks, and the plan of a commit from the spare rows."""
         self.refs = [self._ref(f"layer.{i}", each[:own]) for i, each in enumerate(self.whole)]
         whole = [self._ref(f"layer.{i}", each) for i, each in enumerate(self.whole)]
         self._executor = TritonExecutor(self.refs, TxnConfig(max_rows=self.case.rows))
@@ -182,17 +183,21 @@ class BackendLoad(abc.ABC):
         """View a cache as blocks of one row."""
 
     def _width(self) -> int:
+        """Return the elements of a row in one layer."""
         return HEADS[1] * 2 * HEADS[2]
 
     def _row_shape(self) -> tuple[int, ...]:
+        """Return the shape of a row in vLLM's cache."""
         return HEADS[1], 2 * HEADS[2]
 
     def _stored(self, rows: Tensor) -> Tensor:
+        """Return numbers in the cache's format; 8-bit ones as uint8."""
         if self.case.fp8:
             return rows.to(torch.float8_e4m3fn).view(torch.uint8)
         return rows.to(NUMBER)
 
     def _ref(self, name: str, whole: Tensor) -> LayerRef:
+        """Describe a layer over a whole cache or its first blocks."""
         dtype = "fp8_e4m3" if self.case.fp8 else "auto"
         one = 1.0 if self.case.fp8 else None
         if self.latent:
@@ -221,6 +226,7 @@ class TritonAttn(BackendLoad):
         self.key, self.value = self.random(2, case.rows, kv_heads, size)
 
     def _layer(self, cache: Tensor, rows: Tensor, slots: Tensor, metadata: Any) -> Tensor:
+        """Write a layer's rows into ``cache``, attend over ``rows``, and return the output."""
         self.own.do_kv_cache_update(self.module, self.key, self.value, cache, slots)
         out = torch.empty(self.query.shape, dtype=NUMBER, device=self.device)
         given = self.query, self.key, self.value, rows, metadata, out
@@ -284,6 +290,7 @@ class _Latent(BackendLoad):
         """Make vLLM's attention of a layer."""
 
     def _layer(self, cache: Tensor, rows: Tensor, slots: Tensor, metadata: Any) -> Tensor:
+        """Write a layer's rows into ``cache``, attend over ``rows``, and return the output."""
         self.own.do_kv_cache_update(self.latents, self.rotary, cache, slots, self.dtype, self.one)
         read = rows.view(torch.float8_e4m3fn) if self.case.fp8 else rows
         out: Tensor = self.own.forward_mqa(self.query, read, metadata, self.module)[0]
@@ -294,9 +301,11 @@ class _Latent(BackendLoad):
         return cache.flatten(0, 1).unsqueeze(1)
 
     def _width(self) -> int:
+        """Return the elements of a latent's row."""
         return LATENT[1] + LATENT[2]
 
     def _row_shape(self) -> tuple[int, ...]:
+        """Return the shape of a latent's row."""
         return (self._width(),)
 
 
@@ -308,12 +317,13 @@ class TritonMla(_Latent):
         super().__init__(case, device, layers)
 
     def _make(self) -> Any:
+        """Make vLLM's attention of a layer, without its constructor."""
         own = object.__new__(measuring.attention_of("TRITON_MLA"))
         own._sm_count = measuring.num_compute_units()
         return own
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
-        """Make vLLM's metadata of the step."""
+        """Make vLLM's metadata of the step; by slot each row is a request of its own length."""
         lengths = self.lengths
         if by_slot:
             back = torch.arange(1 - self.lines, 1, device=self.device, dtype=torch.int32)
@@ -326,6 +336,7 @@ class FlashAttnMla(_Latent):
     """FLASH_ATTN_MLA: FlashAttention 3 over latents."""
 
     def _make(self) -> Any:
+        """Make vLLM's attention of a layer, without its constructor."""
         return object.__new__(measuring.attention_of("FLASH_ATTN_MLA"))
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination, and print a line for each.
+    """Measure every combination, and print a line for each; with ``--save`` write the results.
 
     Returns:
         The exit code: 1 if a case was left out; 2 without a CUDA device.
@@ -110,7 +110,10 @@ def measure(case: BackendCase, device: torch.device, rounds: int) -> dict[str, A
 
 
 def differences(load: BackendLoad) -> int:
-    """Count the layers whose output differs in a bit where drafts wait in spare slots."""
+    """Count the layers whose output differs in a bit where drafts wait in spare slots.
+
+    The drafts' own slots are overwritten in between, and stay so.
+    """
     wanted = [out.clone() for out in load.blocks()]
     load.forget_drafts()
     found = [out.clone() for out in load.by_row()]
@@ -144,7 +147,7 @@ def bits(found: Mapping[str, Any]) -> str:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """Return a result as a Markdown table, in microseconds."""
+    """Return a result as a Markdown table: layers that differ, microseconds per layer, ratios."""
     header = ["backend", "rows", "block size", "requests", "context", "layers that differ"]
     header += [
         "by blocks",

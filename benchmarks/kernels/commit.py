@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination, and print lines for each.
+    """Measure every combination, and print a line for each; with ``--save`` write the results.
+
+    Before a result is to be written, a part of the conformance kit has to pass.
 
     Returns:
         The exit code: 1 if a case was left out; 2 without a CUDA device.
@@ -99,6 +101,8 @@ def measure(case: Case) -> dict[str, Any]:
 def gate(load: Workload) -> None:
     """Check that one commit leaves the reference's bytes in the whole of every cache.
 
+    It is the first window's; the caches hold the reference's bytes afterwards.
+
     Raises:
         AssertionError: the bytes differ; nothing is timed then.
     """
@@ -122,12 +126,16 @@ def commits(load: Workload) -> list[Step]:
 
 
 def undos(load: Workload) -> list[Step]:
-    """Return a step per window that saves and restores rejected rows, as undo adds to stock."""
+    """Return a step per window that saves rows and puts rejected ones back, as undo adds to stock.
+
+    The first step is run once, so that it uploads its addresses.
+    """
     executor = load.executor
     steps: list[Step] = []
     for window in load.windows:
 
         def step(window: Any = window) -> None:
+            """Save the drafts' rows, and put rejected ones back."""
             txn = load.txn(window, "undo")
             executor.use_slots(window.slots)
             txn.saved.update(executor.save(txn, "default"))
@@ -160,6 +168,7 @@ def stock_writes(load: Workload) -> list[Step]:
     one = torch.ones(1, device="cuda")
 
     def step(window: Any) -> None:
+        """Write all rows of one window as vLLM does, layer by layer."""
         for ref in load.refs:
             if ref.is_latent:
                 latent, rotary = window.staged[ref.name].rows[0].split(_LATENT, dim=1)

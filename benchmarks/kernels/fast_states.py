@@ -48,7 +48,11 @@ class FastStates:
         return DeltaRows.build(load.case.rows, *sizes, load.device)
 
     def _rows(self) -> tuple[Tensor, ...]:
-        """Make a layer's rows: query, key and value in one tensor, as a convolution leaves them."""
+        """Make a layer's random rows.
+
+        Query, key and value in one tensor, as a convolution leaves them. Behind them come a, b,
+        ``A_log`` and ``dt_bias``.
+        """
         load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
         keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
         mixed = load.random(rows, 2 * keys + values).split([keys, keys, values], dim=1)
@@ -81,12 +85,12 @@ class FastStates:
         launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
 
     def _refer(self, given: Any, *where: Any) -> None:
-        """Verify one layer in torch."""
+        """Verify one layer in torch; arguments are those of ``_launch``."""
         scale = self._load.case.shape.key_size**-0.5
         reference.verify_gated_delta(*given, *where, scale=scale)
 
     def norm(self, _: Turn) -> None:
-        """Apply the gated norm to the outputs of all layers, as stock's fused kernel does."""
+        """Apply the gated norm to the outputs once per layer, as stock's fused kernel does."""
         for _layer in self.kept:
             gated_norm(self._out, self._gate, self._weight, 1e-6, sigmoid=False)
 
@@ -96,7 +100,7 @@ class FastStates:
         launch_advance(self._layers, *where, None, None, longest=self._load.case.drafts + 1)
 
     def steps(self) -> dict[str, Sequence[Step]]:
-        """Return the steps of each part, one per turn."""
+        """Return the steps of each part, one per turn, by the name "fast: PART"."""
         return {
             f"fast: {name}": [
                 lambda name=name, turn=turn: getattr(self, name)(turn)  # type: ignore[misc]
@@ -127,7 +131,7 @@ class FastStates:
                 raise AssertionError(f"a fast commit differs from the reference: {load.case}")
 
     def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
-        """Return the states of one layer after a step, from those before it."""
+        """Return the states of one layer after a step, from those before it, by the reference."""
         load, kept = self._load, self._room()
         slots = torch.cat([states[:1], states])  # the first one belongs to no request
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
@@ -144,7 +148,10 @@ class FastMamba2(FastStates):
     parts = ("verify", "commit")
 
     def _rows(self) -> tuple[Tensor, ...]:
-        """Make a layer's rows: x, B and C in one tensor, as a convolution leaves them."""
+        """Make a layer's random rows in the kernel's order, with A, D and the bias of dt behind.
+
+        x, B and C lie in one tensor, as a convolution leaves them.
+        """
         load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
         widths = [shape.heads * shape.value_size, *[shape.key_heads * shape.key_size] * 2]
         mixed = load.random(rows, sum(widths)).split(widths, dim=1)
@@ -159,5 +166,5 @@ class FastMamba2(FastStates):
         launch_verify_mamba2(given, *where, longest=self._load.case.drafts + 1)
 
     def _refer(self, given: Any, *where: Any) -> None:
-        """Verify one layer in torch."""
+        """Verify one layer in torch; arguments are those of ``_launch``."""
         mamba2_reference.verify_mamba2(*given, *where)

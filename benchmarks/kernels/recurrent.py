@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure every combination, and print a line for each kernel.
 
+    With ``--save`` write the results. Before a result is to be written, a part of the conformance
+    kit has to pass.
+
     Returns:
         The exit code: 1 if a case was left out; 2 without a CUDA device or vLLM.
     """
@@ -187,10 +190,11 @@ def of_fast(
 def check_exact(load: StateWorkload, ops: VllmOps, parts: Sequence[str]) -> None:
     """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
 
-    ``parts`` name the methods that make up a step with ``exact``.
+    ``parts`` name the methods that make up a step with ``exact``. The first turn's states stay as
+    ``exact`` left them.
 
     Raises:
-        AssertionError: they differ in a bit, or another block changed.
+        AssertionError: they differ in a bit, or another block of the turn changed.
     """
     turn = load.turns[0]
     fresh = attrs.evolve(turn, before=torch.ones_like(turn.before))
@@ -229,7 +233,10 @@ def of_kernel(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def host_time(step: Step) -> float:
-    """Return the median microseconds that the host needs for a call outside of a graph."""
+    """Return the median microseconds that the host needs for a call outside of a graph.
+
+    The device is idle before each call.
+    """
     times = []
     for _ in range(_HOST_CALLS):
         if torch.cuda.is_available():
@@ -241,19 +248,25 @@ def host_time(step: Step) -> float:
 
 
 def _median(values: Sequence[float]) -> float:
+    """Return the median, rounded to two decimals."""
     return round(statistics.median(values), 2)
 
 
 def _ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Return the median ratio of pairs with its interval, as ``rounded`` does."""
     return rounded([a / b for a, b in zip(values, others, strict=True)])
 
 
 def _interval(found: Mapping[str, float]) -> str:
+    """Show a ratio and its interval with two decimals."""
     return interval(found, decimals=2)
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
-    """Return the lines of text of one case, in microseconds: one per kernel, then the floor's."""
+    """Return the lines of text of one case, in microseconds.
+
+    Per kernel, of ``fast``, and the floor's.
+    """
     where = f"{row['model']} {row['dtype']}, {row['requests']} requests, k = {row['drafts']}"
     found = []
     for name, kernel in row["kernels"].items():

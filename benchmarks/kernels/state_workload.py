@@ -74,7 +74,7 @@ class StateWorkload:
         self.starts = torch.arange(case.requests + 1, device=device, dtype=torch.int32) * width
 
     def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Make numbers of the size of activations."""
+        """Draw random numbers of the size of activations, on the workload's device."""
         return torch.randn(*size, device=self.device).to(dtype)
 
     def allocated(self) -> int:

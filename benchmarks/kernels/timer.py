@@ -24,12 +24,15 @@ _MAX_STEPS: Final = 256
 
 
 def sets_needed(bytes_per_step: int) -> int:
-    """Return how many sets of buffers steps must cycle through to find their data in DRAM."""
+    """Return how many sets of buffers steps must cycle through to find their data in DRAM.
+
+    From 2 to 256, by the bytes of a step.
+    """
     return max(2, min(_MAX_STEPS, -(-COLD_BYTES // max(1, bytes_per_step))))
 
 
 def plain_copy(source: Tensor, target: Tensor) -> None:
-    """Copy bytes, uint8 ``[n]``, in contiguous pieces."""
+    """Copy bytes, uint8 ``[n]``, in contiguous pieces of at most 128 MiB."""
     for given, made in zip(source.split(_PIECE), target.split(_PIECE), strict=True):
         made.copy_(given)
 
@@ -51,16 +54,16 @@ def capture(steps: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 def medians(
     candidates: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 15
 ) -> dict[str, float]:
-    """Return microseconds per step of each candidate: the median of ``samples``."""
+    """Return microseconds of the GPU per step of each candidate: the median of ``samples``."""
     return {name: statistics.median(times) for name, times in samples(candidates, rounds).items()}
 
 
 def samples(
     candidates: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 15
 ) -> dict[str, list[float]]:
-    """Return microseconds per step of each candidate in each round.
+    """Return microseconds of the GPU per step of each candidate in each round.
 
-    Replays alternate, so clocks are equal.
+    Each candidate's steps are one CUDA graph. Replays alternate, so clocks are equal.
 
     Args:
         candidates: for each name, steps over different buffers; data that is cold for one step must

@@ -84,7 +84,7 @@ class VllmOps(abc.ABC):
 
     @abc.abstractmethod
     def _make_rows(self) -> None:
-        """Make the layers, and the rows of all of them."""
+        """Make the stand-ins for layers, and the rows of all of them."""
 
     @abc.abstractmethod
     def _make_buffers(self) -> None:
@@ -117,7 +117,7 @@ class VllmOps(abc.ABC):
             kept.commit(step)
 
     def _make_layers(self, cls: type[_Layer], **own: Any) -> None:
-        """Make stand-ins for vLLM's layers."""
+        """Make stand-ins for vLLM's layers, of a class with attributes ``own``; set ``formula``."""
         load = self._load
         self._layers = [
             cls(prefix=f"layer.{number}", kv_cache=(None, state), tp_size=1, **own)
@@ -136,22 +136,29 @@ class VllmOps(abc.ABC):
         ]
 
     def _metadata(self) -> dict[str, object] | None:
-        """Make what tells the plug-in that another kernel than Triton's verified."""
+        """Return vLLM's metadata by layer, where another kernel than Triton's verifies.
+
+        Else None.
+        """
         return None
 
     def _step(self) -> VerifyStep:
+        """Describe the step for a commit."""
         case, starts = self._load.case, self._load.starts
         return VerifyStep(case.requests, case.rows, starts, None, self._metadata())
 
     def together(self, turn: Turn) -> None:
-        """Commit as a captured commit does, several layers side by side."""
+        """Commit as a captured commit does: several layers side by side, on several streams."""
         if self._streams is None:
             self._streams = side_streams(self._load.device, len(self._kept))
         self._tables.name_commits(turn.sampled, self._load.starts)
         write_side_by_side(self._kept, self._step(), self._streams)
 
     def captured(self) -> Step | None:
-        """Return a commit of the first step as the plug-in launches it; None without CUDA."""
+        """Return a commit of the first step as the plug-in launches it, captured.
+
+        None without CUDA.
+        """
         if self._load.device.type != "cuda":
             return None
         case, sampled = self._load.case, self._load.turns[0].sampled
@@ -167,6 +174,7 @@ class GatedDeltaOps(VllmOps):
     kind = GATED_DELTA
 
     def _make_rows(self) -> None:
+        """Make the stand-ins for layers, and random rows of all of them."""
         load, shape = self._load, self._load.case.shape
         keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
         self._make_layers(
@@ -195,6 +203,7 @@ class GatedDeltaOps(VllmOps):
         return keys, keys, values
 
     def _make_buffers(self) -> None:
+        """Make room for the rows of each layer until the commit."""
         load, shape = self._load, self._load.case.shape
         size = 2, load.case.rows, shape.heads, shape.value_size
         gate, out = torch.zeros(size, dtype=torch.bfloat16, device=load.device)
@@ -202,6 +211,7 @@ class GatedDeltaOps(VllmOps):
         self._kept = [GatedDeltaRows(known, *facts) for known in self._known()]
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
+        """Verify all layers by vLLM's Triton kernel."""
         load, shape = self._load, self._load.case.shape
         for at, (query, key, value, a, b) in zip(self._layers, self._rows, strict=True):
             vllm_operators.verify_gated_delta(
@@ -225,6 +235,7 @@ class _FusedLayer(_Layer):
     """The same, with vLLM's launch of its fused kernel."""
 
     def _can_use_fused_gdn_mtp_decode(self, _: object) -> bool:
+        """Return True: the kernel takes the step."""
         return True
 
     def _forward_core_decode_spec_post_conv_fused_norm(
@@ -236,6 +247,7 @@ class _FusedLayer(_Layer):
         core_attn_out: Tensor,
         attn_metadata: _Metadata,
     ) -> None:
+        """Launch vLLM's fused kernel for one layer; it writes ``core_attn_out`` and the states."""
         starts = attn_metadata.spec_query_start_loc
         count = starts.shape[0] - 1
         vllm_operators.verify_gated_delta_fused(
@@ -267,7 +279,7 @@ class FusedOps(GatedDeltaOps):
 
     @classmethod
     def takes(cls, load: StateWorkload) -> bool:
-        """Return whether vLLM has the kernel, and it takes these states."""
+        """Tell whether vLLM has the kernel, and it takes these states."""
         case, shape = load.case, load.case.shape
         return (
             load.device.type == "cuda"
@@ -278,24 +290,29 @@ class FusedOps(GatedDeltaOps):
         )
 
     def _layer_class(self) -> type[_Layer]:
+        """Return the stand-in with vLLM's launch of its fused kernel."""
         return _FusedLayer
 
     def _widths(self, keys: int, values: int) -> tuple[int, ...]:
+        """Return the width of the one tensor with query, key and value."""
         return (2 * keys + values,)
 
     def _make_rows(self) -> None:
+        """Make layers and rows as the base does, and the gate and output of the norm."""
         super()._make_rows()
         shape = self._load.case.shape
         size = self._load.case.rows, shape.heads, shape.value_size
         self._gate, self._out = (self._load.random(*size) for _ in range(2))
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
+        """Verify all layers by vLLM's fused kernel."""
         for at, (mixed, a, b) in zip(self._layers, self._rows, strict=True):
             at._forward_core_decode_spec_post_conv_fused_norm(
                 mixed, b, a, self._gate, self._out, _Metadata(table, column, self._load.starts)
             )
 
     def _metadata(self) -> dict[str, object]:
+        """Return vLLM's metadata by layer, by which the plug-in's commit takes the fused kernel."""
         given = _Metadata(self._tables.sources[0], self._tables.whole, self._load.starts)
         return {each.prefix: given for each in self._layers}
 
@@ -306,6 +323,7 @@ class MambaOps(VllmOps):
     kind = MAMBA2
 
     def _make_rows(self) -> None:
+        """Choose vLLM's kernel of Mamba-2; make the stand-ins for layers, and random rows."""
         load, shape = self._load, self._load.case.shape
         vllm_operators.choose_mamba2_kernel()
         self._make_layers(
@@ -324,11 +342,13 @@ class MambaOps(VllmOps):
         self._rows = [[load.random(load.case.rows, *size) for size in sizes] for _ in self._layers]
 
     def _make_buffers(self) -> None:
+        """Make room for the rows of each layer until the commit."""
         self._out = torch.zeros_like(self._rows[0][0])
         facts = self._tables, 0, self._load.case.rows, torch.bfloat16, self._out
         self._kept = [Mamba2Rows(known, *facts) for known in self._known()]
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
+        """Verify all layers by vLLM's Triton kernel of Mamba-2."""
         shape = self._load.case.shape
         heads, size, inner = shape.heads, shape.value_size, shape.key_size
         for at, (x, dt, b, c) in zip(self._layers, self._rows, strict=True):
@@ -352,7 +372,7 @@ class MambaOps(VllmOps):
 
 
 def operators(load: StateWorkload) -> list[VllmOps]:
-    """Make vLLM's operators for the states of a model."""
+    """Make vLLM's operators for the states of a model: the fused one only where it takes them."""
     if load.case.shape.kind == "mamba2":
         return [MambaOps(load)]
     return [GatedDeltaOps(load), *([FusedOps(load)] if FusedOps.takes(load) else [])]

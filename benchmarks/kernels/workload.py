@@ -76,6 +76,7 @@ class Workload:
     def _window(
         self, model: Rows, slots: int, generator: torch.Generator, device: torch.device
     ) -> Window:
+        """Make a window of random rows, distinct slots, and counts that accept the case's share."""
         case, rows = self.case, self.case.rows
         staged = {}
         for ref in self.refs:
@@ -96,7 +97,7 @@ class Workload:
         return Window(chosen.to(device), staged, counts.to(device))
 
     def txn(self, window: Window, policy: str = "deferred") -> Txn:
-        """Make a window as executors see it."""
+        """Make a window as executors see it, with every layer staged."""
         return Txn(
             policy,
             tuple(self.refs),
@@ -119,6 +120,10 @@ class Workload:
 
 
 def _layer(name: str, model: Rows, blocks: int, device: torch.device, *, by_rows: bool) -> LayerRef:
+    """Make a layer of zeros: a latent one, or K and V side by side per head.
+
+    ``by_rows``: a row's heads are neighbours in memory; else the slots of a head.
+    """
     if not model.kv_heads:
         shape: tuple[int, ...] = (blocks, BLOCK_SIZE, model.head_size)
         return LayerRef.latent(name, torch.zeros(shape, device=device, dtype=torch.bfloat16))

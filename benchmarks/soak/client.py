@@ -39,7 +39,7 @@ class Account:
     numbers: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
 
     def lose(self, why: str) -> None:
-        """Count a lost request."""
+        """Count a lost request; its reason is kept for the first ten."""
         self.lost += 1
         if len(self.why) < 10:
             self.why.append(why)
@@ -157,7 +157,7 @@ class SoakClient(EngineClient):
         return outputs
 
     def kept(self) -> list[Said]:
-        """Return the requests that were kept since the last call."""
+        """Return the requests that were kept since the last call; keep none of them any more."""
         kept, self._kept, self._seen = self._kept, [], 0
         return kept
 
@@ -167,7 +167,7 @@ class SoakClient(EngineClient):
         return next(self._account.numbers)
 
     def _keep(self, said: Said) -> None:
-        """Keep a uniform random sample of the requests since the last ``kept``."""
+        """Keep a uniform random sample, of ``_KEPT`` requests, of those since the last ``kept``."""
         self._seen += 1
         if len(self._kept) < _KEPT:
             self._kept.append(said)
@@ -176,7 +176,7 @@ class SoakClient(EngineClient):
 
 
 def _tell_nobody(done: int) -> None:
-    """Take no notice of progress."""
+    """Do nothing with the number of finished requests."""
 
 
 #: Gets one sample or the texts of some requests.

@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the arguments of the engine, and the engine in a few words."""
+    """Return the arguments of the engine, and the engine in a few words.
+
+    An EAGLE drafter is fitted into ``folder`` first. ``--engine-args`` win; None takes one away.
+    """
     on_gpu = torch.cuda.is_available()
     found: dict[str, Any] = {**PLAIN, **_SETTINGS, "skip_tokenizer_init": True}
     found["kv_transfer_config"] = offloading("cuda" if on_gpu else "cpu", _STORE)
@@ -114,7 +117,10 @@ def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], s
 
 
 def settings(args: argparse.Namespace, about: str) -> dict[str, Any]:
-    """Return what pieces of one file have in common; seeds and lengths may differ."""
+    """Return what pieces of one file have in common; seeds and lengths may differ.
+
+    Secrets in engine arguments are not shown.
+    """
     return {
         "about": about,
         "policy": args.policy,
@@ -126,10 +132,10 @@ def settings(args: argparse.Namespace, about: str) -> dict[str, Any]:
 
 
 def _before(path: Path | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the pieces that a file has already.
+    """Read the content of a soak's file with its pieces; a new content if there is no file.
 
     Raises:
-        ConfigError: they are of other settings.
+        ConfigError: the pieces are of other settings.
     """
     if path is None or not path.exists():
         return {"machine": {}, "suite": "soak", "settings": dict(wanted), "pieces": []}
@@ -166,7 +172,10 @@ class _Kept:
         self.first: Final = len(self._before)
 
     def keep(self, piece: Piece, number: int, report: Mapping[str, Any]) -> None:
-        """Store a piece's report so far, and print a line for each new sample."""
+        """Store a piece's report so far, and print a line if it has new samples.
+
+        The file is written, too, if the last time is ``_BETWEEN_WRITES`` seconds ago.
+        """
         with self._lock:
             told = len(self._reports.get(number, {"samples": ()})["samples"])
             own = {**report, "samples": list(report["samples"])}  # its thread adds to them
@@ -182,7 +191,7 @@ class _Kept:
                 self.write()
 
     def write(self) -> None:
-        """Write the file, if there is to be one."""
+        """Write the whole file now, if there is to be one."""
         if self._path is None:
             return
         with self._lock:
@@ -191,11 +200,15 @@ class _Kept:
 
 
 def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) -> None:
-    """Play the pieces, so many at once."""
+    """Play the pieces, ``--at-once`` of them at a time, and keep their reports.
+
+    If one raises, no other begins, the running engines are ended, and the error surfaces.
+    """
     stops: list[EngineProcess] = []
     ends = threading.Event()
 
     def play(number: int) -> None:
+        """Play one piece, unless the command is ending, and keep its report."""
         if ends.is_set():
             return
         piece = Piece(

@@ -23,7 +23,8 @@ def fit(model: Path, folder: Path) -> str:
     """Fit a drafter for the Llama in ``model``; write it into ``folder``, as vLLM reads an EAGLE.
 
     A linear map of embedding and hidden state to the next hidden state, by least squares over the
-    model's prompts and its own answers.
+    model's prompts and its own answers. The prompts are in the file ``prompts.json`` beside
+    ``model``.
 
     Returns:
         The folder.

@@ -63,13 +63,17 @@ class Piece:
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """Play a piece in the engine's process: report that it started, then samples and texts."""
+    """Play a piece in the engine's process.
+
+    Send that it started, then samples and texts, last {}.
+    """
     piece: Piece = pipe.recv()
     asyncio.run(_soak(piece, lambda told: pipe.send((False, told))))
     pipe.send((False, {}))
 
 
 async def _soak(piece: Piece, tell: Tell) -> None:
+    """Start the engine of a piece, tell what it is, play the piece, and stop the engine."""
     from ...integrations.vllm_plugin.internals import frontend, workers
 
     config = frontend.async_config(piece.engine_args)
@@ -121,7 +125,7 @@ class _Soak:
                 tell({"sample": await self._sample(begin)})
 
     async def _play(self) -> None:
-        """Run the requests of all workloads at the same time."""
+        """Run the requests of all workloads at the same time; note the seconds and tokens of it."""
         begin, before = time.monotonic(), self._counts.tokens
         plays = []
         for name, client in self._clients.items():
@@ -133,7 +137,10 @@ class _Soak:
         self._rounds += 1
 
     async def _asked_again(self) -> list[Said]:
-        """Repeat some of the requests, all at once, with an empty prefix cache."""
+        """Repeat the requests that were kept, all at once, with an empty prefix cache.
+
+        Returns them with the new text behind the earlier ones.
+        """
         await self._rest()
         pairs = [(client, said) for client in self._clients.values() for said in client.kept()]
         answers = await asyncio.gather(
@@ -166,6 +173,10 @@ class _Soak:
         return missing, cleared
 
     async def _sample(self, begin: float) -> dict[str, Any]:
+        """Bring the engine to rest, and return a sample.
+
+        Counts, blocks and windows left, memory.
+        """
         from ...integrations.vllm_plugin.internals.workers import SNAPSHOT
 
         missing, cleared = await self._rest()
@@ -209,10 +220,10 @@ class HostUse:
 
 
 def host_use() -> HostUse:
-    """Return the bytes and the processor seconds of this process and of all its children.
+    """Return the bytes and the processor seconds of this process and of all its descendants.
 
-    The bytes are memory of their own, without files; what the allocator can give back is given back
-    before.
+    The bytes are memory of their own, without files; memory that this process's allocator can give
+    back is given back before.
     """
     give_back()
     parents, sizes, ticks = dict[int, int](), dict[int, int](), dict[int, int]()

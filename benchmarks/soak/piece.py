@@ -81,7 +81,13 @@ def _listen(
     stock: EngineProcess | None,
     keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Collect the engines' reports until the soaked one has ended, and stock has judged."""
+    """Collect the engines' reports until the soaked one has ended, and stock has judged.
+
+    ``report`` is filled in place, and given to ``keep`` after each change.
+
+    Raises:
+        EngineError: an engine failed, or took too long.
+    """
     judge = None if stock is None else _Judge(stock, report["texts"])
     while told := soaked.answer("while it ran"):
         if "sample" in told:
@@ -121,7 +127,10 @@ class _Judge:
             self.hear()
 
     def hear(self) -> None:
-        """Wait for one answer."""
+        """Wait for one answer, and add its findings to the total.
+
+        The first one says that stock started.
+        """
         self.waits -= 1
         found = self._stock.answer("while it was asked" if self._started else "while it started")
         if self._started:
@@ -130,6 +139,7 @@ class _Judge:
 
 
 def _process(module: str, name: str) -> EngineProcess:
+    """Start the process of an engine, which runs a module of this package."""
     return EngineProcess(
         calling(f"{__package__}.{module}"),
         name=name,
@@ -140,10 +150,12 @@ def _process(module: str, name: str) -> EngineProcess:
 
 
 def _no_texts() -> dict[str, Any]:
+    """Return the findings before any text was judged."""
     return {**dict.fromkeys(_TEXTS, 0), "gap": 0.0, "wrong": []}
 
 
 def _add(total: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Add findings to ``total`` in place: counts, the widest gap, the first three wrong texts."""
     for name in _TEXTS:
         total[name] += found[name]
     total["gap"] = max(total["gap"], found["gap"])

@@ -30,7 +30,10 @@ def without_windows(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """Start an engine, then judge each batch of texts that comes, until None comes."""
+    """Start an engine, then judge each batch of texts that comes, until None comes.
+
+    The findings of each batch are sent back.
+    """
     from vllm import LLM
 
     engine_args: dict[str, Any] = pipe.recv()
@@ -75,6 +78,7 @@ def judge(llm: Any, batch: Sequence[Said], dtype: str) -> dict[str, Any]:
 
 
 def _answers(llm: Any, batch: Sequence[Said]) -> list[Tokens]:
+    """Return the stock engine's text for each request."""
     given = [{"prompt_token_ids": said.prompt} for said in batch]
     sampling = [_sampling(said.most, said.among) for said in batch]
     outputs = llm.generate(given, sampling, use_tqdm=False)
@@ -88,7 +92,10 @@ def _parting(text: Tokens, stock: Tokens) -> int:
 
 
 def _gap(llm: Any, said: Said, stock: Tokens, place: int, text: Tokens, dtype: str) -> float:
-    """Return by how many steps stock's token at a place leads the other text's; inf: no tie."""
+    """Return by how many steps stock's token at a place leads the other text's; inf: no tie.
+
+    There is none where a text ends, or a token is not allowed. The engine is asked for the logits.
+    """
     if place >= min(len(text), len(stock)):
         return math.inf
     pair = sorted({stock[place], text[place]})
@@ -103,6 +110,7 @@ def _gap(llm: Any, said: Said, stock: Tokens, place: int, text: Tokens, dtype: s
 
 
 def _sampling(most: int, among: Sequence[int] | None, logprobs: int | None = None) -> Any:
+    """Return greedy sampling of ``most`` tokens among the allowed ones, with so many logprobs."""
     from vllm import SamplingParams
 
     return SamplingParams(

@@ -47,6 +47,7 @@ class Slope:
     samples: int
 
     def __str__(self) -> str:
+        """Show median and interval, or say that there are too few samples."""
         if math.isnan(self.median):
             return "too few samples"
         return f"{self.median:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
@@ -56,7 +57,8 @@ def slope(series: Sequence[Sequence[tuple[float, float]]]) -> Slope:
     """Estimate one slope of values over time, pooled over several series.
 
     The interval is Sen's (1968), by the normal approximation of Kendall's statistic. The statistic
-    is summed over series, so differences between series do not count.
+    is summed over series, so differences between series do not count. With fewer than three pairs
+    of samples the slope is NaN, and its interval everything.
 
     Args:
         series: pairs of a time and a value each.
@@ -80,13 +82,16 @@ def slope(series: Sequence[Sequence[tuple[float, float]]]) -> Slope:
 
 
 def _late(samples: Sequence[Sample]) -> list[Sample]:
-    """Leave out samples taken while caches and stores filled."""
+    """Leave out samples of the first quarter of the time, while caches and stores filled."""
     end = samples[-1]["at"] if samples else 0.0
     return [each for each in samples if each["at"] >= _WARMING * end]
 
 
 def memory_slope(pieces: Sequence[Mapping[str, Any]], name: str) -> Slope:
-    """Find by how many MiB per hour memory changes, on the ``host`` or the ``device``."""
+    """Find by how many MiB per hour memory changes, on the ``host`` or the ``device``.
+
+    Each piece's first quarter is left out.
+    """
     return slope(
         [
             [(each["at"] / _HOUR, each[name] / _MIB) for each in _late(piece["samples"])]
@@ -109,7 +114,10 @@ def speeds(samples: Sequence[Sample]) -> list[tuple[float, float]]:
 
 
 def speed_slope(pieces: Sequence[Mapping[str, Any]]) -> Slope:
-    """Find by how many percent per hour the tokens per second of processors change."""
+    """Find by how many percent per hour the tokens per second of processors change.
+
+    Of each piece's median; its first quarter is left out.
+    """
     series = []
     for piece in pieces:
         found = speeds(_late(piece["samples"]))
@@ -144,6 +152,7 @@ class Verdict:
     graphs: Sequence[int] | None = None
 
     def __str__(self) -> str:
+        """Show the verdict as lines of text; each problem has a line that begins with "WRONG"."""
         s = self.sums
         lines = [
             f"{self.seconds / _HOUR:.2f} hours in {s['pieces']} pieces"
@@ -214,7 +223,10 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
 
 
 def _graphs(pieces: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Return the most bytes of captured commits by thirds of a piece's time."""
+    """Return the most bytes of captured commits in each third of a piece's time.
+
+    None without samples, or if a sample lacks them.
+    """
     samples = [each for piece in pieces for each in piece["samples"]]
     if not samples or any("graphs" not in each for each in samples):
         return None
@@ -228,7 +240,7 @@ def _graphs(pieces: Sequence[Mapping[str, Any]]) -> list[int] | None:
 
 
 def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the pieces that did not reach their end."""
+    """Return a sentence with the error for each piece that did not reach its end."""
     return [
         f"piece {number} ended early: {piece['error']}"
         for number, piece in enumerate(pieces)
@@ -239,7 +251,7 @@ def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 def _counted(
     sums: Mapping[str, int], pieces: Sequence[Mapping[str, Any]], windows: bool
 ) -> list[str]:
-    """List the counts that have a wrong value."""
+    """Return a sentence for each count that has a wrong value."""
     why = [reason for piece in pieces for each in piece["samples"][-1:] for reason in each["why"]]
     refused = sum(not each["cleared"] for piece in pieces for each in piece["samples"])
     resolved = sums["rows_committed"] + sums["rows_rejected"]
@@ -264,7 +276,7 @@ def _counted(
 
 
 def _grown(host: Slope, device: Slope, change: Slope) -> list[str]:
-    """List the measures whose whole interval grows or falls too much."""
+    """Return a sentence for each measure whose whole interval is beyond its limit."""
     said = []
     if host.low > HOST_LIMIT:
         said.append(f"the host's memory grows: {host} MiB per hour")
@@ -293,6 +305,7 @@ def report(soaks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _column(verdict: Verdict) -> list[str]:
+    """Return the facts of a soak as texts, in the order of ``_ROWS``."""
     s = verdict.sums
     return [
         f"{verdict.seconds / _HOUR:.2f} ({s['pieces']}{_cut(s)})",
@@ -309,7 +322,7 @@ def _column(verdict: Verdict) -> list[str]:
 
 
 def _cut(sums: Mapping[str, int]) -> str:
-    """Return a sentence on the pieces that still ran when the command was ended, if any."""
+    """Return ", N cut off" for pieces that still ran when the command was ended; "" for none."""
     return f", {sums['cut']} cut off" if sums["cut"] else ""
 
 

@@ -80,7 +80,10 @@ class Batch:
         return [draft is not None and draft < accepted[request] for request, draft in self.owners]
 
     def taken_in(self, kept: Sequence[bool]) -> list[list[int]]:
-        """List, by request, the rows that its state takes in: settled rows and the kept drafts."""
+        """List, by request, the rows that its state takes in, in order.
+
+        Settled rows and the kept drafts.
+        """
         taken: list[list[int]] = [[] for _ in self.settled]
         for row, (request, draft) in enumerate(self.owners):
             if draft is None or kept[row]:
@@ -116,14 +119,16 @@ def make_batch(
 ) -> Batch:
     """Make random slots and payload for a window of this shape.
 
+    Slots are distinct, but for the rows of one request in a ring or a state.
+
     Args:
         caches: the layers.
         shape: settled and draft rows per request.
         device: the device of the payload.
         rng: the source of all random numbers.
         padding: the probability that a row has no slot.
-        payload: ``"native"``, bit patterns in the cache's own dtype, or ``"cast"``, numbers
-            in another floating dtype.
+        payload: ``"native"``, bit patterns in the cache's own dtype, or ``"cast"``, numbers in
+            another floating dtype.
         avoid: slots that must not be used.
     """
     settled, draft_len = tuple(shape[0]), tuple(shape[1])
@@ -164,7 +169,10 @@ def make_batch(
 def as_tensors(
     cache: TestCache, parts: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Return rows ``[num_rows, heads, size]``, and scales, in the shapes that ``stage`` takes."""
+    """Return copies on the device of rows ``[num_rows, heads, size]``, and scales, for ``stage``.
+
+    Rows of states get the state's shape, and latents lose the dimension of heads.
+    """
     staged = []
     for plane, part in enumerate(parts):
         if cache.spec.kind == "recurrent":
@@ -176,7 +184,11 @@ def as_tensors(
 
 
 def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-    """Return the arguments for ``Window.stage``: codes in a pair with their scales."""
+    """Return the arguments for ``Window.stage``.
+
+    One per key and value, each in a pair with its scales. Of a replayed layer one tuple of all
+    parts.
+    """
     if ref.replay:
         return (tuple(parts),)
     sides = sum(not plane.is_scale for plane in ref.planes)
@@ -188,7 +200,10 @@ def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Te
 def _ring_slots(
     spec: LayerSpec, limit: int, lengths: Sequence[int], rng: random.Random
 ) -> list[int]:
-    """Return ring slots for each request, starting at a random position of its ring."""
+    """Return the slots of each request's rows, from a random position of its ring on.
+
+    No two requests share a block.
+    """
     per_ring = -(-spec.ring_size // spec.block_size)
     blocks = rng.sample(range(limit // spec.block_size), per_ring * len(lengths))
     slots = []
@@ -207,7 +222,10 @@ def native(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Rand
 
 
 def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:
-    """Make rows in a wider dtype, which the library has to encode: ties, overflow, odd values."""
+    """Make rows in a wider dtype, which the library has to encode: ties, overflow, odd values.
+
+    float64 for a format in float32, else float32; NaN only where the format has one of 8 bits.
+    """
     count = rows * heads * size
     odd = [0.0, -0.0, 1e-9, -1e-9, 3e38, -3e38, float("inf"), float("-inf"), 0.4375, 2.5, -3.5]
     if fmt.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -221,7 +239,7 @@ def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random
 
 
 def spread(part: Tensor) -> Tensor:
-    """Return the same numbers as a view with gaps, like a slice of a fused projection."""
+    """Return a copy as a view with gaps between elements, like a slice of a fused projection."""
     wide = part.new_zeros(*part.shape[:-1], part.shape[-1] * 2 + 1)
     view = wide[..., 1::2]
     view.copy_(part)
@@ -229,17 +247,17 @@ def spread(part: Tensor) -> Tensor:
 
 
 def every_other(part: Tensor) -> Tensor:
-    """Return the same numbers as every other row of a tensor, from its very first element on."""
+    """Return a copy as every other row of a tensor, from its very first element on."""
     view = part.new_zeros(2 * part.shape[0], *part.shape[1:])[::2]
     view.copy_(part)
     return view
 
 
 def turned(part: Tensor) -> Tensor:
-    """Return the same numbers with rows and heads swapped in memory, as a transposed projection."""
+    """Return a copy with rows and heads swapped in memory, as a transposed projection."""
     return part.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:
-    """Draw a number of accepted drafts for each request."""
+    """Draw a number of accepted drafts for each request, from 0 to all of them."""
     return [rng.randint(0, drafts) for drafts in batch.draft_len]

@@ -102,7 +102,7 @@ def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
 
 
 def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Random) -> TestCache:
-    """Build a layer whose caches are filled with random bytes.
+    """Build a layer whose caches, and guard pages, are filled with random bytes.
 
     Args:
         name: the layer's name.
@@ -144,7 +144,10 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
 def _scale(
     spec: LayerSpec, heads: int, device: torch.device, rng: random.Random
 ) -> tuple[float | Tensor | None, tuple[float, ...]]:
-    """Return a plane's scale as an argument of ``LayerRef``, and one float32 number per head."""
+    """Return a plane's scale as an argument of ``LayerRef``, and one float32 number per head.
+
+    Random ones; None and 1.0 for formats without static scales.
+    """
     if spec.fmt.scaling in ("none", "row"):
         return None, (1.0,) * heads
     if spec.fmt.scaling == "tensor" or spec.layout in LATENT:

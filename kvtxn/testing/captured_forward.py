@@ -100,7 +100,7 @@ class CapturedForward:
 
     @property
     def leaves_saving(self) -> bool:
-        """Return whether windows are begun before their old rows are saved."""
+        """True if windows begin before their old rows are saved, by or just before the forward."""
         return self._saves and self._rig.policy == "undo" and self._can_save
 
     def save_before(self) -> None:
@@ -108,7 +108,9 @@ class CapturedForward:
         self._save = None
 
     def _windows_over_held_rows(self) -> CapturedWindows:
-        """Capture the forward first, since its tensors are made by it; check them, and take them.
+        """Capture the forward first, since its tensors are made by it.
+
+        Return windows over these tensors.
 
         Raises:
             AssertionError: rows were overwritten within the forward.
@@ -123,7 +125,7 @@ class CapturedForward:
         return self._rig.manager.captured_windows(self.slots, self._left, self._position)
 
     def _places(self) -> LayerRows:
-        """Return storage for rows with gaps between them, as in blocks of a cache."""
+        """Return storage of zeros for rows, with gaps between them, as in blocks of a cache."""
         return {
             ref.name: tuple(
                 torch.zeros(
@@ -137,7 +139,10 @@ class CapturedForward:
         }
 
     def load(self, batch: Batch) -> None:
-        """Give the next forward its inputs: slots, and the rows that each layer will produce."""
+        """Give the next forward its inputs: slots, and the rows that each layer will produce.
+
+        Slots beyond the batch become -1.
+        """
         self.slots.fill_(-1)
         slots = self._rig.slots(batch)
         for line, group in zip(self.slots, self._rig.manager.groups, strict=True):
@@ -153,7 +158,7 @@ class CapturedForward:
                 words(room)[: batch.num_rows] = words(part)
 
     def begin(self, batch: Batch) -> CapturedWindow:
-        """Load a batch, and begin its window."""
+        """Load a batch, and begin its window, which is returned; nothing is run."""
         self.load(batch)
         self._rig.forget()
         plan = self.windows.plan(self._layout(batch.draft_len, batch.settled))
@@ -161,7 +166,7 @@ class CapturedForward:
         return self._window
 
     def run(self) -> None:
-        """Run the forward where the host does not see it."""
+        """Run the forward where the host does not see it; the first call captures it."""
         if self._replay is None:
             self._replay = self._captured()
         if self._saves and self._window is not None:
@@ -169,7 +174,13 @@ class CapturedForward:
         self._replay()
 
     def _captured(self) -> Callable[[], None]:
+        """Return a function that runs the whole forward; on a GPU the replay of its graph.
+
+        On a GPU it runs once, with every slot and mark -1, before it is captured.
+        """
+
         def whole() -> None:
+            """Save the old rows, if the forward does so, and run every layer."""
             if self._save is not None:
                 self._save()
             for number in range(len(self._rig.refs)):
@@ -192,7 +203,10 @@ class CapturedForward:
         return graph.replay
 
     def layer(self, number: int) -> None:
-        """Run one layer: write its rows, but put the marked drafts into the waiting storage."""
+        """Run one layer: write its rows, but put the marked drafts into the waiting storage.
+
+        Of a layer with states all rows wait under ``deferred``; replayed layers write none.
+        """
         ref = self._rig.refs[number]
         line = self.slots[list(self._rig.manager.groups).index(ref.group)]
         slots = {ref.group: line[self._owner] if ref.states else line[: self._rows]}
@@ -233,7 +247,10 @@ class CapturedForward:
         return torch.tensor([count + 1 for count in counts], dtype=torch.int32).to(self._rig.device)
 
     def step(self, batch: Batch, counts: Sequence[int]) -> CapturedWindow:
-        """Run a whole step, and let the oracle do the same."""
+        """Run a whole step, and let the oracle do the same; return the committed window.
+
+        Nothing is compared here.
+        """
         window = self.begin(batch)
         self.run()
         self._rig.expect_staged(batch)
@@ -248,7 +265,10 @@ class CapturedForward:
 
 
 def exact_steps(rig: Rig, forward: CapturedForward, shape: Shape) -> None:
-    """Run three steps of a shape, each with other content, and check the caches after each part."""
+    """Run three steps of a shape, each with other content, and check the caches after each part.
+
+    A difference, or another final state than COMMITTED, is an AssertionError.
+    """
     for _ in range(3):
         batch = rig.batch(shape)
         counts = random_counts(batch, rig.rng)

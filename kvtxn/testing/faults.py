@@ -67,7 +67,10 @@ class Faults:
         self._armed.clear()
 
     def due(self, operation: str) -> str | None:
-        """Count a call, and return the moment at which it has to fail, or None."""
+        """Count a call of an operation, and return the moment at which it has to fail, or None.
+
+        A fault that is due is disarmed, and added to ``fired``.
+        """
         self.calls[operation] += 1
         if operation not in self._armed:
             return None
@@ -84,6 +87,7 @@ def _failing(operation: str) -> Any:
     """Make a method that does what the executor's own does, or fails if a fault is armed."""
 
     def method(self: FaultyExecutor, *given: Any) -> Any:
+        """Call the executor's own method of this name through ``_inject``."""
         inner = getattr(super(FaultyExecutor, self), operation)
         txn = given[0] if isinstance(given[0], Txn) else None
         return self._inject(operation, txn, lambda: inner(*given))
@@ -117,6 +121,10 @@ class FaultyExecutor(Executor):
         return None if inner is None else FaultyLaunches(inner, self.faults)
 
     def _inject(self, operation: str, txn: Txn | None, work: Callable[[], T]) -> T:
+        """Do an operation's work and return its result, or raise if a fault of it is due.
+
+        After a fault in the middle, every other element of the caches and all counts are as before.
+        """
         moment = self.faults.due(operation)
         if moment == "before":
             raise self.faults.error()
@@ -151,20 +159,25 @@ class FaultyLaunches(CapturedLaunches):
 
 
 class _FaultyLayout(LayoutLaunches):
+    """The launches of one layout, which raise before they launch if a fault is due."""
+
     def __init__(self, inner: LayoutLaunches, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
 
     def save(self) -> None:
+        """Save the drafts' rows, unless a fault at "save" is due: then raise."""
         if self._faults.due("save"):
             raise self._faults.error()
         self._inner.save()
 
     def commit(self, sampled: Tensor) -> None:
+        """Commit, unless a fault at "commit" is due: then raise."""
         if self._faults.due("commit"):
             raise self._faults.error()
         self._inner.commit(sampled)
 
     def warm_up(self, sampled: Tensor) -> None:
+        """Warm up the launches inside; no fault is due here, and no call is counted."""
         self._inner.warm_up(sampled)
 
 

@@ -55,12 +55,15 @@ class Histories:
         )
 
     def table(self, group: str) -> list[list[int]]:
-        """Return the blocks of each request."""
+        """Return the blocks of each request in a group: equal shares, distinct."""
         each = len(self._blocks[group]) // len(self.past)
         return [self._blocks[group][r * each : (r + 1) * each] for r in range(len(self.past))]
 
     def slot(self, group: str, request: int, position: int) -> int:
-        """Return the slot of a request's token, by the definition of the group's kind."""
+        """Return the slot of a request's token: by position, in a ring modulo its size.
+
+        A state has one slot for all tokens.
+        """
         spec, blocks = self._specs[group], self.table(group)[request]
         if spec.kind == "recurrent":
             return blocks[0]
@@ -68,7 +71,11 @@ class Histories:
         return blocks[place // spec.block_size] * spec.block_size + place % spec.block_size
 
     def batch(self, shape: tuple[Sequence[int], Sequence[int]], *, finite: bool = False) -> Batch:
-        """Make rows that continue every request by so many settled and draft tokens."""
+        """Make rows that continue every request by so many settled and draft tokens.
+
+        None is padding. ``finite``: their content is numbers of ordinary size, and no random bits.
+        The past stays as it is.
+        """
         plain = self._rig.batch(shape, padding=0.0)
         if finite:
             plain = self._with_numbers(plain)
@@ -82,7 +89,7 @@ class Histories:
         return attrs.evolve(plain, slots=slots)
 
     def _with_numbers(self, batch: Batch) -> Batch:
-        """Return the same rows with numbers of ordinary size, for attention."""
+        """Return the same rows with new content: numbers of ordinary size, for attention."""
         tensors, rows = {}, {}
         for cache in self._rig.caches:
             parts = finite_parts(cache, batch.num_rows, self._rig.rng)
@@ -91,7 +98,7 @@ class Histories:
         return attrs.evolve(batch, tensors=tensors, rows=rows)
 
     def tokens(self, batch: Batch, wanted: Callable[[int], bool]) -> list[list[Token]]:
-        """Return, by request, the tokens of the rows of a batch for which ``wanted`` holds."""
+        """Return, by request, the tokens of those rows of a batch whose numbers are ``wanted``."""
         found: list[list[Token]] = [[] for _ in self.past]
         for row, (request, _) in enumerate(batch.owners):
             if wanted(row):
@@ -103,18 +110,27 @@ class Histories:
         return self.tokens(batch, lambda row: not batch.drafts[row])
 
     def extend(self, batch: Batch, kept: Sequence[bool]) -> None:
-        """Append the settled and the kept tokens of a batch."""
+        """Append the settled and the kept tokens of a batch to the requests' past.
+
+        No cache is touched.
+        """
         happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])
         for past, tokens in zip(self.past, happened, strict=True):
             past += tokens
 
     def forget(self, request: int) -> None:
-        """End a request and begin another in its place; the bytes in the caches stay."""
+        """End a request and begin another in its place, without a past.
+
+        The bytes in the caches stay.
+        """
         self._base = self._rig.truth_now()
         self.past[request] = []
 
     def adopt_paged(self, batch: Batch) -> None:
-        """After a fallback, accept a window's rejected drafts in paged slots, as in stock."""
+        """After a fallback, accept the old or the staged word in a window's paged slots.
+
+        As in stock, rejected drafts may have stayed there.
+        """
         for cache in self._rig.caches:
             if cache.spec.kind == "paged":
                 slots = batch.slots[cache.spec.group]
@@ -141,12 +157,14 @@ class Histories:
         return truth
 
     def impose(self) -> None:
-        """Write the past into the caches, for a past that was made up without windows."""
+        """Write the content that follows from the past into caches and oracle, without windows."""
         self._rig.truth = self.expected()
         self._rig.truth.impose()
 
     def check(self, when: str, settled: Sequence[Sequence[Token]] = ()) -> None:
         """Compare every word of every memory with the lists; AssertionError on a difference.
+
+        The rig's oracle becomes the content that follows from the lists.
 
         Args:
             when: for the message.
@@ -163,7 +181,10 @@ def attend_and_compare(
     tolerance: float,
     forest: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Make up a past, open a window after it, attend to a ring, compare with all tokens.
+    """Make up a past, attend to a ring in a window after it, and compare with sums over all tokens.
+
+    The window is aborted; then, unless the policy is ``direct``, the caches are compared, too. A
+    difference is an AssertionError.
 
     Args:
         rig: has one layer, a ring.

@@ -28,7 +28,10 @@ class Honesty(KitBase):
     """The declared capabilities are exactly the capabilities that work."""
 
     def test_the_declaration_is_well_formed(self, kit: Kit) -> None:
-        """The capabilities have the right type and known policies, and the executor has a name."""
+        """The capabilities have the right type and at least one policy, all of them known.
+
+        The executor has a name.
+        """
         assert isinstance(kit.capabilities, Capabilities)
         assert kit.capabilities.policies, f"{kit.name} declares no policy at all"
         assert kit.capabilities.policies <= set(POLICIES)
@@ -36,7 +39,10 @@ class Honesty(KitBase):
         assert kit.executor.name
 
     def test_policies(self, kit: Kit, policy: str) -> None:
-        """A declared policy runs; another one is refused by name, and does not work either."""
+        """A declared policy runs under its name; any other is refused with BackendUnavailableError.
+
+        The executor does not keep an undeclared policy even where it is made to claim it.
+        """
         if policy in kit.capabilities.policies:
             assert kit.rig(policy).manager.policy == policy
             return
@@ -48,7 +54,7 @@ class Honesty(KitBase):
         assert not worked, f"{kit.name} declares that it cannot do {policy!r}, and can"
 
     def test_attention(self, kit: Kit) -> None:
-        """An executor that declares no attention has none."""
+        """An executor that declares no attention has none that is right, if made to claim it."""
         if kit.capabilities.attention:
             pytest.skip("attention is declared; promise 4 tests it")
         policy = next(iter(sorted(kit.capabilities.policies)))
@@ -61,7 +67,11 @@ class Honesty(KitBase):
         assert not worked, f"{kit.name} declares no attention, and has it"
 
     def test_trees(self, kit: Kit) -> None:
-        """An executor that declares no draft trees is not asked for one, and has none."""
+        """An executor that declares no draft trees is asked for none.
+
+        A window with a tree is refused. If it is made to claim them, its commits along paths are
+        wrong or raise.
+        """
         if kit.capabilities.trees:
             pytest.skip("trees are declared; they are tested by themselves")
         policy = min(kit.capabilities.policies)
@@ -77,7 +87,10 @@ class Honesty(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_atomic(self, kit: Kit, policy: str) -> None:
-        """A commit that is declared to be atomic does nothing after it wrote: any step may fail."""
+        """A commit that is declared to be atomic calls nothing of torch after it wrote a cache.
+
+        Any later step may fail, and half of the commit would stand.
+        """
         if not kit.capabilities.atomic:
             pytest.skip("no atomic commit is declared; then the window makes up for it")
         later: list[str] = []
@@ -88,7 +101,10 @@ class Honesty(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_capture(self, kit: Kit, rig: Rig) -> None:
-        """A commit that is declared not to be capturable is not."""
+        """A commit that is declared not to be capturable cannot be captured and replayed.
+
+        On a GPU.
+        """
         kit.need_cuda()
         if kit.capabilities.capturable:
             pytest.skip("capture is declared; promise 6 tests it")
@@ -97,7 +113,7 @@ class Honesty(KitBase):
         )
 
     def test_waiting(self, kit: Kit) -> None:
-        """An executor that declares to wait for the device does so under some policy."""
+        """An executor that declares to wait for the device does so under some policy; on a GPU."""
         kit.need_cuda()
         if kit.capabilities.no_host_sync:
             pytest.skip("no waiting is declared; promise 6 tests it")
@@ -107,7 +123,10 @@ class Honesty(KitBase):
 
 
 class _AfterWrites(TorchDispatchMode):
-    """A mode that notes in ``later`` the operations that begin after a cache has changed."""
+    """A mode that notes in ``later`` the operations of torch that begin after a cache has changed.
+
+    Nothing is noted while a graph is captured.
+    """
 
     def __init__(self, layers: Sequence[LayerRef], later: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,9 +143,10 @@ class _AfterWrites(TorchDispatchMode):
 
 
 def _watched(executor: type[Executor], later: list[str]) -> type[Executor]:
-    """Make the same executor, with its operations after a commit's writes noted in ``later``."""
+    """Make a subclass of an executor whose commits note in ``later`` the calls after a write."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        """Commit under ``_AfterWrites``."""
         with _AfterWrites(self.layers, later):
             executor.commit(self, txn, accepted)
 
@@ -134,13 +154,16 @@ def _watched(executor: type[Executor], later: list[str]) -> type[Executor]:
 
 
 def that_claims(executor: type[Executor], **claims: Any) -> type[Executor]:
-    """Make the same executor, with more capabilities declared."""
+    """Make a subclass of an executor that declares other capabilities, as in ``claims``."""
     capabilities = attrs.evolve(executor.capabilities, **claims)
     return type(f"Claiming{executor.__name__}", (executor,), {"capabilities": capabilities})
 
 
 def works(attempt: Any) -> bool:
-    """Return whether an attempt ends without an exception; wrong bytes raise one."""
+    """Tell whether an attempt ends without an exception, which is swallowed.
+
+    Wrong bytes raise one.
+    """
     try:
         attempt()
     except Exception:

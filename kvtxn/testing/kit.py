@@ -78,12 +78,15 @@ class Kit:
     def faulty_rig(
         self, policy: str, specs: Sequence[AnySpec] = VARIED, **config: Any
     ) -> tuple[Rig, Faults]:
-        """Make a rig whose executor fails on command; return it with its ``Faults``."""
+        """Make a rig whose executor fails on command.
+
+        Return it with its ``Faults``, of which none is armed.
+        """
         executor = faulty(self.executor)
         return self.rig(policy, specs, executor=executor, **config), executor.faults
 
     def need_cuda(self) -> None:
-        """Skip the test unless it runs on a CUDA device."""
+        """Skip the test unless the kit's device is a CUDA device."""
         if self.device.type != "cuda":
             pytest.skip(f"a CUDA device is needed; {self.device} has no streams to wait for")
 
@@ -104,7 +107,11 @@ class KitBase:
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """Supply the backend under test: a registered name, or an ``Executor`` subclass."""
+        """Supply the backend under test: a registered name, or an ``Executor`` subclass.
+
+        Raises:
+            NotImplementedError: a subclass does not override it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define a pytest fixture `backend` that returns the name "
             "of a registered backend, or an Executor subclass"
@@ -112,7 +119,7 @@ class KitBase:
 
     @pytest.fixture
     def device(self) -> str:
-        """Supply the device to test on."""
+        """Supply the name of the device to test on: "cpu"."""
         return "cpu"
 
     @pytest.fixture(params=POLICIES)
@@ -128,28 +135,37 @@ class KitBase:
 
     @pytest.fixture
     def attention_tolerance(self) -> float:
-        """Bound the error of float32 attention against sums in double, relative to the values."""
+        """Bound the error of float32 attention against sums in double, relative to the values.
+
+        1e-4.
+        """
         return 1e-4
 
     @pytest.fixture
     def program_settings(self) -> settings:
-        """Set the length of the random program."""
+        """Set the number and length of the random programs.
+
+        60 of at most 25 steps, always the same.
+        """
         return settings(
             _REPEATABLE, max_examples=60, stateful_step_count=25, report_multiple_bugs=False
         )
 
     @pytest.fixture
     def tree_settings(self) -> settings:
-        """Set the number of random trees."""
+        """Set the number of random trees: 1000, always the same."""
         return settings(_REPEATABLE, max_examples=1000)
 
     @pytest.fixture
     def history_settings(self) -> settings:
-        """Set the number of random histories of rings and states."""
+        """Set the number of random histories of rings and states: 600, always the same."""
         return settings(_REPEATABLE, max_examples=600)
 
     @pytest.fixture
     def kit(self, backend: Backend, device: str) -> Iterator[Kit]:
-        """Register the backend for one test, ready to be built into rigs."""
+        """Register the backend for one test.
+
+        Skip the test if the backend cannot run on the device.
+        """
         with ExitStack() as stack:
             yield Kit(backend, torch.device(device), stack)

@@ -105,9 +105,13 @@ class MixedKit(KitBase):
 
     @pytest.fixture(params=LAYERS)
     def layers(self, kit: Kit, request: pytest.FixtureRequest) -> Layers:
-        """Supply a function of a policy that returns the layers of one name in ``LAYERS``."""
+        """Supply, for each name in ``LAYERS`` in turn, a function from a policy to the layers.
+
+        The function skips the test where the policy or the executor cannot hold such layers.
+        """
 
         def layers(policy: str) -> Sequence[AnySpec]:
+            """Return the layers that the policy can hold, or skip the test."""
             if (policy, request.param) == ("undo", "mixed"):
                 pytest.skip("undo holds no states")
             specs = LAYERS[request.param]
@@ -117,7 +121,7 @@ class MixedKit(KitBase):
 
     @pytest.fixture
     def mixed(self, kit: Kit, policy: str, layers: Layers) -> Rig:
-        """Make a rig over the layers of one name in ``LAYERS``."""
+        """Make a rig over the layers of each name in ``LAYERS``, under each policy for them."""
         return kit.rig(policy, layers(policy))
 
     @pytest.fixture

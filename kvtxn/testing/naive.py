@@ -85,6 +85,10 @@ def make_sequences(
 
 
 def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> list[list[int]]:
+    """Deal out distinct blocks for sequences of these lengths, and random ones behind them.
+
+    All lines are equally long: two blocks more than the longest sequence needs.
+    """
     size = cache.spec.block_size
     free = rng.sample(range(cache.spec.num_blocks), cache.spec.num_blocks)
     needed = [-(-length // size) for length in lengths]
@@ -100,7 +104,10 @@ def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> lis
 def finite_parts(
     cache: TestCache, rows: int, rng: random.Random, payload: str = "native"
 ) -> list[Tensor]:
-    """Make parts for ``TestCache.rows``: numbers of ordinary size, codes with their scales."""
+    """Make parts for ``TestCache.rows``: numbers of ordinary size, codes with their scales.
+
+    With the payload ``"cast"`` the numbers of 8-bit formats are float32, for the library to encode.
+    """
     sides, beside = range(len(cache.sides)), cache.planes[len(cache.sides) :]
     if not beside or payload == "cast":
         return [_finite(cache, side, rows, rng, payload) for side in sides]
@@ -122,7 +129,11 @@ def _finite(
     payload: str,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Draw numbers of ordinary size, in the cache's dtype or, for the library to encode, wider."""
+    """Draw numbers of ordinary size ``[rows, heads, size]``.
+
+    In the cache's dtype, as codes if of 8 bits. With the payload ``"cast"``, 8-bit formats get
+    float32 numbers for the library to encode.
+    """
     where, scales = cache.planes[plane], cache.scales[plane]
     shape = (rows, where.heads, where.size)
     count = rows * where.heads * where.size
@@ -141,7 +152,10 @@ def _finite(
 def _write_prefixes(
     rig: Rig, cache: TestCache, sequences: Sequences, prefixes: Sequence[int]
 ) -> None:
-    """Write tokens of the past into the oracle."""
+    """Write random tokens of the past into the oracle, ``prefixes`` of each request.
+
+    Not into caches.
+    """
     for request, prefix in enumerate(prefixes):
         rows = cache.rows(finite_parts(cache, prefix, rig.rng))
         for position in range(prefix):

@@ -58,6 +58,9 @@ class NumberFormat:
     def encode(self, rows: Tensor, scales: Sequence[float]) -> list[list[int]]:
         """Return the words that a cache holds after ``rows`` were written: one list per row.
 
+        Rows in the format's own dtype are stored as they are; for an 8-bit format others are
+        divided by the scale of their head, and rounded to the nearest code.
+
         Args:
             rows: ``[num_rows, num_heads, size]`` on the host, any dtype that may be staged.
             scales: one number per head.
@@ -74,6 +77,9 @@ class NumberFormat:
     def encode_scaled(self, rows: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Return codes and scales of ``rows`` with their own scales: one list per row each.
 
+        A head's scale is its largest finite magnitude over the format's largest number, at least
+        1e-6.
+
         Args:
             rows: ``[num_rows, num_heads, size]`` on the host, floating.
         """
@@ -88,7 +94,10 @@ class NumberFormat:
         return codes, scales
 
     def decode(self, words: Sequence[int], scales: Sequence[float]) -> list[list[float]]:
-        """Decode stored words to the numbers that they mean: ``[num_heads][size]`` floats."""
+        """Decode stored words to the numbers that they mean: ``[num_heads][size]`` floats.
+
+        ``scales``, one per head, count for 8-bit formats alone.
+        """
         size = len(words) // len(scales)
         if self.dtype in _FP8:
             flat = [_fp8_value(self.dtype, word) for word in words]
@@ -123,7 +132,10 @@ FORMATS: Final[dict[str, NumberFormat]] = {
 
 
 def float32(value: float) -> float:
-    """Round to the nearest float32: the one rounding of a sum, product or quotient of two."""
+    """Round to the nearest float32: the one rounding of a sum, product or quotient of two.
+
+    A number that is too large becomes an infinity of its sign.
+    """
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -131,14 +143,21 @@ def float32(value: float) -> float:
 
 
 def encode_int8(value: float) -> int:
-    """Return the byte of the nearest int8, ties to even, saturating."""
+    """Return the byte of the nearest int8, ties to even, saturating, infinities included.
+
+    Raises:
+        ValueError: the number is NaN.
+    """
     if math.isinf(value):
         return 127 if value > 0 else 128
     return max(-128, min(127, round(value))) & 0xFF
 
 
 def _fp8_value(dtype: torch.dtype, code: int) -> float:
-    """Compute a number from its code, by the definition of the format."""
+    """Compute a number from its code, 0 to 255, by the definition of the format.
+
+    NaN, infinity included.
+    """
     _, mantissa_bits, bias, limit = _FP8[dtype]
     magnitude = code & 0x7F
     sign = -1.0 if code & 0x80 else 1.0
@@ -153,6 +172,7 @@ def _fp8_value(dtype: torch.dtype, code: int) -> float:
 
 @cache
 def _fp8_encoder(dtype: torch.dtype) -> _Fp8Encoder:
+    """Return the encoder of a format, made once."""
     return _Fp8Encoder(dtype)
 
 

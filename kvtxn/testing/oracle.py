@@ -42,7 +42,7 @@ class Replay:
         return twin
 
     def write(self, layer: str, slot: int, row: Row) -> None:
-        """Put a row into a slot; -1 is padding and is not written."""
+        """Put a row into a slot of the replay; -1 is padding and is not written."""
         if slot == -1:
             return
         for plane, words in zip(self._caches[layer].planes, row, strict=True):
@@ -51,7 +51,7 @@ class Replay:
                 memory[place] = word
 
     def read(self, layer: str, slot: int) -> Row:
-        """Return the row in a slot; an empty list for padding."""
+        """Return the row in a slot of the replay; an empty list for padding."""
         if slot == -1:
             return []
         return [
@@ -60,7 +60,9 @@ class Replay:
         ]
 
     def adopt(self, layer: str, slot: int, row: Row) -> None:
-        """Accept, for each word of a row, the old or the new one; refuse any other.
+        """Take each word of a row as it is in the real memory, if that is the old or the new one.
+
+        Padding is left alone.
 
         Raises:
             AssertionError: a word of the row is neither the old one nor the staged one.
@@ -79,13 +81,13 @@ class Replay:
                 memory[place] = now
 
     def impose(self) -> None:
-        """Write the expected content into the memories, for tests that make up a past."""
+        """Write the replay's content into the real memories, for tests that make up a past."""
         for name, cache in self._caches.items():
             for memory, words in zip(cache.memories, self._memory[name], strict=True):
                 memory.copy_(torch.tensor(words, dtype=memory.dtype))
 
     def differences(self) -> list[str]:
-        """Describe each real memory that differs; an empty list passes."""
+        """Describe each real memory that differs from the replay; an empty list passes."""
         found = []
         for name, cache in self._caches.items():
             for index, memory in enumerate(cache.memories):
@@ -96,6 +98,7 @@ class Replay:
 
 
 def _ints(memory: Tensor) -> list[int]:
+    """Return the words of a memory as Python ints."""
     words: list[int] = memory.tolist()
     return words
 

@@ -96,6 +96,8 @@ class PlaneMap:
 def place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMap, ...]]:
     """Lay a layer out: return the words per memory, and the storage of each plane in them.
 
+    The words do not include guard pages, but the planes begin behind the first one.
+
     Raises:
         ValueError: no layout has the spec's name.
     """
@@ -105,9 +107,11 @@ def place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMa
     def plane(
         memory: int, start: int, strides: tuple[int, int, int, int], width: int, rows: int = heads
     ) -> PlaneMap:
+        """Describe a plane that begins ``start`` words behind the first guard page."""
         return PlaneMap(memory, GUARD + start, strides, rows, width, slots)
 
     def dense(memory: int, start: int, width: int) -> PlaneMap:
+        """Describe a contiguous plane ``[blocks, slots, heads, width]``."""
         row = heads * width
         return plane(memory, start, (slots * row, row, width, 1), width)
 
@@ -184,8 +188,9 @@ def place_scales(
 ) -> tuple[list[int], tuple[PlaneMap, ...]]:
     """Make room for float32 scales beside the rows of ``planes``, counted in bytes.
 
-    In a tensor of their own, of any strides; in the layout ``"hnd"`` behind each head's
-    elements, in the same memory.
+    In a tensor of their own, of any strides; in the layout ``"hnd"`` behind each head's elements,
+    in the same memory, whose rows move apart for them. Returns the sizes of all memories, and all
+    planes, those of scales last.
     """
     blocks, slots, heads = spec.num_blocks, spec.block_size, planes[0].heads
     sides = len(planes)
@@ -213,7 +218,10 @@ def place_scales(
 
 
 def view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
-    """Return the cache as an engine would hold it: a view of its memory."""
+    """Return a plane of the cache as an engine would hold it: a view of its memory.
+
+    With an offset table it is ``[num_blocks, elements of a block]``.
+    """
     if spec.layout == "permuted":
         half = plane.size // 2
         shape: tuple[int, ...] = (spec.num_blocks, 1, plane.heads, half, 2)
@@ -235,7 +243,10 @@ def scale_view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
 
 
 def table(plane: PlaneMap) -> Tensor | None:
-    """Return the table of offsets for ``LayerRef``; None if rows are strided views."""
+    """Return the table of offsets for ``LayerRef``, int64 ``[block_size, heads, size]``.
+
+    None if rows are strided views.
+    """
     if plane.table is None:
         return None
     return torch.tensor(plane.table).view(plane.block_size, plane.heads, plane.size)

@@ -48,6 +48,7 @@ _BLOCK_SIZES: Final = {"a": 3, "b": 4}
 
 @st.composite
 def _layers(draw: st.DrawFn) -> LayerSpec:
+    """Draw the description of a layer of any layout and format, in one of two groups."""
     group = draw(st.sampled_from(sorted(_BLOCK_SIZES)))
     return LayerSpec(
         draw(st.sampled_from(LAYOUTS)),
@@ -120,7 +121,10 @@ class Model:
         return [index for index in range(len(self._rig.refs)) if index not in self.staged]
 
     def begin(self, batch: Batch, mapped: Sequence[str], failed: bool) -> None:
-        """Follow the begin of a window; saving the old rows may have failed."""
+        """Follow the begin of a window.
+
+        Saving the old rows of a group in ``mapped`` may have failed.
+        """
         self._batch, self._before = batch, self._rig.truth.copy()
         self.state, self.staged, self.mapped = WindowState.OPEN, [], list(mapped)
         if failed:
@@ -133,7 +137,7 @@ class Model:
             self._failed(self.staged)
 
     def stage(self, index: int, failed: bool) -> None:
-        """Follow the staging of a layer, which may have failed."""
+        """Follow the staging of a layer, which may have failed, in the oracle and the state."""
         batch = self.batch
         if failed and self._raises:
             direct = self._rig.policy == "direct"
@@ -155,7 +159,10 @@ class Model:
             self._failed(self.staged)
 
     def commit(self, kept: Sequence[bool], failed: bool) -> None:
-        """Follow a commit of these rows, with every layer staged."""
+        """Follow a commit of these rows, with every layer staged.
+
+        The executor may have failed in it.
+        """
         if failed and self._raises:
             self._failed(self.staged)
             return
@@ -166,7 +173,7 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.COMMITTED, kept)
 
     def abort(self, failed: bool) -> None:
-        """Follow an abort; a window that had fallen back leaves its rows in the caches."""
+        """Follow an abort, which may have failed; a window that had fallen back leaves its rows."""
         fell_back = failed or self.state is WindowState.DIRECT
         if self.state is not WindowState.DIRECT and self._rig.policy == "undo":
             self._take_back(self.staged)
@@ -175,7 +182,10 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.ABORTED)
 
     def _failed(self, layers: Iterable[int]) -> None:
-        """Follow a failure of the executor: all rows are written through, or all taken back."""
+        """Follow a failure of the executor: all rows are written through, or all taken back.
+
+        With ``on_error="raise"`` the window has ended as aborted; else it is direct from now on.
+        """
         if not self._raises:
             self.state = WindowState.DIRECT
             self._write(layers, [True] * self.batch.num_rows)
@@ -185,10 +195,11 @@ class Model:
         self._end(WindowState.ABORTED)
 
     def _write(self, layers: Iterable[int], mask: Sequence[bool]) -> None:
+        """Write the masked rows of the present window into the oracle, in these layers."""
         self._rig.write(self.batch, mask, list(layers))
 
     def _take_back(self, layers: Iterable[int]) -> None:
-        """Restore the draft slots of these layers to their content when the window began."""
+        """Restore these layers' draft slots, in the oracle, to what they held at the begin."""
         assert self._before is not None
         for index in layers:
             cache = self._rig.caches[index]
@@ -198,7 +209,7 @@ class Model:
                     self._rig.truth.write(cache.name, slot, self._before.read(cache.name, slot))
 
     def _adopt(self, index: int, mask: Sequence[bool]) -> None:
-        """Accept old or new words in these rows of a layer whose staging failed half-way."""
+        """Accept, in the oracle, old or new words in these rows of a layer that failed half-way."""
         cache = self._rig.caches[index]
         slots, rows = self.batch.slots[cache.spec.group], self.batch.rows[cache.name]
         for slot, row, unsure in zip(slots, rows, mask, strict=True):
@@ -206,6 +217,7 @@ class Model:
                 self._rig.truth.adopt(cache.name, slot, row)
 
     def _end(self, state: WindowState, kept: Sequence[bool] | None = None) -> None:
+        """End the present window in a state: count its rows, once it had slots, and the outcome."""
         if self.mapped:
             for place, number in enumerate(self.batch.count(kept, self.mapped)):
                 self.rows[place] += number
@@ -229,7 +241,7 @@ class Program(RuleBasedStateMachine):
     def build(
         self, specs: list[LayerSpec], policy: st.DataObject, on_error: str, staging: str, seed: int
     ) -> None:
-        """Build a manager of the backend, whose executor fails on command."""
+        """Build a manager of the backend, whose executor fails on command, and its model."""
         chosen = policy.draw(st.sampled_from(sorted(self.kit.capabilities.policies)), "policy")
         self.rig, self.faults = self.kit.faulty_rig(
             chosen, specs, seed=seed, on_error=on_error, staging=staging
@@ -269,7 +281,7 @@ class Program(RuleBasedStateMachine):
     def begin(
         self, shape: Shape, late: bool, padding: float, fault: Fault, data: st.DataObject
     ) -> None:
-        """Open a window, with the slots of all groups, of some, or of none."""
+        """Open a window, with the slots of all groups, of some, or of none; saving may fail."""
         payload = data.draw(st.sampled_from(["native", "cast"]), "payload")
         batch = self.rig.batch(shape, padding=padding, payload=payload)
         groups = data.draw(st.permutations(sorted(batch.slots)), "groups")
@@ -278,6 +290,7 @@ class Program(RuleBasedStateMachine):
         saves = self.faults.calls["save"]
 
         def action() -> None:
+            """Open the window, with the slots of the groups in ``given``."""
             self.window = self.rig.manager.window(
                 batch.draft_len, {group: slots[group] for group in given}, batch.settled
             )
@@ -290,7 +303,10 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(which=st.integers(0, 9), again=st.booleans(), saving=st.booleans(), fault=_FAULTS)
     def stage(self, which: int, again: bool, saving: bool, fault: Fault) -> None:
-        """Stage any layer that is missing, with slots if its group has none yet."""
+        """Stage any layer that is missing, with slots if its group has none yet; it may fail.
+
+        On a CPU slots may be given again.
+        """
         model, batch = self.model, self.model.batch
         index = model.missing[which % len(model.missing)]
         ref = self.rig.refs[index]
@@ -307,22 +323,27 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(fault=_FAULTS)
     def stage_the_rest(self, fault: Fault) -> None:
-        """Stage all layers that are missing, in their order; the fault may hit any."""
+        """Stage all layers that are missing, in their order; each call gets the fault."""
         while self.model.state is not None and self.model.missing:
             self.stage(0, False, False, fault)
 
     def _stage(self, index: int, slots: list[int] | Tensor | None = None) -> None:
+        """Hand the present window's rows of a layer in, with slots or without."""
         self.rig.hand_in(self._open, self.model.batch, index, slots)
 
     @property
     def _open(self) -> Window:
+        """The present window, or the last one."""
         assert self.window is not None
         return self.window
 
     @precondition(lambda self: self.model.state is not None and self.attends)
     @rule(which=st.integers(0, 9), fault=_FAULTS)
     def attend(self, which: int, fault: Fault) -> None:
-        """Attend to a staged layer; the output is promise 4's, here it must change nothing."""
+        """Attend to a staged layer with keys and values, if any.
+
+        It changes nothing unless it fails.
+        """
         staged = [i for i in self.model.staged if not self.rig.refs[i].is_latent]
         if not staged:
             return
@@ -334,7 +355,7 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(data=st.data(), form=st.sampled_from(["device", "list", "mask"]), fault=_FAULTS)
     def commit(self, data: st.DataObject, form: str, fault: Fault) -> None:
-        """Accept some drafts, in one of the forms of acceptance."""
+        """Accept some drafts, in one of the forms of acceptance; the commit may fail."""
         batch = self.model.batch
         counts = [data.draw(st.integers(0, drafts), "accepted") for drafts in batch.draft_len]
         kept = batch.kept(counts)
@@ -382,7 +403,10 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule()
     def go_wrong_while_open(self) -> None:
-        """Try to commit too early, stage twice or misshapen, map again, or open another window."""
+        """Commit too early, stage twice or misshapen, map again, open another window.
+
+        All are refused. So is staging without slots, where a group has none yet.
+        """
         model, rig = self.model, self.rig
         with pytest.raises(IncompleteWindowError):
             self._open.commit(0)
@@ -407,7 +431,10 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(excess=st.integers(1, 3))
     def go_wrong_at_commit(self, excess: int) -> None:
-        """Try to accept too many drafts, for too many requests, or in an unknown form."""
+        """Accept too many drafts, for too many requests, or in an unknown form: all are refused.
+
+        So is staging a layer again.
+        """
         batch = self.model.batch
         too_many = [drafts + excess for drafts in batch.draft_len] or [0]
         wrong: tuple[Any, ...] = (too_many, [*batch.draft_len, 0], "all")
@@ -420,7 +447,7 @@ class Program(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state is None and self.window is not None)
     @rule()
     def use_it_again(self) -> None:
-        """Try to use a window again after its end."""
+        """Commit, abort and stage in a window after its end: each raises WindowStateError."""
         ref = self.rig.refs[0]
         calls: tuple[Callable[[], None], ...] = (
             lambda: self._open.commit(0),
@@ -435,7 +462,7 @@ class Program(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Compare states, counters and every word of every cache with the model."""
+        """After every step, compare states, counters and every cached word with the model."""
         self.rig.check()
         flat, model = self.rig.manager.snapshot(), self.model
         self.rig.check_rows(model.rows)
@@ -454,7 +481,11 @@ class RandomProgram(KitBase):
     def test_random_program(
         self, kit: Kit, program_settings: settings, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Begin, stage, attend, commit, abort, faults and misuse in any order."""
+        """After any calls in any order, states, counters and bytes are the model's.
+
+        The calls are begin, stage, attend, commit and abort; some fail on command, and some are
+        misuse, which has to be refused.
+        """
         caplog.set_level(logging.ERROR, logger="kvtxn")  # a thousand fallbacks say nothing
         bound = type("Program", (Program,), {"kit": kit})
         run_state_machine_as_test(bound, settings=program_settings)

@@ -41,7 +41,10 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("missing", range(len(VARIED)))
     def test_a_layer_is_missing(self, rig: Rig, missing: int) -> None:
-        """Commit is refused and writes nothing; once the layer is staged, commit passes."""
+        """Commit is refused and writes nothing; the window stays OPEN and names the missing layer.
+
+        Once the layer is staged, commit passes.
+        """
         batch = rig.batch()
         others = [index for index in range(len(rig.refs)) if index != missing]
         with rig.open(batch) as window:
@@ -59,7 +62,10 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("wrong", REFUSED)
     def test_acceptance_that_does_not_fit(self, kit: Kit, policy: str, wrong: str) -> None:
-        """A wrong acceptance is refused and changes nothing; the right one passes afterwards."""
+        """A wrong acceptance is refused and changes nothing; the right one passes afterwards.
+
+        The window stays STAGED in between.
+        """
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch(((1, 1), (3, 2)))
         with rig.open(batch) as window:
@@ -83,7 +89,10 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
-        """An abort before all groups have slots does not touch groups without slots."""
+        """An abort before all groups have slots does not touch groups without slots.
+
+        In the others drafts are taken back, and settled rows stay.
+        """
         more = [attrs.evolve(SIMPLE[0], group=group) for group in ("third", "fourth")]
         specs = [SIMPLE[0], VARIED[2], *more]
         rig = kit.rig(policy, specs)
@@ -100,7 +109,10 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", [0, 2, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_the_exception_of_the_body_wins(self, rig: Rig, staged: int) -> None:
-        """Leaving the block by an exception aborts, and the same exception surfaces."""
+        """Leaving the block by an exception aborts, and the same exception surfaces.
+
+        Settled rows stay.
+        """
         batch = rig.batch()
         ours, window = KeyError("from the body"), rig.open(batch)
         with pytest.raises(KeyError) as caught:
@@ -113,7 +125,10 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", [0, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_block_without_a_verdict(self, rig: Rig, staged: int) -> None:
-        """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError."""
+        """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError.
+
+        Settled rows stay, no draft does, and the manager is free.
+        """
         batch = rig.batch()
         with pytest.raises(UnresolvedWindowError), rig.open(batch) as window:
             rig.stage(window, batch, range(staged))
@@ -124,7 +139,10 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
     def test_a_staged_tensor_was_modified(self, kit: Kit, part: int) -> None:
-        """A write to a tensor held by reference is noticed, and the commit refused."""
+        """A write to a tensor held by reference is noticed, and the commit is refused.
+
+        Nothing is written; the window stays STAGED, and can be aborted.
+        """
         rig = kit.rig("deferred", SIMPLE, staging="auto")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -157,7 +175,10 @@ class AllOrNothing(KitBase):
                 window.abort()
 
     def test_a_copied_tensor_may_be_modified(self, kit: Kit) -> None:
-        """With staging='copy' the caller may overwrite its buffers at once."""
+        """With staging='copy' the caller may overwrite its buffers at once.
+
+        The commit has the old content.
+        """
         rig = kit.rig("deferred", SIMPLE, staging="copy")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -175,7 +196,10 @@ class Isolation(KitBase):
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_only_settled_rows_are_written_by_staging(self, kit: Kit, shape: str) -> None:
-        """After every single call, the caches hold settled rows and no draft."""
+        """After begin and every staging, the caches hold settled rows and no draft.
+
+        Commit is exact.
+        """
         rig = kit.rig("deferred")
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:
@@ -226,7 +250,10 @@ class Isolation(KitBase):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_written_through_at_once(self, rig: Rig, policy: str, shape: str) -> None:
-        """Under ``undo`` and ``direct`` all rows are in the caches as soon as they are staged."""
+        """Under ``undo`` and ``direct`` all rows are in the caches as soon as they are staged.
+
+        Under ``direct`` they stay there after a commit that accepts no draft.
+        """
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:
             rig.check("after begin")
@@ -240,7 +267,7 @@ class Isolation(KitBase):
 
 
 def leave_by(error: Exception, rig: Rig, window: Window, batch: Batch, staged: int) -> None:
-    """Stage some layers in a ``with`` block, and leave it by an exception."""
+    """Stage the first ``staged`` layers in the window's ``with`` block; leave it by ``error``."""
     with window:
         rig.stage(window, batch, range(staged))
         raise error

@@ -22,7 +22,10 @@ from .rig import SIMPLE, Rig
 
 
 def sampled(batch: Batch, counts: Sequence[int], device: torch.device) -> Tensor:
-    """Make ids that mean ``counts``: the accepted drafts, one more, then placeholders."""
+    """Make ids that mean ``counts``: per request the accepted drafts, one more, then placeholders.
+
+    int64 ``[num_requests, most drafts + 1]``; the placeholder is -1.
+    """
     width = max(batch.draft_len, default=0) + 1
     lines = [[7] * (count + 1) + [-1] * (width - count - 1) for count in counts]
     return torch.tensor(lines, dtype=torch.int64).view(-1, width).to(device)
@@ -38,7 +41,10 @@ class CapturedWindows(MixedKit):
         exact_steps(rig, CapturedForward(rig, HELD), SHAPES[shape])
 
     def test_fewer_rows_than_captured(self, kit: Kit) -> None:
-        """The forward writes the rows behind the window's, which the window never touches."""
+        """A window may have fewer rows than the forward: it holds back and commits its own alone.
+
+        The forward writes all rows behind them at once.
+        """
         rig = kit.rig("deferred", SIMPLE)
         forward = CapturedForward(rig, HELD)
         forward.load(batch := rig.batch(((1, 1, 1), (2, 2, 2))))
@@ -52,7 +58,7 @@ class CapturedWindows(MixedKit):
         rig.check("the rows of two requests of three")
 
     def test_an_abort_over_captured_rows(self, kit: Kit, layers: Layers) -> None:
-        """An aborted window leaves the rows to the next window, which commits them."""
+        """An aborted window writes no draft; the next window finds the rows and commits them."""
         rig = kit.rig("deferred", layers("deferred"))
         forward = CapturedForward(rig, HELD)
         batch = rig.batch()
@@ -68,7 +74,10 @@ class CapturedWindows(MixedKit):
         assert rig.rows()[0] == 2 * rig.rows()[1]
 
     def test_a_failing_commit_of_captured_rows(self, kit: Kit, layers: Layers) -> None:
-        """If the commit fails the reference finds the rows where the forward left them."""
+        """If the commit fails, the window falls back: the reference writes the accepted rows.
+
+        It finds them where the forward left them.
+        """
         rig, faults = kit.faulty_rig("deferred", layers("deferred"), on_error="fallback")
         forward = CapturedForward(rig, HELD)
         window = forward.begin(batch := rig.batch())
@@ -81,7 +90,10 @@ class CapturedWindows(MixedKit):
         rig.check("committed by the reference")
 
     def test_a_layer_was_not_captured(self, kit: Kit) -> None:
-        """No windows are made over rows that lack a layer; no row is written."""
+        """Windows over rows that lack a layer are refused with a LayerError that names it.
+
+        Nothing is written.
+        """
         rig = kit.rig("deferred", SIMPLE)
         forward = CapturedForward(rig, HELD)
         rows = dict(forward.windows.rows)
@@ -92,7 +104,10 @@ class CapturedWindows(MixedKit):
         rig.check("refused")
 
     def test_marks_that_do_not_fit(self, kit: Kit) -> None:
-        """Marks are int64, one for each row, side by side; all of them begin as -1."""
+        """Marks are int64, one for each row, side by side; others are refused with a LayerError.
+
+        Marks that fit are all set to -1, and used in place.
+        """
         rig = kit.rig("deferred", SIMPLE)
         most = rig.manager.config.max_rows
         zeros = partial(torch.zeros, dtype=torch.int64, device=rig.device)
@@ -107,7 +122,10 @@ class CapturedWindows(MixedKit):
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_only_where_rows_wait(self, kit: Kit, policy: str) -> None:
-        """Rows are given only under ``deferred``: else the forward writes them to the caches."""
+        """Given rows are refused with a ConfigError except under ``deferred``.
+
+        Under other policies the forward writes them to the caches.
+        """
         rows = CapturedForward(kit.rig("deferred", SIMPLE), HELD).windows.rows
         rig = kit.rig(policy, SIMPLE)
         slots = torch.full((1, 9), -1, dtype=torch.int64, device=rig.device)
@@ -117,7 +135,7 @@ class CapturedWindows(MixedKit):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_sampled_ids_say_the_same_as_counts(self, mixed: Rig, shape: str) -> None:
-        """Ids and counts leave the same bytes, whether manager, kernel or graph counts them."""
+        """Sampled ids leave the bytes that counts of accepted drafts ask for, in three windows."""
         for _ in range(3):
             batch = mixed.batch(SHAPES[shape])
             counts = random_counts(batch, mixed.rng)
@@ -125,7 +143,7 @@ class CapturedWindows(MixedKit):
             mixed.commit(batch, counts, f"ids that mean {counts}", given=ids)
 
     def test_ids_beyond_the_vocabulary_count_as_nothing(self, kit: Kit) -> None:
-        """Ids at or above the vocabulary size count as no token."""
+        """Ids at or above the vocabulary size, and the placeholder, count as no token."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch(((1,), (3,)))
         ids = torch.tensor([[3, 99, 100, -7]], dtype=torch.int32).to(rig.device)
@@ -138,7 +156,10 @@ class CapturedWindows(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_refusals_are_counted(self, kit: Kit, policy: str) -> None:
-        """A commit that the device refuses is COMMITTED for the host, and counted as refused."""
+        """A commit that the device refuses is COMMITTED for the host, and counted as refused.
+
+        The device refuses it for a slot out of range.
+        """
         kit.need_cuda()
         rig = kit.rig(policy, SIMPLE)
         for wild in (0, 10**9, 0):

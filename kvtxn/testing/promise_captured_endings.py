@@ -32,7 +32,11 @@ class StepEndings(MixedKit):
     def test_a_failing_step_loses_nothing(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """on_error="fallback": no error is raised; accepted and settled rows are in the caches."""
+        """on_error="fallback": no error is raised; accepted and settled rows are in the caches.
+
+        The window is counted as fallen back, with the operation as the reason, and the next step
+        works.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward = CapturedForward(rig)
         for seen in (1, len(rig.refs) - 1):
@@ -57,7 +61,11 @@ class StepEndings(MixedKit):
     def test_a_failing_step_restores_and_raises(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """on_error="raise": the error is raised, no draft is in a cache, the window is counted."""
+        """on_error="raise".
+
+        The error is raised, no draft is in a cache, the window is counted as aborted. The next step
+        works.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="raise")
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
@@ -144,7 +152,10 @@ class StepEndings(MixedKit):
     def test_hooks_are_told_of_accepted_rows_alone(
         self, mixed: Rig, forward: CapturedForward
     ) -> None:
-        """Hooks are called after the work is enqueued; ``on_abort`` gets settled rows' slots."""
+        """``on_commit`` names settled and accepted rows alone, ``on_abort`` settled ones.
+
+        No hook is called before the end, and then the bytes are in place.
+        """
         offloader = Offloader(mixed)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
         for end in ("commit", "abort", "commit"):
@@ -182,7 +193,10 @@ class StepEndings(MixedKit):
     def test_hooks_of_a_step_that_fell_back(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """After a fallback rejected rows may be in the cache, and a connector still skips them."""
+        """After a fallback rejected rows may be in the cache.
+
+        Hooks get the accepted and settled ones alone.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         forward, offloader = CapturedForward(rig), Offloader(rig)
         batch = rig.batch(SHAPE)
@@ -194,7 +208,10 @@ class StepEndings(MixedKit):
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_a_hook_that_raises(self, kit: Kit, layers: Layers, on_error: str) -> None:
-        """A hook's error does not change the window; the error is counted, or raised at the end."""
+        """A hook's error does not change the window.
+
+        It is counted, and with on_error="raise" raised. The window is committed all the same.
+        """
         rig = kit.rig("deferred", layers("deferred"), on_error=on_error)
         forward = CapturedForward(rig)
         hook = rig.manager.on_commit(lambda window: [][window.number + 1])
@@ -246,7 +263,10 @@ def _failing(
 
 
 def _failing_begin(rig: Rig, forward: CapturedForward, faults: Faults, batch: Batch) -> Any:
-    """Run a step whose rows could not be saved, or whose drafts could not all be marked."""
+    """Run a step whose rows could not be saved, or whose drafts could not all be marked.
+
+    The first under ``undo``, the other under ``deferred``. Returns the window, committed.
+    """
     if rig.policy == "undo":
         faults.arm("save")
         window = forward.begin(batch)
@@ -270,7 +290,7 @@ class HalfMarked:
         self._position, self._copies = position, 0
 
     def copy_(self, marks: torch.Tensor) -> None:
-        """Copy, and fail after the first copy."""
+        """Copy ``marks``; the first call raises InjectedFault after it has copied."""
         self._position.copy_(marks)
         self._copies += 1
         if self._copies == 1:

@@ -46,9 +46,10 @@ class _UntilCounted(TorchDispatchMode):
 
 
 def _watched(executor: type[Executor]) -> type[Executor]:
-    """Make the same executor, whose commits fail if they count before they have written."""
+    """Make a subclass of an executor whose commits fail if they count before they have written."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        """Commit, and raise an AssertionError if a cache was written after the counters."""
         with _UntilCounted(self.layers, txn.counters) as watch:
             executor.commit(self, txn, accepted)
         watch.check()
@@ -105,7 +106,11 @@ class Counts(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_bytes_follow_from_rows(self, kit: Kit, policy: str) -> None:
-        """Bytes written and avoided follow from each group's rows, in any order of groups."""
+        """Bytes written and avoided follow from each group's rows, in any order of groups.
+
+        Under ``deferred`` committed rows are written and rejected ones avoided; under ``undo`` all
+        are written, rejected ones twice, and none is avoided.
+        """
         specs = [LayerSpec(group="a"), LayerSpec(group="b", heads=3), LayerSpec("latent")]
         rig = kit.rig(policy, specs)
         batch = rig.batch(((1, 1), (4, 3)), padding=0.4)

@@ -14,7 +14,10 @@ from .rig import Rig
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise at any operation that waits for the device (torch's sync debug mode)."""
+    """Make torch raise at any operation that waits for the device, in the block.
+
+    Waits for the device once, before; afterwards torch's sync debug mode is as it was.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -25,7 +28,10 @@ def no_host_sync() -> Iterator[None]:
 
 
 def window_without_sync(rig: Rig, attend: bool) -> None:
-    """Run a warm-up window, then others under sync debug mode, one without rows; compare all."""
+    """Run a warm-up window, then others under sync debug mode, one without rows; compare all.
+
+    ``attend``: each of them attends to its layers, too.
+    """
     _whole_window(rig, ((1, 1), (3, 2)), attend, nullcontext())
     for shape in (((1, 1, 1), (4, 2, 1)), ((0,), (0,))):
         _whole_window(rig, shape, attend, no_host_sync())
@@ -37,7 +43,10 @@ def _whole_window(
     attend: bool,
     watch: AbstractContextManager[None],
 ) -> None:
-    """Begin, stage, attend and commit inside ``watch``; its tensors are made before."""
+    """Begin, stage, attend and commit inside ``watch``; compare the caches after it.
+
+    All tensors are made before; ``attend`` False leaves the attention out.
+    """
     batch = rig.batch(shape)
     requests = len(batch.settled)
     slots, counts = rig.slots(batch), rig.accepted(batch.draft_len) - 1
@@ -83,7 +92,11 @@ class Device(KitBase):
     """The host never waits for the device from begin to the end of commit."""
 
     def test_no_host_sync(self, kit: Kit, policy: str) -> None:
-        """A window with a new layout passes torch's sync debug mode."""
+        """No window waits for the device from begin to the end of commit.
+
+        With attention, if declared. Torch's sync debug mode finds waits. Layouts are new to the
+        manager.
+        """
         kit.need("no_host_sync")
         window_without_sync(kit.rig(policy), kit.capabilities.attention)
 

@@ -30,7 +30,10 @@ class Discipline(KitBase):
     """Padding is never written, order does not matter, a window is used once."""
 
     def test_padding_anywhere(self, kit: Kit, policy: str) -> None:
-        """Padding may be the first, last, a settled or a draft row; -1 is no slot of the cache."""
+        """Padding may be the first, last, a settled or a draft row, and is written nowhere.
+
+        Neither to slot 0 nor to the last slot, which -1 might name.
+        """
         rig = kit.rig(policy, [LayerSpec(), LayerSpec("latent"), LayerSpec("offsets")])
         last = rig.caches[0].num_slots - 1
         for pattern in itertools.product([True, False], repeat=4):
@@ -57,7 +60,7 @@ class Discipline(KitBase):
         assert rig.rows() == (0, 0, 0)
 
     def test_any_order_of_layers(self, kit: Kit, policy: str) -> None:
-        """Every permutation leaves the same bytes."""
+        """Every permutation of three layers leaves the same bytes."""
         rig = kit.rig(policy, [*ORDERED, LayerSpec("latent", group="other", block_size=2)])
         for order in itertools.permutations(range(3)):
             batch = rig.batch()
@@ -65,7 +68,10 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("kind", ["int64", "int32", "list"])
     def test_slots_given_late(self, kit: Kit, policy: str, kind: str) -> None:
-        """Slots may come with the first layer of a group, in any order, and be repeated later."""
+        """Slots may come with the first layer of a group, in any order, and be repeated later.
+
+        As a tensor of int64 or int32, or as a list.
+        """
         rig = kit.rig(policy, [*ORDERED, *ORDERED])
         for order, draft_len in itertools.product([(0, 1, 2, 3), (3, 0, 1, 2)], _SAME_LENGTHS):
             batch = rig.batch(((1, 1), (2, 2)))
@@ -83,7 +89,7 @@ class Discipline(KitBase):
             rig.check(f"order {order}")
 
     def test_the_slots_are_copied(self, kit: Kit, policy: str) -> None:
-        """The caller may refill its slot buffer for the next step before commit."""
+        """The caller may refill its slot buffer as soon as the window has begun."""
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch()
         slots = rig.slots(batch)["default"]
@@ -96,7 +102,10 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_a_window_is_single_use(self, kit: Kit, policy: str, end: str) -> None:
-        """After its end every call is refused, and the next window starts clean."""
+        """After its end every call raises WindowStateError and changes nothing.
+
+        The next window starts clean.
+        """
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch()
         window = rig.open(batch)
@@ -156,7 +165,10 @@ class Discipline(KitBase):
         rig.check("after all misuse")
 
     def test_a_window_that_cannot_begin(self, kit: Kit, policy: str) -> None:
-        """Slots or lengths that do not fit are refused, and the manager is free again."""
+        """Slots or lengths that do not fit are refused, and nothing is written.
+
+        The manager has no open window afterwards, and can begin another.
+        """
         rig = kit.rig(policy, SIMPLE)
         limit = rig.caches[0].num_slots
         good = list(range(7))
@@ -180,11 +192,13 @@ class Discipline(KitBase):
 
 
 def _pad(batch: Batch, pattern: tuple[bool, ...]) -> None:
+    """Replace slots of a batch in place by -1, where ``pattern`` is True."""
     for slots in batch.slots.values():
         slots[:] = [-1 if pad else slot for pad, slot in zip(pattern, slots, strict=True)]
 
 
 def _as(kind: str, rig: Rig, slots: list[int]) -> Any:
+    """Return slots as a list, or as a tensor of the dtype named ``kind`` on the rig's device."""
     if kind == "list":
         return slots
     return torch.tensor(slots, dtype=getattr(torch, kind)).to(rig.device)

@@ -61,7 +61,7 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("fmt", [*FORMATS, WIDE.name])
     def test_every_layout_and_format(self, kit: Kit, policy: str, fmt: str, layout: str) -> None:
-        """Any strides, any number format: bit patterns survive, numbers are stored once."""
+        """Any strides, any number format: bit patterns survive, and numbers are encoded once."""
         kind = FORMATS.get(fmt, WIDE)
         specs = [LayerSpec(layout, kind), LayerSpec(layout, kind, heads=3, size=4, value_size=6)]
         rig = kit.rig(policy, specs)
@@ -77,14 +77,14 @@ class Exactness(KitBase):
             rig.commit(batch, EXTREMES[accepting](batch, rig), shape)
 
     def test_many_rows(self, kit: Kit, policy: str) -> None:
-        """More rows than one block of a kernel has, and more than the window before had."""
+        """A window may have more rows than one block of a kernel, and than the window before."""
         rig = kit.rig(policy, [LayerSpec(num_blocks=120)], max_rows=320)
         for requests in (1, 40):
             rig.commit(rig.batch(((1,) * requests, (7,) * requests)))
 
     @pytest.mark.parametrize("drafts", [1, 2, 5])
     def test_rows_side_by_side(self, rig: Rig, policy: str, drafts: int) -> None:
-        """Slots may follow each other, as engines deal them out."""
+        """Slots may follow each other, as engines deal them out; commits and aborts are exact."""
         for settled, start in ((0, 0), (1, 1), (0, 6)):
             batch = rig.batch(((settled,), (drafts,)), padding=0.0)
             slots = list(range(start, start + batch.num_rows))
@@ -108,7 +108,7 @@ class Exactness(KitBase):
             rig.commit(rig.batch())
 
     def test_a_chain_of_windows(self, kit: Kit, policy: str) -> None:
-        """Windows may use the slots of earlier windows, accepted, rejected or aborted."""
+        """Windows are exact in slots of earlier windows, accepted, rejected or aborted."""
         rig = kit.rig(policy, seed=5)
         shapes = list(SHAPES.values())
         for step in range(12):
@@ -138,7 +138,10 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
     def test_masks_that_are_no_prefix(self, kit: Kit, rig: Rig, on_device: bool) -> None:
-        """A mask may keep any draft rows; its elements for settled rows are ignored."""
+        """A mask, on the host or the device, may keep any draft rows.
+
+        Its elements for settled rows are ignored.
+        """
         for _ in range(3):
             batch = rig.batch(((1, 2, 1), (5, 0, 6)))
             mask = [rig.rng.random() < 0.5 for _ in range(batch.num_rows)]
@@ -147,7 +150,7 @@ class Exactness(KitBase):
             rig.commit(batch, given=given, kept=kept)
 
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
-        """Counts on the device are clamped to the number of drafts."""
+        """Counts on the device are clamped to the number of drafts, from 0 on."""
         counts, clamped = [-7, 99, 2**40], [0, 2, 4]
         host = kit.device.type == "cpu"  # where commit itself refuses them
         rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)
@@ -155,7 +158,7 @@ class Exactness(KitBase):
         rig.commit(batch, clamped, "clamped", given=rig.accepted(clamped if host else counts))
 
     def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
-        """If a slot on the device is outside its cache, no row is written."""
+        """If a slot on the device is outside its cache, no row is written in any layer."""
         kit.need_cuda()
         for bad in (-2, 10**6, -(2**33), 2**33):
             rig = kit.rig(policy)
@@ -166,7 +169,10 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
     def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
-        """A refused commit writes and restores no row in any layer, and rejects every draft."""
+        """A refused commit writes and restores no row in any layer, and rejects every draft.
+
+        It is counted as refused. The device refuses it for a slot outside a cache.
+        """
         rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "commit"))
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -178,7 +184,10 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
     def test_staging_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
-        """Staging writes no row in any layer, settled ones included, nor does the commit."""
+        """Staging writes no row in any layer, settled ones included, nor does the commit.
+
+        A slot lies outside a cache. The window is counted as refused, and every draft as rejected.
+        """
         rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "stage", "commit"))
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -191,7 +200,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
     def test_an_abort_that_the_device_refuses(self, kit: Kit, bad: int) -> None:
-        """Restoring puts no row back in any layer."""
+        """If a slot lies outside a cache, the abort of an undo window puts no row back."""
         rig = kit.rig("undo", executor=_off_range(kit.executor, bad, "restore"))
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -203,7 +212,10 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
     @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head", "int8-row"])
     def test_ways_to_stage(self, kit: Kit, policy: str, fmt: str, staging: str) -> None:
-        """By reference or by copy, with or without a version counter, from strided tensors."""
+        """By reference or by copy, from tensors of any strides, the caches get the same bytes.
+
+        Tensors of inference mode, which have no version counter, stand for all.
+        """
         specs = [LayerSpec(fmt=FORMATS[fmt]), LayerSpec("hnd", FORMATS[fmt])]
         rig = kit.rig(policy, specs, staging=staging)
         for view in (Tensor.contiguous, spread, every_other, turned):
@@ -235,7 +247,10 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
-        """If the caller writes rows itself, the window only takes rejected ones back."""
+        """If the caller writes rows itself, the window only takes rejected ones back.
+
+        An abort under ``undo`` takes all drafts back; under ``direct`` none is taken back.
+        """
         for end in ("commit", "abort") if policy == "undo" else ("commit",):
             batch = rig.batch(((1, 2), (4, 3)))
             slots = rig.slots(batch)
@@ -252,7 +267,10 @@ class Exactness(KitBase):
             rig.check(f"after {end}")
 
     def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
-        """The torch executor, given the same program, leaves the same memory word for word."""
+        """The torch executor, given the same windows, leaves the same memory word for word.
+
+        The counts of rows are the same, too.
+        """
         if "torch" not in registry.names():
             pytest.skip("the torch executor is not installed")
         rigs = [kit.rig(policy, seed=9), Rig("torch", policy, kit.device, VARIED, seed=9)]
@@ -286,36 +304,48 @@ class Sizes(KitBase):
         _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
 
     def test_many_requests(self, kit: Kit, policy: str) -> None:
-        """The count of every request holds, the last one included."""
+        """Commit and abort are exact for 260 requests.
+
+        The count of every one holds, the last included.
+        """
         spec = attrs.evolve(_SMALL, num_blocks=140)
         _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
 
     def test_long_drafts(self, kit: Kit, policy: str) -> None:
-        """A request may have many drafts, as prompt lookup proposes them."""
+        """Commit and abort are exact for a request of 140 drafts, as of prompt lookup."""
         spec = attrs.evolve(_SMALL, num_blocks=60)
         _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
 
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
-        """Every element of a wide row is committed."""
+        """Every element of a wide row is committed and restored."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
 
 
 def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
-    """Make the same executor, whose commits are given these counts, as from a device."""
+    """Make a subclass of an executor whose commits are given these counts, as from a device."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        """Commit ``counts`` in place of ``accepted``."""
         executor.commit(self, txn, torch.tensor(counts).to(accepted.device))
 
     return type(f"Handed{executor.__name__}", (executor,), {"commit": commit})
 
 
 def _off_range(executor: type[Executor], bad: int, *methods: str) -> type[Executor]:
-    """Make the same executor, whose methods meet a slot outside its cache, as from a device."""
+    """Make a subclass of an executor whose methods meet a slot outside its cache, as from a device.
+
+    Where the executor does not check ranges by itself, ``Txn.in_range`` is False instead.
+    """
 
     def off(name: str) -> Any:
+        """Make the failing form of the method of this name."""
         inner = getattr(executor, name)
 
         def call(self: Executor, txn: Txn, *more: Any) -> None:
+            """Put ``bad`` in the place of a slot, or mark the window as out of range.
+
+            Then call the method.
+            """
             if executor.capabilities.checks_range:
                 txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}
                 txn.slots["sliding"][-1] = bad
@@ -338,7 +368,7 @@ def _check_refused(rig: Rig) -> None:
 
 
 def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None:
-    """Run one window at the end of a huge cache; compare on the device, as integers."""
+    """Run one window at the end of a huge cache, and compare the whole cache on the device."""
     if policy not in kit.capabilities.policies:
         pytest.skip(f"{kit.name} does not declare {policy!r}")
     shape = (2, blocks, spec.block_size, spec.heads, spec.size)
@@ -370,7 +400,10 @@ def _commit_and_abort(
     shape: tuple[Sequence[int], Sequence[int]],
     **config: Any,
 ) -> None:
-    """Commit a window with every second request accepted whole, abort another, and compare."""
+    """Commit a window and abort another, and compare after each; no abort under ``direct``.
+
+    Every second request is accepted whole, the others by chance.
+    """
     rig = kit.rig(policy, specs, **config)
     batch = rig.batch(shape)
     counts = random_counts(batch, rig.rng)

@@ -42,7 +42,10 @@ class Fallback(KitBase):
     def test_nothing_accepted_is_lost(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="fallback": no error surfaces; accepted and settled rows are in the caches."""
+        """on_error="fallback": no error surfaces; accepted and settled rows are in the caches.
+
+        Rejected rows may be there as well, as in stock. The window ends in FELL_BACK, counted once.
+        """
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         batch = rig.batch(((1, 2, 0), (3, 0, 4)))
         counts = [2, 0, 1]
@@ -70,7 +73,10 @@ class Fallback(KitBase):
     def test_an_error_surfaces_after_restoring(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="raise": the executor's own error surfaces, and no draft is in the caches."""
+        """on_error="raise": the executor's own error surfaces, and no draft is in the caches.
+
+        The window counts as aborted. A settled row may be old or new.
+        """
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         batch = rig.batch(((1, 2, 0), (3, 0, 4)))
         faults.arm(at, when, nth)
@@ -92,7 +98,7 @@ class Fallback(KitBase):
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_the_next_window_is_sound(self, kit: Kit, policy: str, on_error: str) -> None:
-        """A window that failed does not affect the next one."""
+        """A window in which an operation failed half-way does not affect the next one."""
         rig, faults = kit.faulty_rig(policy, on_error=on_error)
         for at in OPERATIONS:
             faults.arm(at, "middle")
@@ -107,7 +113,10 @@ class Fallback(KitBase):
 
     @pytest.mark.parametrize("layer", range(len(VARIED)))
     def test_abort_after_a_fallback(self, kit: Kit, policy: str, layer: int) -> None:
-        """Settled rows are kept, other slots untouched, and the state is FELL_BACK."""
+        """A window aborted after its staging failed keeps settled rows, and ends in FELL_BACK.
+
+        Its drafts' slots hold old or staged words, and all others are untouched.
+        """
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -124,7 +133,10 @@ class Fallback(KitBase):
     def test_the_exception_of_the_body_wins_over_a_failing_abort(
         self, kit: Kit, policy: str
     ) -> None:
-        """The body's exception surfaces, with the executor's error attached as a note."""
+        """The body's exception surfaces, with the executor's error attached as a note.
+
+        The window ends in ABORTED, without a draft in the caches.
+        """
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         batch = rig.batch()
         faults.arm("restore", "middle")
@@ -137,7 +149,10 @@ class Fallback(KitBase):
         rig.check("left by an exception, abort failing")
 
     def test_an_interrupt_claims_nothing(self, kit: Kit, policy: str) -> None:
-        """A commit that is interrupted half-way ends in FAILED, and the interrupt surfaces."""
+        """A commit that is interrupted half-way ends in FAILED, and the interrupt surfaces.
+
+        The window is closed then: another commit is refused.
+        """
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         faults.error = KeyboardInterrupt
         faults.arm("commit", "middle")
@@ -152,9 +167,10 @@ class Fallback(KitBase):
 
 
 def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
-    """Run a whole window with one attention; commit ``counts``, or abort if None.
+    """Run a whole window with one attention, if there is any; commit ``counts``, or abort if None.
 
     The slots come as late as they can, so that an earlier group's rows wait when a copy fails.
+    Returns the ended window.
     """
     window = rig.manager.window(batch.draft_len, settled=batch.settled)
     rig.forget()
@@ -175,7 +191,8 @@ def either(
 ) -> None:
     """Make the oracle accept the old or the staged word, for each word of rows in paged caches.
 
-    In rings and states a rejected row would have evicted a live one.
+    In rings and states a rejected row would have evicted a live one. ``mask``: these rows alone;
+    ``layers``: the first so many layers alone.
     """
     for cache in (cache for cache in rig.caches[:layers] if cache.spec.kind == "paged"):
         slots = batch.slots[cache.spec.group]

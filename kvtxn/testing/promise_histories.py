@@ -87,7 +87,10 @@ class LongRuns(KitBase):
         policy: str,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """After each window every word follows from the lists of accepted tokens."""
+        """After each window every word follows from the lists of accepted tokens.
+
+        Windows are random; some are aborted, some fail and fall back, some requests begin anew.
+        """
         caplog.set_level(logging.ERROR, logger="kvtxn")
         need_kinds(kit, "ring", *["recurrent"] * (policy == "deferred"))
 
@@ -99,6 +102,7 @@ class LongRuns(KitBase):
             seed=st.integers(0, 2**20),
         )
         def run(steps: list[Any], ring_size: int, fmt: str, seed: int) -> None:
+            """Serve one random history."""
             _serve(kit, policy, _layers(policy, ring_size, fmt), steps, seed)
 
         run()
@@ -128,7 +132,7 @@ class LongRuns(KitBase):
             attend_and_compare(rig, shape, _PASTS[past](size), attention_tolerance)
 
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
-        """After a fallback drafts still wait outside the ring, so no visible row is evicted."""
+        """After a fallback drafts still wait outside the ring: attention sees every visible row."""
         kit.need("attention")
         need_kinds(kit, "ring")
         spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
@@ -140,7 +144,10 @@ class LongRuns(KitBase):
 
 
 def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed: int) -> None:
-    """Run windows as ``steps`` says, and compare after each."""
+    """Run windows as ``steps`` says, and compare after each; stop where a request has no room.
+
+    A window that was aborted is compared, and then repeated and committed.
+    """
     rig, faults = kit.faulty_rig(policy, specs, seed=seed, on_error="fallback")
     histories = Histories(rig, _REQUESTS)
     for tokens, outcome, fault in steps:
@@ -173,7 +180,10 @@ def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed
 
 
 def _falls_back(rig: Rig, batch: Batch, accepted: Tensor | None, faults: Faults) -> bool:
-    """Run a window, and commit or, without an acceptance, abort it; tell whether it fell back."""
+    """Run a window, and commit or, without an acceptance, abort it; tell whether it fell back.
+
+    It has to do so if and only if a fault fired.
+    """
     fired = len(faults.fired)
     with rig.open(batch) as window:
         rig.stage(window, batch)

@@ -39,7 +39,10 @@ class Offloader:
         rig.manager.on_abort(self.store)
 
     def store(self, window: EndedWindow) -> None:
-        """Copy the durable rows from the caches; after an abort these are only settled rows."""
+        """Note the ended window, and copy its durable rows from the caches.
+
+        After an abort these are only settled rows.
+        """
         aborted = window.state is WindowState.ABORTED
         (self.aborted if aborted else self.committed).append(window.number)
         for ref in self._rig.refs:
@@ -85,7 +88,10 @@ def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int
 
 
 def after_abort(rig: Rig, batch: Batch) -> dict[tuple[str, int], Row]:
-    """Return the rows that an offloader must have copied of a whole forward's aborted window."""
+    """Return the rows that an offloader must have copied of a whole forward's aborted window.
+
+    The settled ones; none if a layer has states, since no state took a settled row in.
+    """
     if any(ref.states for ref in rig.refs):
         return {}  # no state took a settled row in, so none is in every layer
     return durable(rig, batch, [False] * batch.num_rows)
@@ -96,7 +102,10 @@ class Hooks(MixedKit):
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_an_offloader_sees_accepted_rows_only(self, mixed: Rig, shape: str) -> None:
-        """The offloader copies exactly the settled and accepted rows, with the staged bytes."""
+        """``on_commit`` names exactly the settled and accepted rows.
+
+        Their staged bytes lie there.
+        """
         offloader = Offloader(mixed)
         for _ in range(3):
             batch = mixed.batch(SHAPES[shape])
@@ -108,7 +117,10 @@ class Hooks(MixedKit):
         assert offloader.aborted == []
 
     def test_it_is_told_of_nothing_before_commit(self, mixed: Rig) -> None:
-        """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots."""
+        """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots.
+
+        ``on_commit`` gets the slots of settled and accepted rows.
+        """
         offloader = Offloader(mixed)
         for end in ("commit", "abort"):
             batch = mixed.batch()
@@ -128,7 +140,7 @@ class Hooks(MixedKit):
         assert (offloader.committed, offloader.aborted) == ([0], [1])
 
     def test_an_abort_between_layers(self, mixed: Rig) -> None:
-        """If a layer is missing, no row is in every layer, and ``on_abort`` gets no slots."""
+        """If a layer is missing at an abort, ``on_abort`` is called with no slots."""
         offloader = Offloader(mixed)
         batch = mixed.batch()
         with mixed.open(batch) as window:
@@ -141,7 +153,10 @@ class Hooks(MixedKit):
     def test_a_fallback_tells_of_accepted_rows_only(
         self, kit: Kit, layers: Layers, policy: str, at: str
     ) -> None:
-        """The hook names accepted rows only, though rejected rows may be in the cache."""
+        """``on_commit`` names settled and accepted rows only, whatever operation failed.
+
+        Rejected rows may be in the cache all the same.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         offloader = Offloader(rig)
         for when in ("before", "middle", "after"):
@@ -158,7 +173,7 @@ class Hooks(MixedKit):
         assert offloader.committed == [0, 1, 2]
 
     def test_hooks_of_a_commit_that_the_device_refuses(self, kit: Kit, rig: Rig) -> None:
-        """If the device refuses a commit, the hook's tensors say so, on the device."""
+        """If the device refuses a commit, ``on_commit`` is called with slots that are all -1."""
         kit.need_cuda()
         offloader = Offloader(rig)
         batch = rig.batch()
@@ -167,7 +182,7 @@ class Hooks(MixedKit):
         assert offloader.seen() == {}
 
     def test_hooks_do_not_wait(self, kit: Kit, mixed: Rig) -> None:
-        """Calling a hook costs no host sync."""
+        """Calling an ``on_commit`` hook, and reading ``stored``, costs no host sync."""
         kit.need("no_host_sync")
         stored = []
         mixed.manager.on_commit(lambda window: stored.append(window.stored()))

@@ -77,7 +77,10 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("accepting", ["none", "some", "all", "mask"])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_rings_and_states(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
-        """After staging and after commit, a slot holds its last kept row."""
+        """After staging and after commit, a slot of a ring or a state holds its last kept row.
+
+        For counts and for masks of any draft rows, with padding and without.
+        """
         rig = mixed_rig(kit, policy)
         for padding in (0.0, 0.3):
             batch = rig.batch(SHAPES[shape], padding=padding)
@@ -92,7 +95,10 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("ring_size", range(1, 6))
     def test_wrap_around(self, kit: Kit, ring_size: int) -> None:
-        """Every number of rows around one and two laps, every number of them accepted."""
+        """Commits are exact for every number of rows around one and two laps of a ring.
+
+        Every number of the drafts is accepted, each by a request of its own.
+        """
         most = 2 * ring_size + 1
         ring = attrs.evolve(RING, ring_size=ring_size, num_blocks=2 * (most + 1))
         state = attrs.evolve(STATE, num_blocks=most + 1)
@@ -105,7 +111,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp8_e4m3-head", "int8-tensor", "int8-row"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])
     def test_layouts(self, kit: Kit, layout: str, fmt: str) -> None:
-        """Any strides and formats in rings; any strides, merged or not, in states."""
+        """Commits are exact with any strides and formats in rings, and any strides in states."""
         state = fmt if not FORMATS[fmt].quantised else "bf16"
         rig = mixed_rig(
             kit,
@@ -122,7 +128,10 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("missing", range(len(MIXED)))
     def test_one_transaction(self, kit: Kit, missing: int) -> None:
-        """If a layer of any kind is missing, none is committed; any order of staging is right."""
+        """If a layer of any kind is missing, commit is refused, and writes none of the others.
+
+        Once the layer is staged, in whatever order, commit passes.
+        """
         rig = mixed_rig(kit, "deferred")
         missing = min(missing, len(rig.refs) - 1)
         batch = rig.batch(SHAPES["settled-laps"])
@@ -141,7 +150,10 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("staged", range(len(MIXED) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_evicts_nothing(self, kit: Kit, policy: str, staged: int) -> None:
-        """An abort leaves states and live rows, apart from settled rows; the step is repeated."""
+        """An abort after any number of layers leaves states and live rows; settled rows stay.
+
+        The same step can be repeated and committed then.
+        """
         rig = mixed_rig(kit, policy)
         staged = min(staged, len(rig.refs))
         for shape in SHAPES.values():
@@ -153,7 +165,10 @@ class Overwriting(KitBase):
     def test_a_fallback_evicts_nothing(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """Rings and states are exact even after a fallback, committed or aborted."""
+        """Rings and states are exact even after a fallback, committed or aborted.
+
+        Counts are right, too. Paged slots of rejected rows may hold the old or the staged words.
+        """
         for committed, shape in itertools.product((True, False), ("laps", "settled-laps")):
             if (policy, shape) == ("undo", "settled-laps"):
                 continue
@@ -183,7 +198,10 @@ class Overwriting(KitBase):
     def test_an_error_leaves_whole_states(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="raise": no draft in any cache, and no state or live row half written."""
+        """on_error="raise": no draft in any cache, and no state or live row half written.
+
+        The executor's error surfaces. A plain row of the staging that failed may be.
+        """
         if at == ADVANCE:
             need_kinds(kit, "replayed")  # nothing else is advanced
         rig, faults = faulty_mixed_rig(kit, policy, on_error="raise")
@@ -210,7 +228,7 @@ class Overwriting(KitBase):
         rig.check(f"{at} failed")
 
     def test_the_caller_gives_up(self, kit: Kit) -> None:
-        """After ``fall_back`` commit still writes the rings and states that were staged."""
+        """After ``fall_back`` commit still writes the rows, rings and states that were staged."""
         rig = mixed_rig(kit, "deferred", on_error="fallback")
         batch = rig.batch(SHAPES["laps"])
         staged = range(1, len(rig.refs))  # the caller writes the first layer's rows, or none
@@ -222,7 +240,10 @@ class Overwriting(KitBase):
         rig.check("the caller gave up")
 
     def test_the_body_raises(self, kit: Kit) -> None:
-        """An exception in the ``with`` block aborts: no state changes, and the step is repeated."""
+        """An exception in the ``with`` block aborts: no state changes, settled rows stay.
+
+        The same step can be repeated and committed then.
+        """
         rig = mixed_rig(kit, "deferred", on_error="fallback")
         batch = rig.batch(SHAPES["settled-laps"])
         staged = range(len(rig.refs) - 1)
@@ -234,7 +255,7 @@ class Overwriting(KitBase):
         rig.commit(batch, when="repeated")
 
     def test_counts_of_rings_and_states(self, kit: Kit, policy: str) -> None:
-        """A row counts once per window; bytes count per slot, and a state's once per request."""
+        """Drafts count once per window; bytes count per slot, and a state's once per request."""
         rig = mixed_rig(kit, policy)
         batch = rig.batch(SHAPES["laps"], padding=0.3)
         counts = random_counts(batch, rig.rng)
@@ -268,7 +289,7 @@ class Overwriting(KitBase):
                 rig.commit(batch, when=shape)
 
     def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
-        """States' slots are spread over rows, and laps found, without waiting for the device."""
+        """Windows over rings and states, committed or aborted, never wait for the device."""
         kit.need("no_host_sync")
         rig = mixed_rig(kit, policy)
         window_without_sync(rig, attend=False)
@@ -304,7 +325,10 @@ class Overwriting(KitBase):
             rig.check(f"slot {bad}")
 
     def test_undo_refuses_what_it_cannot_take_back(self, kit: Kit) -> None:
-        """A lapped ring and a recurrent state are refused by undo, at once and with a reason."""
+        """Undo refuses a window that laps a ring (CapacityError), and a manager with a state.
+
+        The latter with BackendUnavailableError; both say the reason.
+        """
         rig = mixed_rig(kit, "undo")
         with pytest.raises(CapacityError, match="more rows than its ring"):
             rig.open(rig.batch(((1,), (9,)), padding=0.0))
@@ -314,7 +338,10 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("kind", ["ring", "recurrent", "replayed"])
     def test_denied_kinds(self, kit: Kit, kind: str) -> None:
-        """A layer of a kind that is not declared is refused by name, and does not work either."""
+        """A layer of a kind that is not declared is refused with BackendUnavailableError.
+
+        An executor that is made to claim the kind writes wrong bytes, or raises.
+        """
         if kind in kit.capabilities.kinds:
             pytest.skip(f"{kind} layers are declared; they are tested by themselves")
         layers: dict[str, AnySpec] = {"ring": RING, "recurrent": STATE, "replayed": REPLAYED[0]}
@@ -329,7 +356,7 @@ class Overwriting(KitBase):
 
 
 def _lap_and_replace(name: str, kit: Kit, specs: Sequence[AnySpec]) -> None:
-    """Run windows with laps; raise if any of them is wrong."""
+    """Run committed windows over these layers, one with laps; raise if any of them is wrong."""
     commit_two(Rig(name, "deferred", kit.device, specs))
     rig = Rig(name, "deferred", kit.device, specs)
     batch = rig.batch(SHAPES["settled-laps"])

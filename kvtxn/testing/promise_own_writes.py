@@ -55,6 +55,7 @@ _TREE_PASTS: Final[dict[str, Sequence[int]]] = {
 
 
 def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
+    """Describe a layer of a layout and format, with 24 blocks of 4 slots unless said."""
     return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 24} | rest))
 
 
@@ -83,7 +84,7 @@ _STORED: Final = [
 
 
 def _slice(dense: Tensor) -> Tensor:
-    """Return the tensor as a slice of a wider one, like a part of a fused projection."""
+    """Return a copy as a slice of a wider tensor, like a part of a fused projection."""
     wide = dense.new_zeros(dense.shape[0], dense.shape[1] + 3, *dense.shape[2:])
     view = wide[:, 2:-1]
     view.copy_(dense)
@@ -133,7 +134,10 @@ class OwnWrites(KitBase):
     def test_layouts_and_formats(
         self, kit: Kit, attention_tolerance: float, policy: str, fmt: str, layout: str
     ) -> None:
-        """Own rows are read as the cache would store them: quantised once, scaled back."""
+        """Own rows are read as the cache would store them: quantised once, scaled back.
+
+        For rows given in the cache's dtype, and for wider ones that the library encodes.
+        """
         kit.need("attention")
         specs = _two_groups(layout, fmt)
         rig = kit.rig(policy, specs)
@@ -145,7 +149,7 @@ class OwnWrites(KitBase):
     def test_half_precision_queries(
         self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
     ) -> None:
-        """The output has the query's dtype, and is right to its precision."""
+        """The output of 16-bit queries has their dtype, and is right to 2 %."""
         kit.need("attention")
         rig = kit.rig(policy, [_spec(fmt=fmt, size=16)])
         attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
@@ -177,7 +181,10 @@ class TreeAttention(KitBase):
     def test_tree_mask(
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:
-        """Grouped queries, sliding windows and soft caps over uneven trees."""
+        """A row sees the past, settled rows and its own branch alone, in uneven trees.
+
+        With grouped queries, sliding windows that count along the branch, and soft caps.
+        """
         kit.need("attention", "trees")
         settled, forest = FORESTS[past]
         batch = lengths(settled, forest), _TREE_PASTS[past]
@@ -189,7 +196,7 @@ class TreeAttention(KitBase):
     def test_tree_mask_layouts_and_formats(
         self, kit: Kit, attention_tolerance: float, fmt: str, layout: str
     ) -> None:
-        """Staged rows are read as the cache would store them, in groups of their own."""
+        """Staged nodes of a tree are read as the cache would store them, in two groups."""
         kit.need("attention", "trees")
         specs = _two_groups(layout, fmt)
         rig = kit.rig("deferred", specs)
@@ -200,7 +207,7 @@ class TreeAttention(KitBase):
 
     @pytest.mark.parametrize("nodes", [17, 40])
     def test_a_wide_tree(self, kit: Kit, attention_tolerance: float, nodes: int) -> None:
-        """More nodes than a block of a kernel has rows."""
+        """Attention is right in trees with more nodes than a block of a kernel has rows."""
         kit.need("attention", "trees")
         rig = kit.rig("deferred", [_spec(fmt="fp32", size=8, num_blocks=40)], seed=nodes)
         forest = [[rig.rng.randint(-1, node - 1) for node in range(n)] for n in (nodes, 3)]
@@ -221,7 +228,10 @@ def attend_and_compare(
     groups: Sequence[int] = (2,),
     views: Sequence[Callable[[Tensor], Tensor]] = (),
 ) -> None:
-    """Stage, attend and compare, layer by layer as a forward does.
+    """Stage, attend and compare, layer by layer as a forward does; then abort.
+
+    The comparison is with attention over a cache with all rows written. An AssertionError names the
+    layer that is off, by how much, or an output of another shape or dtype.
 
     Args:
         rig: the layers.

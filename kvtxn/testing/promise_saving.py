@@ -27,13 +27,19 @@ class SavingForwards(MixedKit):
 
     @pytest.mark.parametrize("shape", STEPS)
     def test_a_forward_that_saves_is_exact(self, kit: Kit, layers: Layers, shape: str) -> None:
-        """Each replay saves the rows of its own step, more than the window has."""
+        """Steps are exact where each replay saves the rows that it overwrites.
+
+        The captured forward has more rows than the window.
+        """
         rig = kit.rig("undo", layers("undo"))
         exact_steps(rig, CapturedForward(rig, saves=True), SHAPES[shape])
 
     @pytest.mark.parametrize("saver", SAVERS)
     def test_saving_forwards_of_changing_shape(self, kit: Kit, layers: Layers, saver: str) -> None:
-        """Shapes and padding change; a replay without a window saves rows that are never used."""
+        """Steps of changing shape and padding are exact; one without a window writes every row.
+
+        Rows that its replay saves are never used.
+        """
         rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         for name in ("one", "uneven", "seventeen-rows", "uneven", "one"):
@@ -50,7 +56,11 @@ class SavingForwards(MixedKit):
     def test_an_abort_before_a_forward_that_saves(
         self, kit: Kit, layers: Layers, saver: str
     ) -> None:
-        """Nothing was overwritten: rows that an earlier step saved are not put anywhere."""
+        """An abort before the forward changes nothing.
+
+        Rows that an earlier step saved are not put back. No hook gets a slot, and the next step
+        works.
+        """
         rig = kit.rig("undo", layers("undo"))
         forward = saving(rig, saver)
         offloader = Offloader(rig)
@@ -69,7 +79,7 @@ class SavingForwards(MixedKit):
     def test_an_abort_in_the_slots_of_its_own_step(
         self, kit: Kit, layers: Layers, saver: str, filled: bool
     ) -> None:
-        """Drafts are taken back, also if the engine has filled in its next step's slots before."""
+        """An abort takes drafts back, also if the next step's slots were filled in before it."""
         rig = kit.rig("undo", layers("undo"))
         forward = CapturedForward(rig) if saver == "begin" else saving(rig, saver)
         for _ in range(2):
@@ -89,7 +99,11 @@ class SavingForwards(MixedKit):
     def test_a_forward_that_did_not_save(
         self, kit: Kit, layers: Layers, on_error: str, form: str
     ) -> None:
-        """A commit cannot restore rows that were not saved: it keeps all, as stock does."""
+        """A commit cannot restore rows that were not saved: it keeps all, as stock does.
+
+        With on_error="raise" it raises WindowStateError and the window is aborted; else it falls
+        back.
+        """
         rig = kit.rig("undo", layers("undo"), on_error=on_error)
         forward = CapturedForward(rig, saves=True)
         if not forward.leaves_saving:
@@ -117,7 +131,10 @@ class SavingForwards(MixedKit):
 
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_saving_late_fails(self, kit: Kit, layers: Layers, on_error: str) -> None:
-        """No draft was saved: under fallback every row is written, else the window is aborted."""
+        """If late saving fails, all rows are written under fallback, else the window is aborted.
+
+        With on_error="raise" the error surfaces before the forward; the next step works either way.
+        """
         rig, faults = kit.faulty_rig("undo", layers("undo"), on_error=on_error)
         forward = saving(rig, "window")
         if not forward.leaves_saving:
@@ -142,7 +159,7 @@ class SavingForwards(MixedKit):
 
 
 def saving(rig: Rig, saver: str) -> CapturedForward:
-    """Make a forward whose windows leave the saving to it, or to a launch just before it."""
+    """Make a forward that saves old rows, or for "window" one whose windows do just before."""
     forward = CapturedForward(rig, saves=True)
     if saver == "window":
         forward.save_before()

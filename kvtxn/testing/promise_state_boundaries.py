@@ -27,7 +27,7 @@ class StateBoundaries(KitBase):
     @pytest.mark.parametrize("settled", [0, 1, 2])
     @pytest.mark.parametrize("boundary", [0, 1, 2, 5])
     def test_every_way_across(self, kit: Kit, boundary: int, settled: int) -> None:
-        """States are exact before, at and beyond the boundary, for every number of drafts."""
+        """States are exact before, at and beyond the boundary, for every number of drafts kept."""
         for padding in (0.0, 0.4):
             rig = state_rig(kit)
             batch = rig.batch(([settled] * 4, [3] * 4), counts=[0, 1, 2, 3], padding=padding)
@@ -35,7 +35,10 @@ class StateBoundaries(KitBase):
             rig.commit(batch, [0, 1, 2, 3], f"boundary after {boundary} rows, {settled} settled")
 
     def test_requests_that_begin_from_one_state(self, kit: Kit) -> None:
-        """Requests that only read a state may share it; each continues in a slot of its own."""
+        """Requests that only read a state may share it; each continues in a slot of its own.
+
+        Rows count once per request all the same.
+        """
         rig = state_rig(kit)
         for group in GROUPS:
             rig.begin_requests(group, [2, 5])
@@ -47,7 +50,10 @@ class StateBoundaries(KitBase):
         assert (staged, committed) == (9, 4)
 
     def test_some_requests_have_no_boundary(self, kit: Kit) -> None:
-        """Requests may have different boundaries or none; the next window continues."""
+        """Requests may have different boundaries or none.
+
+        The next window continues from their states.
+        """
         rig = state_rig(kit)
         batch = rig.batch(((1, 1, 2), (3, 2, 0)), counts=[3, 2, 0], padding=0.0)
         batch = _crossing(rig, batch, [2, 1, 1], without=[1])
@@ -64,7 +70,7 @@ class StateBoundaries(KitBase):
         rig.abort(batch, when="aborted")
 
     def test_boundaries_and_the_librarys_own_check(self, kit: Kit) -> None:
-        """Debug mode compares both states of a request."""
+        """Debug mode, which compares both states of a request, finds no difference."""
         rig = state_rig(kit, debug=True)
         batch = rig.batch(((1, 1), (3, 3)), counts=[3, 0], padding=0.0)
         rig.commit(_crossing(rig, batch, [2, 1]), [3, 0], "debug")
@@ -73,7 +79,7 @@ class StateBoundaries(KitBase):
     @pytest.mark.parametrize("when", MOMENTS)
     @pytest.mark.parametrize("at", ["advance", "commit"])
     def test_a_fault_at_a_boundary(self, kit: Kit, at: str, when: str, on_error: str) -> None:
-        """After a fault both states are exact, or both unchanged."""
+        """After a fault both states of a request are exact (fallback), or unchanged (raise)."""
         need_kinds(kit, "recurrent", "replayed")
         rig, faults = kit.faulty_rig("deferred", EVERY, on_error=on_error)
         batch = rig.batch(((1, 1), (3, 3)), counts=[3, 1], padding=0.0)
@@ -103,7 +109,10 @@ class StateBoundaries(KitBase):
 def _crossing(
     rig: Rig, batch: Batch, boundary: Sequence[int], without: Sequence[int] = ()
 ) -> Batch:
-    """Return the batch with boundaries, except for padding and requests in ``without``."""
+    """Return the batch with boundaries and free slots beyond, for all replayed groups.
+
+    Requests without a state, and those in ``without``, have no slot beyond.
+    """
     crossings = {}
     for group in GROUPS:
         free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})

@@ -30,7 +30,10 @@ class StateRuns(KitBase):
     """Histories of windows: requests that come and go, and the same run without rejected rows."""
 
     def test_requests_that_come_and_go(self, kit: Kit) -> None:
-        """Run sixteen windows; a free state holds NaN, and the next request starts anew."""
+        """States are exact over sixteen windows in which requests begin, end and change places.
+
+        A free state holds noise, NaN included; some windows are aborted.
+        """
         rig = state_rig(kit)
         rng = random.Random(7)
         running: list[dict[str, int]] = []
@@ -87,7 +90,10 @@ class StateRuns(KitBase):
 
     @pytest.mark.parametrize("family", ["gated_delta", "kda", "mamba2", "short_conv"])
     def test_one_window_or_many(self, kit: Kit, family: str) -> None:
-        """Windows do not round a float32 state: one window or one per row gives the same state."""
+        """A float32 state is the same, bit by bit, after one window or one window per row.
+
+        So are the outputs.
+        """
         need_kinds(kit, "recurrent", "replayed")
         together, apart = (_Model(kit, family, torch.float32) for _ in range(2))
         rows = together.rows(5, random.Random(1))
@@ -98,6 +104,7 @@ class StateRuns(KitBase):
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
+    """Return the first row of each request, by their lengths."""
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
@@ -114,7 +121,10 @@ _ROWS: Final[dict[str, tuple[tuple[int, ...], ...]]] = {
 
 
 class _Model:
-    """A replayed layer that computes its own rows, over a state memory of noise."""
+    """A replayed layer that computes its own rows, over a state memory of noise, with a manager.
+
+    The states in slots 1 to 4 are ordinary numbers, the same for every model of a family and dtype.
+    """
 
     def __init__(self, kit: Kit, family: str, dtype: torch.dtype) -> None:
         device, rng = kit.device, random.Random(11)
@@ -139,7 +149,7 @@ class _Model:
         self.device = device
 
     def rows(self, count: int, rng: random.Random) -> list[Tensor]:
-        """Draw the inputs of ``count`` random rows."""
+        """Draw the inputs of ``count`` random rows, one tensor per part; gates are positive."""
         parts = []
         for number, shape in enumerate(_ROWS[self.family]):
             size = count * torch.Size(shape).numel()
@@ -157,7 +167,7 @@ class _Model:
         rows: Sequence[Tensor],
         counts: Sequence[int],
     ) -> Tensor:
-        """Run one window over these rows, and return the rows' outputs."""
+        """Run one window over these rows, commit ``counts``, and return the outputs of all rows."""
         lengths = [a + b for a, b in zip(settled, drafts, strict=True)]
         more: list[Tensor] = []
         if self.family == "short_conv":

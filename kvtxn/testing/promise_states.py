@@ -70,7 +70,10 @@ class States(KitBase):
     @pytest.mark.parametrize("accepting", ["none", "some", "all"])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_replayed_states(self, kit: Kit, shape: str, accepting: str) -> None:
-        """No state changes before the commit, which takes in the settled and accepted rows."""
+        """No state changes before the commit, which takes in the settled and accepted rows.
+
+        Paged rows lie beside them in the window.
+        """
         for padding in (0.0, 0.4):
             rig = state_rig(kit, (LayerSpec(num_blocks=12), *EVERY))
             drafts = SHAPES[shape][1]
@@ -105,7 +108,7 @@ class States(KitBase):
         rig.commit(rig.batch(((1, 0), (2, 1)), counts=[1, 1], padding=0.0), [1, 1], family)
 
     def test_the_same_rows_again(self, kit: Kit) -> None:
-        """Each window over the same tensors takes their rows in once more."""
+        """Three windows over the same tensors take their rows in three times."""
         rig = state_rig(kit)
         batch = rig.batch(SHAPES["uneven"], counts=[2, 0, 3], padding=0.0)
         for _ in range(3):
@@ -125,7 +128,10 @@ class States(KitBase):
         rig.check(f"path {accepted}")
 
     def test_parts_that_do_not_fit(self, kit: Kit) -> None:
-        """Parts of a wrong shape or number are refused by name, and the window stays open."""
+        """Parts of a wrong shape or number are refused by a LayerError that names them.
+
+        The window stays open, and commits once the right parts are staged.
+        """
         rig = state_rig(kit)
         batch = rig.batch(SHAPES["one"])
         ref = rig.refs[0]
@@ -171,7 +177,10 @@ class States(KitBase):
     @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_state_that_takes_nothing_in(self, kit: Kit, family: str, fmt: str) -> None:
-        """Each of its bits stays, including a zero's sign and a NaN's payload."""
+        """Each bit of a state that takes no row in stays.
+
+        A zero's sign and a NaN's payload, too.
+        """
         rig = _small(kit, family, fmt)
         batch = rig.batch(((0, 0, 0), (2, 0, 1)), counts=[0, 0, 0], padding=0.0)
         _fill(rig, batch)
@@ -191,7 +200,7 @@ class States(KitBase):
 
 
 def _small(kit: Kit, family: str, fmt: str, num_states: int = 9, max_rows: int = 64) -> Rig:
-    """Make a rig over one layer with small states."""
+    """Make a rig over one replayed layer of one head, two values and three keys."""
     state = StateSpec(family, FORMATS[fmt], "gapped", 1, 1, value_size=2, key_size=3)
     return state_rig(kit, [ReplayedSpec((state,), num_states=num_states)], max_rows=max_rows)
 
@@ -208,7 +217,7 @@ def _odd(rig: Rig, fmt: str, count: int) -> torch.Tensor:
 
 
 def _fill(rig: Rig, batch: Batch) -> None:
-    """Fill the states of a window's requests with words that are no usual numbers."""
+    """Fill the states of a window's requests with words that are no usual numbers; expect them."""
     [layer] = rig.replayed
     for memory in layer.memories:
         for slot in batch.states["state"]:

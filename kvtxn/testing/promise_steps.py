@@ -45,7 +45,10 @@ class CapturedSteps(MixedKit):
         exact_steps(mixed, CapturedForward(mixed, places), STEPS[shape])
 
     def test_steps_of_changing_shape(self, mixed: Rig, forward: CapturedForward) -> None:
-        """Shapes recur; a step without a window writes every row, and no state."""
+        """Steps of changing and recurring shapes are exact.
+
+        A step without a window between them writes every row, and no state.
+        """
         for name in ("one", "uneven", "one", "only-settled", "seventeen-rows", "uneven", "one"):
             batch = mixed.batch(STEPS[name])
             forward.step(batch, random_counts(batch, mixed.rng))
@@ -59,7 +62,7 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("padding", [0.5, 1.0])
     def test_padding(self, mixed: Rig, forward: CapturedForward, padding: float) -> None:
-        """A row without a slot is written nowhere and counted nowhere."""
+        """A row without a slot is written nowhere."""
         for _ in range(2):
             batch = mixed.batch(SHAPE, padding=padding)
             forward.step(batch, COUNTS)
@@ -67,7 +70,7 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_counts_out_of_range_clamp(self, mixed: Rig, forward: CapturedForward) -> None:
-        """More tokens than drafts plus one accept every draft; no token accepts none."""
+        """More sampled tokens than drafts plus one accept every draft; no token accepts none."""
         batch = mixed.batch(((1, 1), (3, 2)))
         window = forward.begin(batch)
         forward.run()
@@ -103,7 +106,10 @@ class CapturedSteps(MixedKit):
     def test_commit_takes_what_any_window_takes(
         self, mixed: Rig, forward: CapturedForward, form: str
     ) -> None:
-        """Commit takes accepted drafts in any form, instead of sampled tokens."""
+        """Commit takes accepted drafts in any form, instead of sampled tokens, and is exact.
+
+        As an int, a list, a tensor of counts, a mask or sampled ids.
+        """
         batch = mixed.batch(((1, 1), (3, 2)))
         counts = [1, 1] if form == "int" else [2, 0]
         kept = batch.kept(counts)
@@ -161,7 +167,10 @@ class CapturedSteps(MixedKit):
     def test_an_abort_takes_every_draft_back(
         self, mixed: Rig, forward: CapturedForward, seen: bool
     ) -> None:
-        """After an abort settled rows stay, and the next step is sound."""
+        """After an abort no draft is in the caches, settled rows stay, and the next step is sound.
+
+        Whether or not the host saw the forward.
+        """
         for _ in range(2):
             batch = mixed.batch(SHAPE)
             window = forward.begin(batch)
@@ -177,7 +186,10 @@ class CapturedSteps(MixedKit):
             forward.next_step()
 
     def test_a_layer_that_is_missing(self, kit: Kit, layers: Layers) -> None:
-        """If a layer is missing nothing is written, and the window stays open until it is noted."""
+        """If a layer was not noted, commit is refused by its name; nothing is written or counted.
+
+        The window stays OPEN; once the layer is noted, commit passes.
+        """
         rig = kit.rig("deferred", layers("deferred"))
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
@@ -198,12 +210,16 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_slot_outside_its_cache(self, mixed: Rig, forward: CapturedForward) -> None:
-        """The device refuses and counts the commit if it finds a slot outside its cache."""
+        """For one slot outside its cache the device refuses the commit whole, and counts it.
+
+        The next step works.
+        """
         batch = mixed.batch(SHAPE, padding=0.0)
         forward.step(batch, COUNTS)
         real = forward.load
 
         def load(batch: Batch) -> None:
+            """Load a batch, and set one slot far outside its cache."""
             real(batch)
             forward.slots[-1, 1] = 10**9
 
@@ -220,7 +236,7 @@ class CapturedSteps(MixedKit):
     # -- discipline --------------------------------------------------------------------------
 
     def test_one_window_at_a_time(self, kit: Kit) -> None:
-        """No second window of either kind opens before the first has ended."""
+        """While a window is open, eager or captured, beginning another raises WindowStateError."""
         rig = kit.rig("deferred", SIMPLE)
         forward = CapturedForward(rig)
         batch = rig.batch(SHAPE)
@@ -240,7 +256,10 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_leaving_the_block(self, mixed: Rig, forward: CapturedForward) -> None:
-        """An exception in the ``with`` block aborts the window, and is raised."""
+        """An exception in the ``with`` block aborts the window, which takes drafts back.
+
+        The exception surfaces.
+        """
         batch = mixed.batch(SHAPE)
         window = forward.begin(batch)
         with pytest.raises(KeyError), window:  # noqa: PT012  # the block is what is tested
@@ -252,7 +271,7 @@ class CapturedSteps(MixedKit):
         assert window.state is WindowState.ABORTED
 
     def test_the_forward_stages(self, kit: Kit) -> None:
-        """``stage`` is refused: the captured forward stages the rows."""
+        """``stage`` raises WindowStateError and writes nothing: the captured forward stages."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch(SHAPE)
         window = CapturedForward(rig).begin(batch)
@@ -296,7 +315,11 @@ class CapturedSteps(MixedKit):
         assert (rig.manager.current is None) == window.state.is_final
 
     def test_tensors_that_do_not_fit(self, kit: Kit) -> None:
-        """Slots that launches cannot read, rows of another size, and lapped rings are refused."""
+        """Slots that launches cannot read, rows of another size, and lapped rings are refused.
+
+        With SlotMappingError, LayerError and CapacityError; so are layouts of more than
+        ``max_rows``.
+        """
         rig = kit.rig("deferred", SIMPLE)
         most = rig.manager.config.max_rows
         zeros = partial(torch.zeros, dtype=torch.int64, device=rig.device)
@@ -357,13 +380,13 @@ class CapturedSteps(MixedKit):
 
 
 def bring(window: Any, state: WindowState, forward: CapturedForward, faults: Faults) -> None:
-    """Bring a window that has just begun into a state.
+    """Bring a window that has just begun into a state; OPEN leaves it alone.
 
     Args:
         window: the window.
         state: the state.
         forward: stages the rows, and has the counts of sampled tokens for a commit.
-        faults: makes the commit fail, for the state FAILED.
+        faults: makes the commit fail by a KeyboardInterrupt, for the state FAILED.
     """
     counts = forward.sampled(COUNTS)
     if state is WindowState.STAGED:

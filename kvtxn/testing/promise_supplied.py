@@ -40,7 +40,10 @@ class Steps:
         self._sampled = torch.zeros(len(SHAPE[0]), dtype=torch.int32, device=rig.device)
 
     def begin(self, batch: Batch) -> CapturedWindow:
-        """Begin the window of a step, and run its forward."""
+        """Begin the window of a step, and run its forward; expect what staging writes.
+
+        The supplied states get new rows that wait; ``check`` expects them as before the step.
+        """
         lengths = [
             settled + drafts for settled, drafts in zip(batch.settled, batch.draft_len, strict=True)
         ]
@@ -52,14 +55,21 @@ class Steps:
         return window
 
     def commit(self, window: CapturedWindow, counts: Sequence[int]) -> None:
-        """Commit by counts that lie at one address in every step."""
+        """Commit by counts that lie at one address in every step.
+
+        From then on ``check`` expects the supplied states after these counts.
+        """
         sampled = [count + 1 for count in counts]
         self._before = self.states.expected(sampled)
         self._sampled.copy_(torch.tensor(sampled, dtype=torch.int32))
         window.commit_sampled(self._sampled)
 
     def check(self, when: str) -> None:
-        """Compare every word of the caches, and all states, with what they have to be."""
+        """Compare every word of the caches, and all supplied states, with what they have to be.
+
+        Raises:
+            AssertionError: something differs; the message begins with ``when``.
+        """
         self._rig.check(when)
         for name, found, expected in zip(
             self.states.names, self.states.memory, self._before, strict=True
@@ -72,7 +82,10 @@ class SuppliedStates(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_one_commit_takes_supplied_states_and_rows(self, mixed: Rig) -> None:
-        """Step after step, by launches of their own or, where they recur, by one for both."""
+        """Each commit makes rows and supplied states durable, and nothing is durable before it.
+
+        Where a commit's address recurs, one launch may do both.
+        """
         steps = Steps(mixed)
         for counts in _STEPS:
             batch = mixed.batch(SHAPE)
@@ -86,7 +99,10 @@ class SuppliedStates(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_an_abort_leaves_supplied_states(self, mixed: Rig) -> None:
-        """Also between steps that commit rows and states by one launch."""
+        """An abort takes drafts back and changes no supplied state.
+
+        Also between steps that commit rows and states by one launch.
+        """
         steps = Steps(mixed)
         for end in ("abort", "commit", "abort", "commit", "commit", "abort", "commit"):
             batch = mixed.batch(SHAPE)
@@ -104,7 +120,10 @@ class SuppliedStates(MixedKit):
     def test_a_failing_commit_of_supplied_states_or_rows(
         self, kit: Kit, layers: Layers, policy: str, fault: str
     ) -> None:
-        """on_error="fallback": every accepted row and every state is in, whatever failed."""
+        """on_error="fallback": every accepted row and every state is in, whatever failed.
+
+        The window ends in FELL_BACK, with "commit" or "states" as the reason.
+        """
         rig, faults = kit.faulty_rig(policy, layers(policy), on_error="fallback")
         steps = Steps(rig)
         for done in range(len(steps.states.names)):

@@ -41,13 +41,17 @@ class EvictingTrees(KitBase):
     def test_trees_over_rings_and_states(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch, policy: str
     ) -> None:
-        """Random trees and paths, often empty, are exact after staging and after commit."""
+        """Random trees and paths, often empty, are exact after staging and after commit.
+
+        Some paths leave their tree: they are cut there, unread by the host.
+        """
         _rig(kit, policy)
         monkeypatch.setattr(window_module, "as_accepted", unread)
 
         @settings(tree_settings, max_examples=max(2, tree_settings.max_examples // 8))
         @given(st.integers(0, 2**32))
         def try_one(seed: int) -> None:
+            """Run two random windows over one rig."""
             rig = _rig(kit, policy, seed=seed)
             for _ in range(2):
                 _one_window(rig)
@@ -71,7 +75,10 @@ class EvictingTrees(KitBase):
     def test_a_fallback_evicts_nothing_either(
         self, kit: Kit, policy: str, at: str, when: str
     ) -> None:
-        """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
+        """After a fallback rings and states hold the path exactly.
+
+        Paged slots may have rejected rows, too. ``on_commit`` is called once.
+        """
         kit.need("trees")
         rig, faults = faulty_mixed_rig(kit, policy, on_error="fallback")
         offloader = Offloader(rig)
@@ -126,7 +133,10 @@ class EvictingTrees(KitBase):
 
 
 def _one_window(rig: Rig) -> None:
-    """Run a random tree window, and compare after staging and after commit."""
+    """Run a random tree window, often with padding; compare after staging and after commit.
+
+    Some paths are given with nodes that lead out of the tree.
+    """
     settled, forest = _forest(rig)
     batch = rig.batch(lengths(settled, forest), padding=rig.rng.choice([0.0, 0.3]))
     given_paths = [random_path(tree, rig.rng) for tree in forest]
@@ -137,5 +147,6 @@ def _one_window(rig: Rig) -> None:
 
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
+    """Make a rig over layers of every kind; skip the test where no draft trees are declared."""
     kit.need("trees")
     return mixed_rig(kit, policy, **config)

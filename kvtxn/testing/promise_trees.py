@@ -52,7 +52,10 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("name", FORESTS)
     def test_forests(self, kit: Kit, rig: Rig, name: str) -> None:
-        """Every node of every tree may end the path, over layers of different kinds."""
+        """Any node of any tree may end the path: the caches hold the path as a plain sequence.
+
+        Six random paths of each forest, over layers of different kinds.
+        """
         kit.need("trees")
         settled, forest = FORESTS[name]
         for _ in range(6):
@@ -61,7 +64,10 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize(("layout", "fmt"), _kinds)
     def test_tree_layouts_and_formats(self, kit: Kit, policy: str, layout: str, fmt: str) -> None:
-        """Any strides, any number format; rows that the library stores, too."""
+        """Commits along paths are exact for any strides and any number format.
+
+        For rows that the library encodes, too.
+        """
         kit.need("trees")
         rig = kit.rig(policy, [LayerSpec(layout, FORMATS[fmt], size=6), LayerSpec(layout)])
         forest = [(-1, -1, 0, 1, 3), (-1, 0, 0)]
@@ -72,13 +78,17 @@ class Trees(KitBase):
     def test_random_trees(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Random trees, slots and numbers as paths, unread as from a device, are exact."""
+        """Random trees with random numbers as paths, unread as from a device, are exact.
+
+        A path counts up to where it leaves its tree.
+        """
         kit.need("trees")
         monkeypatch.setattr(window_module, "as_accepted", unread)
 
         @tree_settings
         @given(st.data())
         def try_one(data: st.DataObject) -> None:
+            """Run one or two random windows under a random policy."""
             policy = data.draw(st.sampled_from(sorted(kit.capabilities.policies)), "policy")
             rig = kit.rig(policy, PAIR, seed=data.draw(st.integers(0, 2**32), "seed"))
             for _ in range(data.draw(st.integers(1, 2), "windows")):
@@ -89,7 +99,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("staged", range(len(SIMPLE) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_aborted(self, kit: Kit, policy: str, staged: int) -> None:
-        """An aborted tree changes no byte, apart from settled rows."""
+        """An aborted tree, after any number of layers, changes no byte, apart from settled rows."""
         kit.need("trees")
         rig = kit.rig(policy, SIMPLE)
         for settled, forest in FORESTS.values():
@@ -121,7 +131,7 @@ class Trees(KitBase):
         run_tree(rig, batch, forest, [[2, 4, 5]])
 
     def test_chains_take_counts(self, kit: Kit, rig: Rig) -> None:
-        """A tree that is a plain sequence takes counts, masks and paths."""
+        """A tree that is a plain sequence takes counts, masks and paths, all with one meaning."""
         kit.need("trees")
         mask = [False, True, True, False, False, True]
         ways: tuple[Any, ...] = (
@@ -141,7 +151,11 @@ class Trees(KitBase):
             rig.check(repr(accepted))
 
     def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
-        """Counts, masks and host paths that leave the tree are refused; a path passes then."""
+        """Counts, masks and host paths that leave the tree raise AcceptanceError.
+
+        A path passes then. The window stays STAGED in between. Malformed trees raise TreeError, and
+        open no window.
+        """
         kit.need("trees")
         rig = kit.rig(policy, SIMPLE)
         forest = [(-1, -1, 0, 1), (-1, 0)]
@@ -175,7 +189,10 @@ class Trees(KitBase):
     def test_a_tree_survives_a_fallback(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """After any failure the accepted path is in its row positions, and is counted once."""
+        """After any failure the accepted path is in its row positions, and is counted once.
+
+        Other slots of the tree hold old or staged words; hooks get settled rows and the path alone.
+        """
         kit.need("trees")
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         offloader = Offloader(rig)
@@ -199,7 +216,10 @@ class Trees(KitBase):
     @pytest.mark.parametrize("when", ["before", "middle", "after"])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_restored(self, kit: Kit, policy: str, at: str, when: str) -> None:
-        """on_error="raise": the executor's error surfaces, and no node is in the caches."""
+        """on_error="raise": the executor's error surfaces, and no node is in the caches.
+
+        A settled row may be old or new.
+        """
         kit.need("trees")
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         settled, forest = FORESTS["uneven"]
@@ -211,7 +231,7 @@ class Trees(KitBase):
         rig.check(f"{at} failed")
 
     def test_an_offloader_sees_the_path_only(self, kit: Kit, rig: Rig) -> None:
-        """The hook names the slots after the move, never the nodes' first slots."""
+        """``on_commit`` names settled slots and the path's slots after the move alone."""
         kit.need("trees")
         offloader = Offloader(rig)
         for settled, forest in FORESTS.values():
@@ -221,7 +241,7 @@ class Trees(KitBase):
             assert offloader.seen() == _stored(rig, batch, paths)
 
     def test_debug_checks_trees(self, kit: Kit, policy: str) -> None:
-        """Debug mode, the library's own check of each commit, finds no difference."""
+        """Debug mode, the library's own check of each commit, finds no difference in trees."""
         kit.need("trees")
         rig = kit.rig(policy, debug=True)
         settled, forest = FORESTS["late-branch"]
@@ -229,7 +249,10 @@ class Trees(KitBase):
         run_tree(rig, batch, forest, [[0, 1, 2, 4, 5], [1, 2]])
 
     def test_trees_do_not_wait(self, kit: Kit, rig: Rig) -> None:
-        """The host does not read a path on the device, which is cut where it leaves the tree."""
+        """A window with trees never waits for the device, nor does the host read its path there.
+
+        A path is cut where it leaves the tree.
+        """
         kit.need("trees")
         kit.need_cuda()
         settled, forest = FORESTS["uneven"]
@@ -246,7 +269,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_commit_in_a_graph(self, kit: Kit, rig: Rig) -> None:
-        """A captured commit reads its path when it is replayed."""
+        """A captured commit changes nothing yet, and reads its path when it is replayed."""
         kit.need("trees", "capturable")
         settled, forest = FORESTS["uneven"]
         warm = rig.batch(lengths(settled, forest))
@@ -274,7 +297,10 @@ def unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
 
 
 def _one_random_window(rig: Rig, data: st.DataObject) -> None:
-    """Run a window of up to four requests with up to seven nodes each; paths are often empty."""
+    """Run and compare a window of up to four requests with up to seven nodes each.
+
+    Paths are often empty, and often spoilt by other numbers.
+    """
     requests = data.draw(st.integers(0, 4), "requests")
     settled = [data.draw(st.integers(0, 2)) for _ in range(requests)]
     room = 26 - sum(settled)
@@ -298,7 +324,10 @@ def _one_random_window(rig: Rig, data: st.DataObject) -> None:
 
 
 def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
-    """Run a tree window with one attention, and commit it."""
+    """Run a tree window with one attention, if there is any; commit the paths.
+
+    Return the window.
+    """
     window = rig.open(batch, forest)
     rig.stage(window, batch)
     if rig.manager.executor.capabilities.attention:
@@ -308,7 +337,10 @@ def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
 
 
 def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
-    """Return the rows that an offloader must have copied after a commit along these paths."""
+    """Return the rows that an offloader must have copied after a commit along these paths.
+
+    By layer and slot: settled rows, and the paths' rows where they were moved.
+    """
     rows = [
         row if row is not None or draft else place
         for place, (row, draft) in enumerate(zip(moved(batch, paths), batch.drafts, strict=True))

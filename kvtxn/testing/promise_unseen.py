@@ -53,7 +53,10 @@ class Unseen(KitBase):
     @pytest.mark.parametrize("how", _HOW)
     @pytest.mark.parametrize("fmt", _NAMES)
     def test_poison_that_no_query_sees(self, kit: Kit, policy: str, fmt: str, how: str) -> None:
-        """Poison other requests, later rows, stale slots, and rows outside the sliding window."""
+        """NaN or infinities in rows that a query does not see change no bit of its output.
+
+        Such are other requests, later rows, stale slots, and rows outside the sliding window.
+        """
         kit.need("attention")
         for name, (shape, prefixes) in _PASTS.items():
             rig = kit.rig(policy, [_spec(fmt)], seed=len(name))
@@ -62,7 +65,7 @@ class Unseen(KitBase):
     @pytest.mark.parametrize("how", _HOW)
     @pytest.mark.parametrize("fmt", _NAMES)
     def test_poison_in_other_branches(self, kit: Kit, fmt: str, how: str) -> None:
-        """Poison the nodes of a tree that are no ancestors."""
+        """NaN or infinities in nodes that are no ancestors of a row change no bit of its output."""
         kit.need("attention", "trees")
         for name, (settled, forest, prefixes) in _FORESTS.items():
             rig = kit.rig("deferred", [_spec(fmt)], seed=len(name))
@@ -70,6 +73,7 @@ class Unseen(KitBase):
 
 
 def _spec(fmt: str) -> LayerSpec:
+    """Describe the layer of these tests in a format."""
     return LayerSpec("hnd", FORMATS[fmt], size=8, value_size=4, block_size=4, num_blocks=24)
 
 
@@ -80,7 +84,11 @@ def _compare(
     how: dict[str, Any],
     forest: list[list[int]] | None,
 ) -> None:
-    """Attend to clean caches, then, for many rows, with poison in all rows that one cannot see."""
+    """Attend to clean caches, then, for many rows, with poison in all rows that one cannot see.
+
+    Raises:
+        AssertionError: poison changed a bit of the row's output, or the clean output is not finite.
+    """
     sequences = make_sequences(rig, shape, prefixes, "native")
     batch, cache = sequences.batch, rig.caches[0]
     past, clean = rig.truth.copy(), _attend(rig, sequences, batch, how, forest)
@@ -114,7 +122,10 @@ def _attend(
     how: dict[str, Any],
     forest: list[list[int]] | None,
 ) -> Tensor:
-    """Attend; return float32 ``[num_rows, num_q_heads, value_size]`` on the host, and abort."""
+    """Attend in a window that is aborted; return the output on the host.
+
+    float32 ``[num_rows, num_q_heads, value_size]``; the query is the same at each call.
+    """
     cache = rig.caches[0]
     shape = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(3))
@@ -155,12 +166,15 @@ def _seen(
 
 
 def _can_hold(cache: TestCache, value: float) -> bool:
-    """Return whether rows of this format, or the scales beside them, can hold such a value."""
+    """Tell whether rows of this format, or the scales beside them, can hold such a value."""
     return cache.spec.fmt.scaling == "row" or _fits(cache.spec.fmt.dtype, value)
 
 
 def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
-    """Make parts for ``TestCache.rows`` filled with ``value``: codes, or scales if codes cannot."""
+    """Make parts for ``TestCache.rows`` filled with ``value``: codes, and scales beside them.
+
+    Codes that cannot hold it are 1.
+    """
     fmt = cache.spec.fmt
     held = value if _fits(fmt.dtype, value) else 1.0
     parts = [
@@ -171,5 +185,5 @@ def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
 
 
 def _fits(dtype: torch.dtype, value: float) -> bool:
-    """Return whether a dtype can hold a value: float8_e4m3fn has no infinities."""
+    """Tell whether a dtype can hold a NaN or an infinity: float8_e4m3fn has no infinities."""
     return dtype.is_floating_point and (math.isnan(value) or dtype is not torch.float8_e4m3fn)

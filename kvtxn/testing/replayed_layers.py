@@ -67,7 +67,7 @@ class StateSpec:
         return -torch.linspace(0.25, 2, self.heads)
 
     def recurrence(self, device: torch.device) -> Recurrence:
-        """Describe the recurrence to the library."""
+        """Return the recurrence of the family as the library's own description."""
         match self.family:
             case "short_conv":
                 return ShortConv(self.width)
@@ -80,7 +80,7 @@ class StateSpec:
 
 @attrs.frozen
 class ReplayedSpec:
-    """A replayed layer: its states, and the number of slots."""
+    """A replayed layer: its states, and the number of slots of each."""
 
     states: tuple[StateSpec, ...]
     group: str = "state"
@@ -89,7 +89,11 @@ class ReplayedSpec:
 
 
 def word_of(value: float, fmt: NumberFormat) -> int:
-    """Round a float32 number to the nearest stored word, ties to even."""
+    """Round a float32 number to the nearest word of a format, ties to even; a signed int.
+
+    Raises:
+        OverflowError: the number is too large for float16.
+    """
     if fmt.dtype is torch.bfloat16:
         bits = int(struct.unpack("I", struct.pack("f", value))[0])
         bits += 0x7FFF + (bits >> 16 & 1)
@@ -113,7 +117,7 @@ class StateMemory:
     def build(
         cls, spec: StateSpec, num_states: int, device: torch.device, rng: random.Random
     ) -> StateMemory:
-        """Fill a memory with noise, including the states."""
+        """Fill a memory with noise, states and guard pages included, and expect just that."""
         sizes = list(spec.shape)
         order = list(range(len(sizes)))
         if spec.layout == "permuted":
@@ -142,11 +146,11 @@ class StateMemory:
         ]
 
     def read(self, slot: int) -> list[int]:
-        """Return the expected words of a state."""
+        """Return the expected words of a state; the memory itself is not read."""
         return [self.truth[place] for place in self.places(slot)]
 
     def write(self, slot: int, words: Sequence[int]) -> None:
-        """Set the expected words of a state."""
+        """Set the expected words of a state; the memory itself stays as it is."""
         for place, word in zip(self.places(slot), words, strict=True):
             self.truth[place] = word
 
@@ -188,7 +192,10 @@ class StateMemory:
             self.write(slot, self._after(before, rows))
 
     def _after(self, words: list[int], rows: Sequence[Sequence[Tensor]]) -> list[int]:
-        """Compute the words of a state after these rows."""
+        """Compute the words of a state after these rows, from the words before them.
+
+        A convolution's inputs are moved as words; other states are rounded once, at the end.
+        """
         if self.spec.family == "short_conv":
             for (row,) in rows:
                 words = words[self.spec.key_size :] + row.view(self.spec.fmt.word).tolist()
@@ -249,14 +256,14 @@ class ReplayedLayer:
         return cls(spec, ref, memories)
 
     def begin(self, slots: Sequence[int], rng: random.Random) -> None:
-        """Fill the states of requests with numbers, as a prefill does."""
+        """Fill the states of requests with random numbers, as a prefill does, and expect these."""
         for memory, slot in product(self.memories, slots):
             size = math.prod(memory.spec.shape)
             numbers = [float32(rng.gauss(0, 1)) for _ in range(size)]
             memory.make_up(slot, [word_of(number, memory.spec.fmt) for number in numbers])
 
     def end(self, slots: Sequence[int], rng: random.Random) -> None:
-        """Fill the states of ended requests with noise, NaN included."""
+        """Fill the states of ended requests with noise, NaN included, and expect that."""
         for memory, slot in product(self.memories, slots):
             size = math.prod(memory.spec.shape)
             memory.make_up(slot, noise(size, memory.spec.fmt.word, rng).tolist())
@@ -264,7 +271,10 @@ class ReplayedLayer:
     def draw(
         self, real: Sequence[bool], device: torch.device, rng: random.Random
     ) -> tuple[Tensor, ...]:
-        """Draw numbers for each part of the rows to stage; NaN in rows that are not real."""
+        """Draw numbers for each part of the rows to stage; NaN in rows that are not real.
+
+        Decays and steps are from 0 to 1.
+        """
         tensors = []
         for part in self.ref.given:
             count = len(real) * math.prod(part.row_shape)
@@ -282,7 +292,7 @@ class ReplayedLayer:
         rows: Sequence[Sequence[int]],
         crossings: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
-        """Expect states that took in these rows of a window.
+        """Expect states that took in these rows of a window; the memories stay as they are.
 
         Args:
             slots: the slot of each request's state.

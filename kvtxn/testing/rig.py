@@ -47,7 +47,10 @@ _serial = itertools.count()
 
 @contextmanager
 def registered(backend: Backend) -> Iterator[str]:
-    """Yield the name of a backend; a class is registered while the block lasts."""
+    """Yield the name of a backend; a class is registered while the block lasts.
+
+    A class gets a new name each time.
+    """
     if isinstance(backend, str):
         yield backend
         return
@@ -156,21 +159,27 @@ class Rig:
         return [-1 if self.rng.random() < padding else slot for slot in chosen]
 
     def begin_requests(self, group: str, slots: Sequence[int]) -> None:
-        """Fill the states of requests with numbers in every replayed layer of the group."""
+        """Fill the states of requests with numbers in every replayed layer of the group.
+
+        Their slots count as held from now on.
+        """
         for layer in self.replayed:
             if layer.spec.group == group:
                 layer.begin(slots, self.rng)
         self.held[group] |= set(slots)
 
     def end_requests(self, group: str, slots: Sequence[int]) -> None:
-        """Fill the states of ended requests with noise."""
+        """Fill the states of ended requests with noise; their slots are free again."""
         for layer in self.replayed:
             if layer.spec.group == group:
                 layer.end(slots, self.rng)
         self.held[group] -= set(slots)
 
     def slots(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch's slots by group, as device tensors; for states one slot per request."""
+        """Return a batch's slots by group, as device tensors; for states one slot per request.
+
+        Where requests may cross a boundary, a ``StateSlots``.
+        """
         given: dict[str, Any] = {}
         for group, slots in batch.slots.items():
             if group in batch.states:
@@ -193,7 +202,10 @@ class Rig:
         return window
 
     def forget(self) -> None:
-        """Forget the rows that the last window overwrote, before another one begins."""
+        """Forget the rows that the last window overwrote, before another one begins.
+
+        They are what ``expect_aborted`` and ``expect_committed`` put back in the oracle.
+        """
         self._old.clear()
 
     def stage(self, window: Window, batch: Batch, order: Sequence[int] | None = None) -> None:
@@ -230,7 +242,7 @@ class Rig:
         window.attend(ref, query, table, self.accepted([length] * requests))
 
     def run(self, batch: Batch, counts: Sequence[int]) -> Window:
-        """Run a whole window and commit it, without a comparison."""
+        """Run a whole window and commit it, without a comparison; return the ended window."""
         with self.open(batch) as window:
             self.stage(window, batch)
             window.commit(self.accepted(counts))
@@ -248,6 +260,8 @@ class Rig:
         check_staged: bool = False,
     ) -> None:
         """Run a whole window, commit it, and compare the caches with its kept rows.
+
+        Raises an AssertionError if they differ, or if the window does not end in COMMITTED.
 
         Args:
             batch: the rows.
@@ -276,7 +290,11 @@ class Rig:
         when: str = "aborted",
         forest: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Stage layers, all of them or these, abort the window, and compare the caches."""
+        """Stage layers, all of them or these, abort the window, and compare the caches.
+
+        Raises:
+            AssertionError: they differ, or the window does not end in ABORTED.
+        """
         with self.open(batch, forest) as window:
             self.stage(window, batch, layers)
             window.abort()
@@ -304,7 +322,7 @@ class Rig:
         ]
 
     def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect the settled rows from now on; new states only under ``direct``."""
+        """Write the settled rows into the oracle; in states only under ``direct``."""
         direct = self.policy == "direct"
         early = [
             index
@@ -314,7 +332,10 @@ class Rig:
         self.write(batch, [not draft for draft in batch.drafts], early)
 
     def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect what staging writes from now on: settled rows, and drafts unless these wait."""
+        """Write into the oracle what staging writes: settled rows, and drafts unless these wait.
+
+        What drafts overwrite is remembered, for ``expect_aborted`` and ``expect_committed``.
+        """
         self.expect_settled(batch, layers)
         if self.policy == "deferred":
             return
@@ -325,15 +346,18 @@ class Rig:
         self.write(batch, batch.drafts, layers)
 
     def expect_written(self, batch: Batch) -> None:
-        """Expect every row of a step without a window, and states only under ``direct``."""
+        """Write into the oracle every row of a step without a window.
+
+        In states only under ``direct``.
+        """
         direct = self.policy == "direct"
         whole = [i for i, c in enumerate(self.caches) if direct or c.spec.kind != "recurrent"]
         self.write(batch, [True] * batch.num_rows, whole)
 
     def expect_aborted(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect the settled rows of paged caches and rings, and every state as it was before.
+        """Put back, in the oracle, what drafts overwrote, and write the settled rows.
 
-        Under ``direct`` all rows stay as they were written.
+        Every state stays as it was before. Under ``direct`` all rows stay as they were written.
         """
         for layer, slot, row in self._old if self.policy != "direct" else ():
             self.truth.write(layer, slot, row)
@@ -343,9 +367,10 @@ class Rig:
     def expect_committed(
         self, batch: Batch, kept: Sequence[bool], layers: Sequence[int] | None = None
     ) -> None:
-        """Expect the rows that a commit leaves: kept rows; under ``direct`` all rows.
+        """Write into the oracle the rows that a commit leaves: settled and kept ones.
 
-        States take their settled and kept rows in, once for each call.
+        Under ``direct`` all. What rejected drafts overwrote is put back. States take their settled
+        and kept rows in, once for each call.
         """
         for layer, slot, row in self._old:
             self.truth.write(layer, slot, row)
@@ -358,7 +383,10 @@ class Rig:
     def expect_taken_in(
         self, batch: Batch, rows: Sequence[Sequence[int]], layers: Sequence[int] | None = None
     ) -> None:
-        """Expect states of replayed layers that took in these rows, one list per request."""
+        """Expect states of replayed layers that took in these rows, a list of them per request.
+
+        Each call takes them in once more. ``layers``: numbers of layers; None is all.
+        """
         for index, layer in enumerate(self.replayed, start=len(self.caches)):
             if layers is None or index in layers:
                 group = layer.spec.group
@@ -403,14 +431,17 @@ class Rig:
         return expected
 
     def states_in(self, name: str, slot: int) -> Row:
-        """Return the expected words of a layer's states in a slot."""
+        """Return the expected words of a layer's states in a slot.
+
+        Of a layer of rows those of its row.
+        """
         memories = {layer.ref.name: layer.memories for layer in self.replayed}.get(name)
         if memories is None:
             return self.truth.read(name, slot)
         return [memory.read(slot) for memory in memories]
 
     def truth_now(self) -> Replay:
-        """Make an oracle from the present caches, to show that they do not change."""
+        """Make an oracle from the present caches of rows, to show that they do not change."""
         return Replay(self.caches)
 
     def rows(self) -> tuple[int, int, int]:

@@ -50,9 +50,10 @@ class Walk:
             self.rig.stage(self.window, self.batch, [index])
 
     def break_repairs(self) -> None:
-        """Make every repair of the library fail from here on."""
+        """Make every repair of the library raise InjectedFault, until the monkeypatch is undone."""
 
         def broken(*_: object) -> None:
+            """Raise InjectedFault."""
             raise InjectedFault("the repair failed as well")
 
         for name in ("write_layers", "put_back", "write_through", "finish_commit"):
@@ -92,7 +93,10 @@ class Walk:
         assert self.window.state is state
 
     def cause(self, event: Event) -> None:
-        """Make the call that causes an event in a window that allows it."""
+        """Make the call that causes an event in a window that allows it.
+
+        A commit accepts one each.
+        """
         calls: dict[Event, Callable[[], None]] = {
             Event.STAGE: lambda: self.stage(1),
             Event.STAGE_LAST: lambda: self.stage(1),
@@ -104,7 +108,7 @@ class Walk:
         calls[event]()
 
     def _fall_back(self) -> None:
-        """Make the executor fail at its next call."""
+        """Make the executor fail at its next call, which stages a layer or attends."""
         for operation in OPERATIONS:
             self.faults.arm(operation)
         if self.window.state is WindowState.OPEN:
@@ -113,7 +117,10 @@ class Walk:
             self.rig.attend(self.window, self.batch)
 
     def _fail(self) -> None:
-        """Make the executor fail, and the repair after it."""
+        """Make the executor fail, and the repair after it; the error is expected.
+
+        In a final state make a call that such a window refuses.
+        """
         if self.window.state.is_final:
             self._fall_back()
             return
@@ -134,7 +141,10 @@ class StateTable(KitBase):
     def test_the_table(
         self, kit: Kit, monkeypatch: pytest.MonkeyPatch, state: WindowState, event: Event
     ) -> None:
-        """Allowed events lead to the table's state; all others are refused and change nothing."""
+        """Allowed events lead to the table's state; all others are refused and change nothing.
+
+        A window that fell back does not call its executor again.
+        """
         policies = [policy for policy in TRANSACTIONAL if policy in kit.capabilities.policies]
         if not policies:
             pytest.skip(f"{kit.name} only writes through: nothing of it can be taken back")
@@ -146,7 +156,7 @@ class StateTable(KitBase):
 def _try(
     kit: Kit, policy: str, patch: pytest.MonkeyPatch, state: WindowState, event: Event
 ) -> None:
-    """Drive one window into ``state`` and cause ``event`` there."""
+    """Drive one window into ``state``, cause ``event`` there, and assert what the table says."""
     rig, faults = kit.faulty_rig(policy, SIMPLE, on_error="fallback")
     walk = Walk(rig, faults, patch)
     complete = state is WindowState.DIRECT and event in (Event.COMMIT, Event.ABORT)

@@ -51,7 +51,11 @@ class ToyStates(StateSupplier):
     def begin(
         self, slots: Sequence[int], lengths: Sequence[int], *, replayed: bool = False
     ) -> None:
-        """Note a step: the slot of each request's state, and its rows, which get new numbers."""
+        """Note a step: the slot of each request's state, and its rows, which get new numbers.
+
+        ``replayed``: a captured forward makes the step, so that ``replays`` is the number of
+        requests.
+        """
         self._step = list(slots), list(lengths)
         self._done, self.replays = 0, len(slots) if replayed else 0
         first = [sum(lengths[:request]) for request in range(len(lengths))]
@@ -61,7 +65,10 @@ class ToyStates(StateSupplier):
             rows.copy_(torch.randn(MOST_ROWS, WIDTH))
 
     def expected(self, sampled: Sequence[int] | None) -> list[Tensor]:
-        """Return what the states are after these counts; None: after an abort."""
+        """Return copies of the states after these counts of sampled tokens; None: after an abort.
+
+        The memories themselves stay as they are.
+        """
         found = [memory.clone() for memory in self.memory]
         if sampled is not None and self._step is not None:
             for memory, rows in zip(found, self.rows, strict=True):
@@ -69,6 +76,7 @@ class ToyStates(StateSupplier):
         return found
 
     def _reference(self, memory: Tensor, rows: Tensor, sampled: Sequence[int]) -> None:
+        """Take each request's kept rows into ``memory``, at least one row each, on the host."""
         assert self._step is not None
         row = 0
         for slot, length, count in zip(*self._step, sampled, strict=False):
@@ -77,7 +85,10 @@ class ToyStates(StateSupplier):
             row += length
 
     def _advance(self, number: int, sampled: Tensor, longest: int) -> None:
-        """Launch the commit of one layer, which waits for nothing."""
+        """Launch the commit of one layer: its states take in kept rows, at least one per request.
+
+        The launches wait for nothing.
+        """
         memory, rows = self.memory[number], self.rows[number]
         slots, first, lengths = self._plan[:, : sampled.shape[0]]
         kept = torch.minimum(sampled.clamp(min=1).long(), lengths)
@@ -92,17 +103,27 @@ class ToyStates(StateSupplier):
         return self._step is not None
 
     def commit(self, sampled: Tensor) -> None:
-        """Launch the commits of all layers."""
+        """Launch the commits of all layers; nothing without a step.
+
+        Raises ``error`` where ``fails`` says.
+        """
         if self.waits:
             self.calls.append("commit")
             self._run("commit", sampled)
 
     def repeat(self, sampled: Tensor) -> None:
-        """Launch the commits of the layers that ``commit`` did not reach."""
+        """Launch the commits of the layers that ``commit`` did not reach.
+
+        It may fail like ``commit``.
+        """
         self.calls.append("repeat")
         self._run("repeat", sampled)
 
     def _run(self, name: str, sampled: Tensor) -> None:
+        """Commit the layers that are not done, one after the other.
+
+        Raise where ``fails`` says, once.
+        """
         assert self._step is not None
         for number in range(self._done, len(self.names)):
             if self.fails.get(name) == number:
@@ -116,11 +137,15 @@ class ToyStates(StateSupplier):
         self._step, self._done, self.replays = None, 0, 0
 
     def launches(self, sampled: Tensor, num_requests: int) -> Callable[[], None] | None:
-        """Return the commits of all layers as one function; never None."""
+        """Return the commits of all layers as one function; never None.
+
+        It notes nothing as done.
+        """
         assert self._step is not None
         longest = max(self._step[1])
 
         def run() -> None:
+            """Launch the commits of all layers."""
             for number in range(len(self.names)):
                 self._advance(number, sampled[:num_requests], longest)
 
@@ -128,10 +153,11 @@ class ToyStates(StateSupplier):
 
     @property
     def capture(self) -> Capture:
-        """Captures a CUDA graph; on a CPU a replay makes the same calls again."""
+        """A function that captures a CUDA graph; on a CPU a replay makes the same calls again."""
         return self._capture
 
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Count a capture and make it; return its replay, which counts itself, and may fail."""
         self.captured += 1
         again = run
         if self.memory[0].is_cuda:
@@ -141,6 +167,7 @@ class ToyStates(StateSupplier):
             again = graph.replay
 
         def replay() -> None:
+            """Replay, or raise ``error`` if ``fails`` has "replay", once."""
             if "replay" in self.fails:
                 del self.fails["replay"]
                 raise self.error

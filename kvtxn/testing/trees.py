@@ -38,7 +38,7 @@ def lengths(settled: Sequence[int], forest: Sequence[Sequence[int]]) -> tuple[li
 
 
 def random_path(parents: Sequence[int], rng: random.Random) -> list[int]:
-    """Draw a path from a root down to some node; it may be empty."""
+    """Draw a path from a root down to some node; it is empty for one in four, or without nodes."""
     path: list[int] = []
     node = -1
     while children := [child for child, parent in enumerate(parents) if parent == node]:
@@ -94,6 +94,8 @@ def run_tree(
 ) -> None:
     """Run a whole tree window, and compare it with the oracle and the counters.
 
+    Raises an AssertionError if they differ, or if the window does not end in COMMITTED.
+
     Args:
         rig: the layers.
         batch: the rows.
@@ -116,7 +118,10 @@ def run_tree(
 
 
 def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """Expect the rows that a commit leaves: each path at its first row positions."""
+    """Write into the oracle the rows that a commit leaves.
+
+    Settled rows, and each path in its place. A path lies at its request's first draft positions.
+    """
     rig.expect_committed(batch, [False] * batch.num_rows, range(len(rig.caches)))
     write_moved(rig, batch, paths)
 
