@@ -1,6 +1,6 @@
 """The CUDA-graph executor: a commit is one graph launch, over fixed buffers.
 
-It wraps the Triton executor and captures its commit once per *bucket* of rows; If the acceptance is
+It wraps the Triton executor and captures its commit once per *bucket* of rows; if the acceptance is
 copied, it also captures once per bucket of the acceptance's length, since a request may have no
 row. A replay reads slots (padded with -1), layout and acceptance from fixed buffers and the staged
 rows through a table of addresses; it writes the caches. Before each replay every address that a
