@@ -29,7 +29,7 @@ class WatchedConnector:
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the connector's answer: requests whose rows were sent, and whose rows came.
 
-        Either may be None for none. The audit hears of the latter.
+        Either may be None for none. The audit is then told of those that came.
         """
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         watch = self.kvtxn_transfers

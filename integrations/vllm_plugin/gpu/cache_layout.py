@@ -51,7 +51,10 @@ def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
-    """View the rows from a slot on, ``[count, *row_shape]`` per plane; slots follow each other."""
+    """View the ``count`` rows from slot ``first`` on, ``[count, *row_shape]`` for each plane.
+
+    Blocks and the rows in them must follow each other evenly.
+    """
     found = []
     for plane in ref.planes:
         cells = plane.cells
@@ -95,7 +98,7 @@ def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
 
 
 def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:
-    """Return how many bytes ``rows`` rows take in all layers of the target together."""
+    """Return the bytes that ``rows`` rows take in all of the target's layers of attention."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     return rows * sum(
         int(-(-spec.page_size_bytes // spec.block_size))
@@ -158,9 +161,15 @@ class SpareBlocks:
 def with_spare_blocks(
     config: KVCacheConfig, rows: int, without: set[str]
 ) -> tuple[KVCacheConfig, SpareBlocks]:
-    """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
+    """Copy a KV-cache configuration and add blocks for ``rows`` more rows of each group.
 
-    Groups that have only layers of ``without`` get none.
+    Args:
+        config: vLLM's, which stays as it is.
+        rows: of each group, rounded up to whole blocks.
+        without: names of layers; groups that have only such ones get no blocks.
+
+    Returns:
+        The copy, and where the spare blocks are.
 
     Raises:
         LayerError: a cache's size is no multiple of its number of blocks.

@@ -62,7 +62,11 @@ def sizes(runner: Any) -> Sizes:
 
 
 def begin(runner: Any, request: Dummy) -> dict[str, list[int]]:
-    """Compute the prompt of a new request in one step; return the sampled token by name."""
+    """Compute the prompt of a new request in one step, with greedy sampling.
+
+    Returns:
+        By the request's name, the sampled token.
+    """
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
@@ -99,6 +103,9 @@ def verify(
         requests: of the step.
         sampled: by name, what ``begin`` returned.
         drafts: by name; a request without an entry has none.
+
+    Returns:
+        By name, the accepted drafts and one more token.
     """
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -130,7 +137,13 @@ def end(runner: Any, requests: Sequence[Dummy]) -> None:
 
 
 def _run(runner: Any, output: Any, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
-    """Run a step of the runner, and return the sampled tokens by request."""
+    """Run a step of the runner; return the sampled tokens by request, none without ``scheduled``.
+
+    Args:
+        runner: the runner.
+        output: vLLM's ``SchedulerOutput``, into which the counts of tokens are written.
+        scheduled: tokens of each request, by name.
+    """
     output.num_scheduled_tokens = dict(scheduled)
     output.total_num_scheduled_tokens = sum(scheduled.values())
     if hasattr(output, "num_spec_tokens_to_schedule"):

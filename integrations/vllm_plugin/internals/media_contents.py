@@ -105,7 +105,10 @@ def _named(name: str, content: str) -> str:
 
 
 def follow_media(engine: VllmEngine) -> None:
-    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it."""
+    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it.
+
+    Nothing is done for a model that takes text alone.
+    """
     processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
     if processor is None:  # the model takes text alone
         return
@@ -132,10 +135,10 @@ def unfollow_media() -> None:
 
 
 def send_contents(request: EngineCoreRequest) -> None:
-    """Put the hashes of a request's named items into its sampling parameters.
+    """Put the hashes of a request's named items into its sampling parameters, in place.
 
-    The names become plain text. Two contents under one name become one, of both. Without sampling
-    parameters nothing is sent.
+    The names in its items become plain strings. Two contents under one name become one, of both.
+    Without sampling parameters, as for pooling, nothing is sent.
     """
     contents: dict[str, str] = {}
     for feature in request.mm_features or ():
@@ -185,7 +188,7 @@ class Media:
 
 
 def _remember(known: OrderedDict[T, str], key: T, content: str) -> None:
-    """Remember an item's content; what was used first is forgotten."""
+    """Set an item's content; if there are too many, the one that was set first is forgotten."""
     known[key] = content
     known.move_to_end(key)
     if len(known) > _REMEMBERED:
