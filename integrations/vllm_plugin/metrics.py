@@ -124,12 +124,13 @@ class Page:
         self._windows = windows
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
-        """Bring the metrics of an engine up to date.
+        """Bring the metrics of an engine up to date on the page.
 
         Args:
             engine: its number.
-            snapshots: the counters of each rank. Families that are not per rank are those of the
-                first rank with windows.
+            snapshots: the counters of each rank. Ranks without windows have ``kvtxn_active`` and
+                those of the audit alone. Families that are not per rank are those of the first rank
+                with windows.
         """
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):

@@ -68,7 +68,7 @@ def unregister() -> None:
 
 
 def _answer(name: str) -> Callable[[WorkerWrapper], object]:
-    """Return the method of this name that workers get; it is given the worker's wrapper."""
+    """Return a method for workers that answers the RPC ``name``, given the worker's wrapper."""
 
     def answer(wrapper: WorkerWrapper) -> object:
         from . import metrics

@@ -20,9 +20,9 @@ from .seam.runner_v2 import AdapterV2
 def attach(
     runner: Foreign, settings: PluginSettings, rank: int, facts: EngineFacts, *, windows: bool
 ) -> None:
-    """Give a runner the parts that the user asked for, once, before its KV cache exists.
+    """Give a runner its adapter and the parts that the user asked for, before its caches exist.
 
-    Nothing changes if it has them, or if it is unknown, which is logged.
+    Nothing changes if it is hooked already, or if it is unknown, which is logged.
 
     Args:
         runner: a worker's runner.

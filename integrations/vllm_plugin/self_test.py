@@ -83,8 +83,9 @@ def run(runner: HookedRunner) -> str | None:
     """Test a runner whose windows are attached; every rank of a group must call this.
 
     Returns:
-        The reason for which windows must not be used, one sentence; None if the test passed on
-        every rank. The caches have the bytes that they had before.
+        The reason for which windows must not be used, one sentence, of the first rank that has one;
+            None if the test passed on every rank. An error of any kind counts as a failed test. The
+            caches have the bytes that they had before.
     """
     why = None
     try:
@@ -300,7 +301,10 @@ def _noise(bench: Bench) -> LayerRows:
 
 
 def _digest(bench: Bench) -> list[int]:
-    """Digest the rows of all blocks that are not the requests', one number a plane."""
+    """Digest the rows of all blocks that are not the requests': one number for each plane.
+
+    Planes are in the order of the layers.
+    """
     found = []
     for ref in bench.layers:
         for plane in ref.planes:

@@ -114,7 +114,7 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
 
 
 def _check_stock(facts: EngineFacts) -> None:
-    """Refuse an engine that vLLM itself does not run.
+    """Refuse an engine that vLLM itself does not run; do nothing for others.
 
     Raises:
         RequiredError: its hint is another one, since leaving ``required`` out is no help.
@@ -296,7 +296,10 @@ def _warmed_up(runner: HookedRunner, version: str) -> None:
 
 
 def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:
-    """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
+    """Return the default of ``max_rows``: all rows that a step's requests with drafts can have.
+
+    On a GPU, where it sizes buffers, it may be less; see ``window_rows``.
+    """
     if facts.device == "cpu":
         return engine_config.most_window_rows(config)
     return engine_config.window_rows(config)

@@ -191,7 +191,9 @@ def say_logged_alone(why: str, error: Exception | None = None) -> None:
 
 
 def unhook_schedulers() -> None:
-    """Give the audited schedulers of this process, and their managers, their own classes back.
+    """Give audited schedulers and cache managers of this process their own classes back.
+
+    Lost reuse may be looked for again afterwards, where it had failed.
 
     Raises:
         KVTxnError: somebody else has subclassed one of the classes; all others are given back.

@@ -73,7 +73,7 @@ class RunnerSteps(Generic[HookedRunnerT]):
         containment.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:
-        """Tell a connector's transfers how many rows of each request are computed now."""
+        """Tell a connector's transfers, if any, how many rows of each request the step has."""
         if watch.transfers is not None:
             scheduled = containment.scheduled(self._runner.kvtxn_scheduled)
             watch.transfers.scheduled(scheduled)
@@ -122,7 +122,7 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         return rows, audited_states.states(runner, watch.states, rows.starts, rows.first)
 
     def returning(self, name: str) -> Arrival:
-        """Describe a request that goes on and that the ledger has forgotten."""
+        """Describe, by the runner, a request that goes on and that the ledger has forgotten."""
         return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,10 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(runner, watch)
 
     def begin(self) -> None:
-        """Note the requests' blocks, and the columns of states before vLLM moves them."""
+        """Note the requests' blocks, and the columns of states before vLLM moves them.
+
+        The latter only where the host copies states, and once the audit has begun.
+        """
         self._note_blocks()
         copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
         if copies is not None and watch is not None:
@@ -192,7 +195,7 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return rows, self._states.read(metadata, rows, total)
 
     def returning(self, name: str) -> Arrival:
-        """Describe a request that goes on and that the ledger has forgotten."""
+        """Describe, by the runner, a request that goes on and that the ledger has forgotten."""
         return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -315,6 +318,6 @@ class TellingConnector:
     kvtxn_then: Callable[[], None]
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the step's transfers; then the step is ready."""
+        """Let the connector begin the step's transfers, then say that the step is ready."""
         super().pre_forward(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_then()

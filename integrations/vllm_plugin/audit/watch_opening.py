@@ -78,11 +78,11 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
     Args:
         runner: the worker's runner, before its cache is made.
         settings: "bytes" makes the ledger larger.
-        available: free bytes.
+        available: free bytes, for both.
 
     Returns:
         ``available`` itself, if the user gives the size of the cache, if the plan for blocks is not
-        known, or if the calculation fails, which is logged as a warning.
+            known, or if the calculation fails, which is logged as a warning.
     """
     try:
         plan = None if is_given(runner) else planned(runner)
@@ -179,7 +179,9 @@ def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
 
 
 def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Record the copies of states in the ledger of a runner's watch, if there is one.
+    """Record the copies of states in the ledger of a runner's watch, if there is one that watches.
+
+    An error ends the audit and is not raised.
 
     Args:
         runner: the runner.
@@ -195,7 +197,8 @@ def _watch_of_all_ranks(
 ) -> Watch | None:
     """Make a watch over a runner's groups of rows and states, if every rank can have one.
 
-    Every rank has to call this. If one cannot be watched, none is, and the reason is logged.
+    Every rank has to call this. If one cannot be watched, or has nothing to watch, none is, and the
+    reason is logged.
 
     Args:
         runner: the runner.

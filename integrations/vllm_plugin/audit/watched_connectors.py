@@ -16,13 +16,13 @@ class WatchedConnector:
     kvtxn_transfers: TransferWatch
 
     def bind_connector_metadata(self, connector_metadata: object) -> None:
-        """Tell the audit which blocks the step will store and load."""
+        """Tell the audit which blocks the step will store and load; then bind the metadata."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.begin, connector_metadata))
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def wait_for_save(self) -> Any:
-        """Tell the audit that the step's blocks are stored now."""
+        """Tell the audit that the step's blocks are stored now; then let the connector finish."""
         self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
         return super().wait_for_save()  # type: ignore[misc]
 
@@ -59,7 +59,10 @@ class WatchedConnectorV1(WatchedConnector):
     """A mixin for the V1 runner, which hands blocks over before it changes anything."""
 
     def handle_preemptions(self, kv_connector_metadata: object) -> Any:
-        """Tell the audit which blocks are stored now, before other requests get them."""
+        """Tell the audit which blocks are stored at once, before other requests get them.
+
+        Then the connector stores them.
+        """
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.flush, kv_connector_metadata))
         return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]

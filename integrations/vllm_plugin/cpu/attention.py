@@ -228,6 +228,10 @@ def _attend(
 def hook_attention(steps: EagerSteps, layers: Sequence[TargetLayer]) -> None:
     """Let these layers read the steps' windows; ``unhook_attention`` undoes this.
 
+    Args:
+        steps: the runner's steps.
+        layers: latent ones stage their drafts, and vLLM attends; for others kvtxn attends.
+
     Raises:
         LayerError: an attention class is not as expected; nothing was hooked.
         KVTxnError: a layer is hooked already.
@@ -322,7 +326,7 @@ def hook_lent_rows(steps: StateSteps, layers: Sequence[TargetLayer]) -> None:
     """Let these layers lend their slots to drafts; ``unhook_attention`` undoes this.
 
     Raises:
-        LayerError: an attention class is not as expected; nothing was hooked.
+        LayerError: a layer is latent, or its class is not as expected; nothing was hooked.
         KVTxnError: a layer is hooked already.
     """
     for layer in layers:

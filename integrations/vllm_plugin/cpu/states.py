@@ -199,9 +199,11 @@ class States(Part):
         self.batch: StateBatch | None = None
 
     def caches_wanted(self) -> None:
-        """Let the layers keep one state per request, if the windows will hold the states; once.
+        """Let the layers keep one state per request, if the windows will hold the states.
 
-        Called before the caches are made.
+        They will if the policy is ``deferred`` and vLLM's operators are known. Sets
+        ``kvtxn_one_state``; ``kvtxn_unhook`` gives the layers theirs back. Called before the caches
+        are made; nothing if it was decided so before.
         """
         runner = self._runner
         if runner.kvtxn_one_state:

@@ -68,9 +68,11 @@ def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
 def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
     """Describe the target's layers and their caches for the library.
 
-    Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks, heads, block_size,
-    2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
-    ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
+    Args:
+        layers: the layers. Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks,
+            heads, block_size, 2 * head_size]``, a row's keys before its values, with strides of its
+            own (of latent rows: ``[num_blocks, block_size, latent_size]``).
+        kv_dtype: vLLM's name of the caches' format; but for "auto", the layers' scales count.
     """
     refs = []
     for layer in layers:
@@ -125,7 +127,9 @@ def bytes_of_spare_blocks(runner: RunnerV1 | RunnerV2, rows: int) -> int:
 def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     """Return the bytes of the block tables by slot in the largest captured graph, one per group.
 
-    The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has.
+    A table has a number for each position of each request, or of each row where the attention wants
+    that. The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer
+    has.
     """
     kinds, config = Counter(runner.get_kv_cache_spec().values()), runner.vllm_config
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
@@ -154,7 +158,10 @@ class SpareBlocks:
     first: Mapping[str, int]
 
     def begin(self, cache: Tensor) -> int:
-        """Return the number of the first spare block, in blocks of the cache's own size."""
+        """Return the number of the first spare block of a cache, in blocks of the cache's own size.
+
+        Kernels may have smaller blocks than the scheduler.
+        """
         return int(cache.shape[0]) // self.total * self.own
 
 
@@ -228,7 +235,7 @@ class CachePlan:
 
 
 def is_given(runner: Runner) -> bool:
-    """Tell whether the user gives the bytes of the KV cache."""
+    """Tell whether the user gives the bytes of the KV cache (``kv_cache_memory_bytes``)."""
     return bool(runner.cache_config.kv_cache_memory_bytes)
 
 

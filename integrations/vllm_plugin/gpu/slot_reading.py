@@ -71,18 +71,24 @@ class Reading:
 
     @property
     def stopped(self) -> bool:
-        """Tell whether an earlier layer failed, so that the other layers run vLLM's own code."""
+        """True if an earlier layer failed in this step: the other layers run vLLM's own code.
+
+        Never in a forward that is captured.
+        """
         return not (self.captured or self.steps.waits)
 
     def prepare(self, hook: SlotHook, metadata: object, slots: Tensor) -> Tensor:
         """Make the slots and tables that all layers share, at the first layer; return the slots.
 
-        A graph captures this, too.
+        Sets ``slots`` and ``metadata``. A graph captures this, too.
 
         Args:
             hook: the first layer's hook.
             metadata: vLLM's metadata of the batch.
             slots: vLLM's slots of the batch, int64 ``[num_rows]``.
+
+        Returns:
+            int64 ``[num_rows]``, with spare slots for the window's drafts.
         """
         tables = self.builder.kvtxn_tables
         given = tables.arguments(metadata)
@@ -153,10 +159,10 @@ class SlotBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: object, fast_build: bool = False
     ) -> object:
-        """Build metadata for one step; a drafter asks for a fast build of its own.
+        """Build metadata for one step, with a ``Reading`` in ``kvtxn`` if the step's drafts wait.
 
-        It gets a ``Reading`` in ``kvtxn`` if the step's drafts wait, or if a graph is being
-        captured.
+        Also if a graph is being captured; not for a drafter, which asks for a fast build, nor in
+        layers that are not the target's.
         """
         steps, capturing = self.kvtxn, self.kvtxn_capturing
         window = steps is not None and steps.waits and not (fast_build or capturing)
@@ -302,7 +308,7 @@ class WindowLatentImpl:
     def forward_mqa(
         self, q: object, kv_c_and_k_pe_cache: Tensor, attn_metadata: object, layer: object
     ) -> object:
-        """Attend over cache and window as ``attend`` does; without a window as vLLM does."""
+        """Return what vLLM's attention computes over cache and window, as ``attend`` does."""
         own = super().forward_mqa  # type: ignore[misc]
         found: object = attend(
             self.kvtxn,

@@ -111,7 +111,7 @@ class StateCaches(Part):
         return self.are_written_by_commits()
 
     def caches_dropped(self) -> None:
-        """Forget the states in the caches that go."""
+        """Forget the states in the caches that go, and the steps that held them."""
         self._runner.kvtxn_states = self.steps = None
 
     def profiling_caches_made(self) -> None:
@@ -221,7 +221,7 @@ class StatesV1(Part):
         return self._tell_none
 
     def planned(self, step: PlannedStep) -> None:
-        """Note whether a request of the step is at its prompt, for ``graph_sought``."""
+        """Note whether a request is at its prompt, or has other rows than one and its drafts."""
         self._has_prompts = batches.has_prompts(step.rows())
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
@@ -284,7 +284,10 @@ class StatesV2(Part):
         self.caches = StateCaches(runner, self)
 
     def unknown(self) -> str | None:
-        """Say in a sentence how ``model_state`` differs from the known one; None if it does not."""
+        """Say in a sentence how ``model_state`` differs from the known one; None if it does not.
+
+        Its methods' names and parameters are compared.
+        """
         return check_methods(
             type(held_states.model_state(self._runner)), state_commits.MODEL_STATE_METHODS
         )

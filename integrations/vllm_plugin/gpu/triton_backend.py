@@ -52,7 +52,7 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over cache and window into ``output`` as ``attend`` does."""
+        """Attend over cache and window into ``output``, and return it, as ``attend`` does."""
         own, given = super().forward, (layer, query, key, value)
         scales = output_scale, output_block_scale
         found: Tensor = attend(

@@ -137,7 +137,10 @@ class WindowCaches(Part):
             keep_for_graphs(self._runner, steps)
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Return the facts with those about states, and whether drafts can wait in spare blocks."""
+        """Return the facts with those about states, and whether drafts can wait in spare blocks.
+
+        They can if there are such blocks, and each layer's attention reads its cache by slot.
+        """
         if self._states is not None:
             facts = self._states.facts(facts)
         waits = all(
@@ -237,7 +240,7 @@ class WindowsV1(Part):
         )
 
     def step_begins(self) -> None:
-        """Abort a window that an abandoned step left open."""
+        """Abort a window that an abandoned step left open, if there is one."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
@@ -456,9 +459,10 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
 def reserve_memory(wrapper: Foreign) -> None:
     """Let vLLM size the KV cache without the memory of the parts and of captured commits.
 
-    Where the user gives the size of the KV cache, that stays as it is. No memory is held in the
-    meantime: vLLM's profile run gets the addresses that it has without kvtxn. It reads memory of
-    Mamba-2 layers that nobody wrote, and ends the engine where that is NaN (FAULTS.md).
+    Where the user gives the size of the KV cache, that stays as it is. ``kvtxn_unhook`` undoes it.
+    No memory is held in the meantime: vLLM's profile run gets the addresses that it has without
+    kvtxn. It reads memory of Mamba-2 layers that nobody wrote, and ends the engine where that is
+    NaN (FAULTS.md).
     """
     runner: Any = workers.runner_of(wrapper)
 

@@ -58,7 +58,10 @@ def is_aligned(runner: Runner) -> bool:
 
 
 def copies_differ() -> str | None:
-    """Say in a sentence how vLLM's copies differ from the known ones; None if they do not."""
+    """Say in a sentence how vLLM's class of copies differs from the known one.
+
+    None if it has the known fields, and methods with the known parameters.
+    """
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext as Own
 
     missing = [name for name in FIELDS if name not in Own.__annotations__]
@@ -195,10 +198,10 @@ def part_of(context: Any, chosen: Tensor) -> Any:
 
 
 def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
-    """Let vLLM copy the one state that each request has; return a function that undoes it.
+    """Let vLLM copy the one state that each request has, apart from pasts; return the undo.
 
     Args:
-        runner: a runner whose prefix cache keeps states.
+        runner: a runner whose prefix cache keeps states, and whose caches exist.
         ends: as for ``OneStateCopies.kvtxn_ends``.
     """
     context = context_of(runner)
@@ -402,7 +405,7 @@ class HostCopies:
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Remember the column of each request's state; call it before vLLM prepares a step.
 
-        Requests that end, or begin anew in the step, are forgotten.
+        Requests that end, are put back, or are resumed in the step are forgotten.
         """
         self._columns = dict(self._runner.mamba_state_idx)
         told = scheduler_output
@@ -417,7 +420,8 @@ class HostCopies:
     def take(self) -> dict[str, tuple[list[int], list[int]]]:
         """Return the blocks that vLLM has copied states from and to since ``begin``, by group.
 
-        Two lists of equal length each; empty for a group without copies.
+        A request whose column changed was copied; of a forgotten one the last computed token's
+        column counts. Two lists of equal length each; empty for a group without copies.
         """
         runner = self._runner
         found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._numbers}

@@ -330,7 +330,12 @@ class PutBack:
 
 
 def _rows_after(told: SchedulerOutput, name: str) -> int | None:
-    """Return the rows that a request has after a step, drafts included; None if it took no part."""
+    """Return the rows that a request has after a step, drafts included; None if it took no part.
+
+    Args:
+        told: the step.
+        name: the request's.
+    """
     cached = told.scheduled_cached_reqs
     if name not in told.num_scheduled_tokens:
         return None

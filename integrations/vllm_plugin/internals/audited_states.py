@@ -92,7 +92,7 @@ def block_sizes(runner: Runner, groups: Iterable[str]) -> dict[str, int]:
 
 
 def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
-    """Describe the recurrent layers of some groups, and their caches, for the library."""
+    """Describe the recurrent layers of some groups, with all of their caches, for the library."""
     layers = runner.compilation_config.static_forward_context
     refs = []
     for group in groups:

@@ -255,7 +255,7 @@ def given_slots(context: ForwardContext, layers: Sequence[str], own: Tensor, tot
     """Return the slots that layers write a forward's rows to, int ``[total]`` at least.
 
     Those of the first layer that has other ones than the runner, ``own``; else ``own``. Rows that a
-    layer is given no slot for are written nowhere, -1.
+    layer is given no slot for are written nowhere, -1. In microbatches it is ``own``.
     """
     by_layer = context.slot_mapping
     last: Tensor | None = own
@@ -278,8 +278,9 @@ def given_metadata(
 ) -> list[BatchMetadata]:
     """Return the metadata of layers that say plainly what the requests of the batch read.
 
-    Left out are metadata without tables and lengths of requests, and metadata of other requests:
-    of parts of requests, or of the sampling requests alone.
+    In order, each once; none in microbatches. Left out are metadata without tables and lengths of
+    requests, and metadata of other requests: of parts of requests, or of the sampling requests
+    alone.
     """
     found: list[BatchMetadata] = []
     by_layer, last = context.attn_metadata, None

@@ -94,7 +94,7 @@ def takes_slots(impl: object) -> bool:
 
 @cache
 def flash_module() -> Foreign:
-    """Return the module of the FlashAttention backend."""
+    """Return vLLM's module of the FlashAttention backend, imported at the first call."""
     from vllm.v1.attention.backends import flash_attn
 
     return flash_attn
@@ -204,9 +204,9 @@ class BatchArguments:
 
 
 def batch_arguments(metadata: FlashMetadata) -> BatchArguments | None:
-    """Return the arguments that all layers share; None if vLLM passes each layer its own.
+    """Return the arguments of FlashAttention that all layers share in one step.
 
-    That is the case where a batch is not causal.
+    None if the batch is not causal, or says so by a tensor: vLLM passes each layer its own then.
     """
     if metadata.causal is not True:
         return None

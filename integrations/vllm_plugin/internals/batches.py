@@ -105,8 +105,8 @@ def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Te
 
     Returns:
         The engine's own tensors of slots by group, int64 ``[num_rows]`` each, padding (-1)
-        included. Or why the step cannot have a window, as a counter's label: "microbatches",
-        "decoded_from_the_cache" or "not_causal".
+            included. Or why the step cannot have a window, as a counter's label: "microbatches",
+            and with ``reads_window`` "decoded_from_the_cache" or "not_causal".
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
@@ -331,7 +331,10 @@ def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Non
 
 
 def slots_of_groups(runner: RunnerV1, groups: Sequence[str]) -> list[Tensor]:
-    """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each."""
+    """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each, on the device.
+
+    They are the runner's own buffers, which each step fills anew.
+    """
     tables = runner.input_batch.block_table
     return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
 
@@ -370,7 +373,10 @@ def metadata_builders(runner: Runner, names: set[str]) -> list[MetadataBuilder]:
 
 
 def metadata_of(module: AttentionLayer) -> object | None:
-    """Return a layer's attention metadata in the forward that is under way; None without any."""
+    """Return a layer's attention metadata in the forward that is under way.
+
+    None without any, and in microbatches.
+    """
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().attn_metadata

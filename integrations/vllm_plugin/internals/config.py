@@ -130,7 +130,11 @@ def _room(config: VllmConfig) -> dict[str, Any]:
 
 
 def _writes_elsewhere(config: VllmConfig, *, mla: bool) -> bool:
-    """Tell whether rows are written where kvtxn cannot give them other slots."""
+    """Tell whether rows are written where kvtxn cannot give them other slots.
+
+    They are in breakable graphs, in Inductor's partition, and, of latents, fused with the rotary
+    embedding.
+    """
     from vllm import envs
 
     compilation = config.compilation_config
@@ -167,7 +171,10 @@ def _states(model: ModelConfig) -> str | None:
 
 
 def _head_size(model: ModelConfig) -> int | None:
-    """Return the numbers of a head; None for latent rows, and for models without attention."""
+    """Return the numbers of an attention head.
+
+    None for latent rows, and for models without attention.
+    """
     without_attention = _states(model) is not None and not model.is_hybrid
     return None if model.use_mla or without_attention else int(model.get_head_size())
 

@@ -278,7 +278,7 @@ def block_layout(runner: Runner, group: str) -> list[object]:
 
 
 def _caches(runner: Runner, group: str) -> list[Tensor]:
-    """Return the caches of a group's layers, in vLLM's order."""
+    """Return the caches of a group's layers, in vLLM's order; all of a layer that has several."""
     layers = runner.compilation_config.static_forward_context
     caches: list[Tensor] = []
     number = int(group.partition(".")[2])
@@ -307,7 +307,7 @@ class BlockBytes:
         self._known: dict[str, tuple[list[Tensor], list[Tensor], BlockSums | None]] = {}
 
     def checksums(self, group: str, blocks: Sequence[int]) -> Tensor:
-        """Return a hash of the bytes of each block; does not wait for the device.
+        """Return a hash of the bytes of each block, in all layers of the group; does not wait.
 
         Returns:
             int64 ``[len(blocks), 2]`` on the device, see ``kvtxn.audit.checksum.block_checksums``.

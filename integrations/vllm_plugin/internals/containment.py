@@ -45,7 +45,7 @@ def mark(output: object, wrong: Wrong) -> None:
 
 
 def marks(output: object) -> Wrong | None:
-    """Return what ``mark`` added to an output; None if nothing was added."""
+    """Return the wrong reads that ``mark`` added to an output; None if nothing was added."""
     found: Wrong | None = getattr(output, _MARK, None)
     return found
 

@@ -110,7 +110,7 @@ class _Call:
         self.out[rows] = out
 
     def decode(self, layer: object, rows: Tensor, slots: Tensor) -> None:
-        """Compute one row of each request, over the states in ``slots`` of ``layer``."""
+        """Compute one row of each request over the states in ``slots`` of ``layer``, as ``run``."""
         count = rows.numel()
         self.run(
             layer,
@@ -304,7 +304,7 @@ class StateBatch:
         return (~self.begun | (self.settled != 1)).nonzero().squeeze(1)
 
     def settled_rows(self, requests: Tensor) -> Tensor:
-        """Return the settled rows of these requests, request by request."""
+        """Return the numbers of these requests' settled rows, int64, request by request."""
         pairs = zip(self.starts[requests].tolist(), self.settled[requests].tolist(), strict=True)
         return torch.cat([torch.arange(start, start + count) for start, count in pairs])
 

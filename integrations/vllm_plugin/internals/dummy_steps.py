@@ -126,7 +126,7 @@ def verify(
 
 
 def end(runner: Any, requests: Sequence[Dummy]) -> None:
-    """Let the runner forget these requests, in whatever state a failed step left them."""
+    """Let the runner forget these requests by an empty step, whatever a failed step has left."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     if getattr(runner, "execute_model_state", None) is not None:
@@ -164,6 +164,10 @@ def borrowed(runner: Any, blocks: Collection[int]) -> Iterator[None]:
     """Put the bytes of these blocks back, in every layer's cache, when the ``with`` block ends.
 
     Also if it raises. The bytes are kept on each cache's device.
+
+    Args:
+        runner: a runner whose layers have one cache each.
+        blocks: numbers of the scheduler's blocks, of which kernels may have several in each.
     """
     config, modules = runner.kv_cache_config, runner.compilation_config.static_forward_context
     chosen = torch.tensor(sorted(blocks))

@@ -74,7 +74,10 @@ def config_of(engine: VllmEngine) -> VllmConfig:
 
 
 def client_of(engine: VllmEngine | OfflineEngine) -> Client:
-    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; it outlives the core."""
+    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``: its ``engine_core``.
+
+    It outlives the engine's core.
+    """
     inner = engine.llm_engine if hasattr(engine, "llm_engine") else engine
     client: Client = inner.engine_core
     return client

@@ -358,7 +358,7 @@ class HeldStates(StateSupplier):
         self._commit(step, sampled)
 
     def _name_ends(self, step: VerifyStep, batch: Any) -> None:
-        """Name the blocks that keep the states at the ends of blocks, if any are kept."""
+        """Name the blocks that are to keep states at the ends of blocks, if any are kept."""
         if self._blocks is not None:
             lengths, starts = batch.seq_lens, batch.query_start_loc
             self.tables.name_snapshots(self._blocks, lengths, starts, step)

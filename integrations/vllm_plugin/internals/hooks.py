@@ -41,7 +41,7 @@ def _subclass(own: Any, mixins: tuple[Any, ...]) -> Any:
 
 
 def is_swapped(target: object) -> bool:
-    """Tell whether the object has a class that ``swap_class`` made."""
+    """Tell whether the object has a class that ``swap_class`` made, or a subclass of one."""
     return hasattr(target, "kvtxn_own_class")
 
 
@@ -263,7 +263,9 @@ def method_of(layer: object, name: str) -> Callable[..., object]:
 
 
 def with_globals(function: Any, **own: object) -> FunctionType:
-    """Copy a function; in the copy some global names stand for other objects.
+    """Copy a function; in the copy, some global names stand for other objects.
+
+    Its other globals are those of the moment of the copy.
 
     Raises:
         LayerError: the function's code does not use one of the names.

@@ -166,7 +166,7 @@ def write_latents(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: object, **how: object) -> None:
-    """Call FlashAttention; arguments are those of ``flash_attn_varlen_func``."""
+    """Call FlashAttention with arguments of ``flash_attn_varlen_func``; drop what it returns."""
     _of_vllm("vllm_flash_attn").flash_attn_varlen_func(query, key, value, *sizes, **how)
 
 
@@ -177,7 +177,7 @@ def schedule(*sizes: object, **how: object) -> Tensor:
 
 
 def attention_of(backend: str) -> Any:
-    """Return the class of a layer's attention, by the backend's name: one of ``_ATTENTION``."""
+    """Return vLLM's class of a layer's attention, by the name of a backend in ``_ATTENTION``."""
     module, name = _ATTENTION[backend]
     return getattr(_of_vllm(f"v1.attention.backends.{module}"), name)
 
@@ -191,13 +191,16 @@ def num_compute_units() -> int:
 
 
 def verify_gated_delta(**given: object) -> None:
-    """Call the Triton kernel that verifies gated delta nets."""
+    """Call vLLM's Triton kernel that verifies gated delta nets, with its own arguments."""
     own = _of_vllm("model_executor.layers.mamba.gdn.qwen_gdn_linear_attn")
     own.fused_sigmoid_gating_delta_rule_update(**given)
 
 
 def verify_gated_delta_fused(**given: object) -> None:
-    """Call the kernel that verifies gated delta nets and applies their gated norm."""
+    """Call vLLM's kernel that verifies gated delta nets and applies their gated norm.
+
+    The arguments are the kernel's own.
+    """
     _of_vllm("_custom_ops").fused_gdn_decode_post_conv_mtp(**given)
 
 
@@ -224,7 +227,7 @@ def choose_mamba2_kernel() -> None:
 
 
 def verify_mamba2(*given: object, **more: object) -> None:
-    """Call the Triton kernel that verifies Mamba-2 layers."""
+    """Call vLLM's Triton kernel that verifies Mamba-2 layers, with its own arguments."""
     own = _of_vllm("model_executor.layers.mamba.mamba_mixer2")
     own.selective_state_update(*given, **more)
 

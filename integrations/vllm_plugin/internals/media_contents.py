@@ -60,10 +60,11 @@ class ContentHashes(BeforeInputs):
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
     def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        """Return vLLM's name of each item by modality, with its content if a client named it.
+        """Return vLLM's name of each item by modality; as a ``Named`` if a client named it.
 
-        If contents cannot be hashed, that is logged, once as a warning, and the names are vLLM's
-        own.
+        A ``Named`` has the hash of the item's content; an item that was sent by its name alone has
+        none. If contents cannot be hashed, that is logged, once as a warning, and the names are
+        vLLM's own.
         """
         names = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
         given = self.mm_uuid_items
@@ -96,7 +97,7 @@ class ContentHashes(BeforeInputs):
 
 
 def _named(name: str, content: str) -> str:
-    """Return a name with its content; the name as it is if that is a hash of the content."""
+    """Return a ``Named`` with the content's hash; the name as it is if that is the hash."""
     if name == content:
         return name
     named = Named(name)

@@ -79,7 +79,7 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
     _worker: MemoryStoreWorker | None
 
     def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
-        """Return the worker, always the same one.
+        """Return the worker, always the same one; the first call makes it over ``kv_caches``.
 
         Raises:
             ValueError: a chunk has several blocks.

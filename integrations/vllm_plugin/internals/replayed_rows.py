@@ -173,10 +173,10 @@ class ReplayedDelta(ReplayedLayer):
         return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
 
     def views(self, mixed_qkv: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Split rows as the layer's own method does, but into views; None thrice for None.
+        """Return views of query, key and value, ``[1, rows, heads, size]``; None thrice for None.
 
-        kvtxn's kernel needs no copies. vLLM's does; ``verify`` makes them where it launches that
-        one.
+        The layer's own method makes copies. vLLM's kernel needs them, so ``verify`` makes them
+        where it launches that one.
         """
         if mixed_qkv is None:
             return None, None, None
@@ -303,7 +303,7 @@ REPLAYED: Final[Mapping[str, type[ReplayedLayer]]] = {
 
 
 def staged_bytes(module: Any, kind: str) -> int:
-    """Return the bytes that a row of a layer takes until the commit."""
+    """Return the bytes that a row of a layer takes until the commit, on this rank."""
     return DeltaRows.row_bytes(*REPLAYED[kind].sizes_of(module))
 
 

@@ -86,7 +86,7 @@ class RequestBlocks:
         return self._requests[name].tables if name in self._requests else ()
 
     def content(self, name: str) -> NewRequest | None:
-        """Return a request as it came last; None if it has ended."""
+        """Return a request as it came last; None if it has ended or never came."""
         return self._requests[name].came if name in self._requests else None
 
     def owner(self, block: int) -> tuple[str, int, int] | None:

@@ -83,10 +83,10 @@ class Found:
     ends: Sequence[tuple[str, int]]
 
     def unused(self, used: int) -> dict[str, int]:
-        """Return, by reason, the rows that are computed again.
+        """Return, by reason, how many cached rows are computed again; zeros are left out.
 
         Args:
-            used: the rows that the request begins with, those included that a connector brings.
+            used: the rows that the request begins with, including those that a connector brings.
         """
         found, left = {}, self.rows
         for reason, end in self.ends:

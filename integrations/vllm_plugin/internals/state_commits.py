@@ -79,7 +79,7 @@ class StateTables:
         replay: bool = False,
         aligned: bool = False,
     ) -> StateTables:
-        """Make tables for so many requests, with at most ``rows`` rows each.
+        """Make tables for so many requests, with at most ``rows`` rows each; no line names a block.
 
         Args:
             groups: of layers with states.
@@ -87,7 +87,8 @@ class StateTables:
             rows: the most of a request.
             device: of the tables.
             replay: there is no table of commits: nothing but ``counts`` is read there.
-            aligned: the prefix cache keeps states at the ends of blocks.
+            aligned: the prefix cache keeps states at the ends of blocks, so ``boundary`` and
+                ``snapshots`` exist.
         """
         sources, commits = (
             torch.zeros(groups, lines, rows + 1, dtype=torch.int32, device=device)
@@ -385,8 +386,8 @@ def write_side_by_side(
     Args:
         verified: the layers.
         step: the step.
-        streams: the layers run on these by turns, between waits of the current stream; without any
-            they run one after the other on the current one.
+        streams: the layers run on these by turns; they wait for the current stream before, and it
+            for them after. Without any the layers run one after the other on the current one.
     """
     if not streams:
         for rows in verified:
@@ -484,7 +485,9 @@ class CommitGraphs:
         return bool(self._graphs) and step.requests <= self._sizes[-1]
 
     def run(self, step: VerifyStep, kept: Tensor) -> None:
-        """Write the states of a step in one launch; a raise has written none.
+        """Write the states of a step by one graph, or by single launches where the graph had to go.
+
+        If the graph raises, no state is written.
 
         Args:
             step: the step, of at most ``requests`` requests.
@@ -511,5 +514,5 @@ class CommitGraphs:
 
 
 def uses_graphs(runner: Runner) -> bool:
-    """Tell whether an engine runs captured graphs."""
+    """Tell whether an engine runs captured CUDA graphs, by its configuration."""
     return str(runner.compilation_config.cudagraph_mode.name) != "NONE"

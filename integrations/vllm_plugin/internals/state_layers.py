@@ -68,13 +68,16 @@ class Substitute:
 
 
 def kind_of(module: object) -> str | None:
-    """Name the kind of a recurrent layer whose operator kvtxn knows; None for other layers."""
+    """Name the kind of a recurrent layer that kvtxn knows, by its class or a base of it.
+
+    None for other layers.
+    """
     names = (base.__name__ for base in type(module).__mro__)
     return next((KINDS[name] for name in names if name in KINDS), None)
 
 
 def modules_of(runner: Runner) -> dict[str, Foreign]:
-    """Return the recurrent layers of a loaded model by name."""
+    """Return the recurrent layers of a loaded model, by name, whose kind kvtxn knows."""
     found = runner.compilation_config.static_forward_context
     return {name: module for name, module in found.items() if kind_of(module) is not None}
 
@@ -100,7 +103,11 @@ def leaves_inner_states(runner: Runner) -> bool:
 
 
 def state_layers(runner: Runner) -> list[StateLayer]:
-    """Find the recurrent layers of a runner that has caches, in the order of their groups."""
+    """Find the recurrent layers of a runner that has caches, in the order of their groups.
+
+    Kinds that kvtxn does not know are left out. Pasts are views with the channels last, however
+    vLLM keeps them.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     modules, layers = modules_of(runner), []

@@ -101,10 +101,10 @@ def follow_loads(runner: Runner, changed: Callable[[str], None]) -> Callable[[],
 
 
 def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
-    """Return functions that list the parameters of a runner's models, by name of the weights.
+    """Return functions that list the parameters of the target and, if there is one, the drafter.
 
-    What a drafter has from its target counts as the target's. There are none where the engine moves
-    experts between ranks by itself: their bytes change, and no weights.
+    What a drafter has from its target counts as the target's. The mapping is empty where the engine
+    moves experts between ranks by itself: their bytes change, and no weights.
     """
     if getattr(runner.vllm_config.parallel_config, "enable_eplb", False):
         return {}

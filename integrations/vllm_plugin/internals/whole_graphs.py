@@ -55,7 +55,7 @@ def mode(batch_desc: Any) -> object:
 def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], None]:
     """Call a function at the beginning of each forward of a model, with its number of rows.
 
-    Forwards that are captured in pieces are left out.
+    Rows include padding. Left out are forwards in pieces, and forwards without slots.
 
     Returns:
         A function that undoes it.

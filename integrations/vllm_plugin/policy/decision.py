@@ -67,7 +67,7 @@ class Rule:
     example: Mapping[str, object]
 
     def says(self, facts: EngineFacts) -> str:
-        """Return the rule's reason, with the facts of this engine filled in."""
+        """Return the rule's reason, a sentence in which the facts of this engine are filled in."""
         left_out = supported.LEFT_OUT.get(facts.version, {})
         found = {
             "lacking": lacking(facts),

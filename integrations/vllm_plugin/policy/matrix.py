@@ -320,7 +320,11 @@ def _again(facts: EngineFacts, family: str) -> str:
 
 
 def _release(facts: EngineFacts, family: str) -> str:
-    """Return the release with which an engine was seen: its own, if it was seen there again."""
+    """Return the release with which an engine was seen running: its own, or ``SEEN_RELEASE``.
+
+    Its own if the tests ran it there again: on one GPU, without recurrent layers, and with
+    attention that ``AGAIN`` does not except.
+    """
     again = (
         facts.device == "cuda"
         and family in (PLAIN, LATENT)

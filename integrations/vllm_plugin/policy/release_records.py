@@ -108,10 +108,10 @@ def _text(release: Release) -> str:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, by which releases are ordered.
+    """Return the numbers of a version, by which releases are ordered: (0, 33, 0, 0) for "0.33.0".
 
     The last one is -1 for a version before the release of that number, such as ``0.33.0rc1`` or
-    ``0.33.0.dev12``, and 0 for others.
+    ``0.33.0.dev12``, and 0 for others. A build suffix such as ``+cpu`` does not count.
     """
     public = version.partition("+")[0]
     found = (re.match(r"\d*", part) for part in public.split("."))
@@ -120,7 +120,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def checked_for(check: str, releases: Iterable[Release]) -> tuple[str, ...]:
-    """Return the versions that were checked for something, oldest first; see ``CHECKS``."""
+    """Return the versions that were checked for one of ``CHECKS``, in the order of ``releases``."""
     return tuple(release.version for release in releases if check in release.checked)
 
 

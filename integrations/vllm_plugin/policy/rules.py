@@ -515,8 +515,9 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
         facts: the facts of the engine.
 
     Returns:
-        A policy that is safe for this engine, or ``"off"``. A policy that was asked for by name is
-        never replaced by another one.
+        A policy that is safe for this engine, or ``"off"``, with the reason of the first rule that
+            forbids another one. A policy that was asked for by name is never replaced by another
+            one; "auto" becomes "deferred", or "undo" where drafts cannot wait or take too long.
     """
     found = [rule for rule in RULES if rule.applies(facts)]
     for rule in found:

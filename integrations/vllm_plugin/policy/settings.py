@@ -104,7 +104,7 @@ def is_audited(additional_config: object) -> bool:
 
 
 def asks_for_windows(additional_config: object) -> bool:
-    """Tell whether the user names a policy, without which an audit opens no window."""
+    """Tell whether the user names a policy; without one an audit opens no window."""
     return is_asked(additional_config) and not wants(additional_config, "policy", None)
 
 

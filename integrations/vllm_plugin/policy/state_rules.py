@@ -83,7 +83,7 @@ def measured_exact() -> str:
 
 
 def by_requests(found: Mapping[int, float]) -> str:
-    """Return words that list shares of stock's time by number of requests."""
+    """Return words that list shares of stock's time by number of requests, in their order."""
     (least, part), *others = found.items()
     more = ", ".join(f"{part:.2f} with {count}" for count, part in others)
     return f"{part:.2f} of stock's time with {least} request, {more}"
@@ -312,7 +312,10 @@ FAST_PER_TOKEN_OF_MAMBA2: Final = of_stock("fast, per token of Mamba-2")
 
 
 def measured_fast(recurrent: str | None) -> str:
-    """Return words on the measured gain of "fast" for models with these recurrent layers."""
+    """Return words on the measured time of "fast" for models with these recurrent layers.
+
+    Those of Nemotron-H for Mamba-2 layers, of Qwen3.5 for others.
+    """
     if recurrent == MAMBA2:
         return (
             f"on an H200 a token of a whole engine took {by_requests(FAST_PER_TOKEN_OF_MAMBA2)} "

@@ -56,7 +56,7 @@ class AdapterV1:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Make new caches, after undoing the hooks of the old ones.
+        """Make new caches, after undoing the hooks of the old ones; the parts hear of both.
 
         The parts may change the plan. Caches of a profiling run are planned by vLLM alone, and get
         no windows and no ledger.

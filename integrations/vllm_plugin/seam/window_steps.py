@@ -26,9 +26,9 @@ log = get_logger()
 def end_unheard(runner: HookedRunner, error: Exception) -> None:
     """End this rank's process if an error of a window's stops the engine and nobody would hear it.
 
-    vLLM awaits the answer of one rank and drops the errors of all others. Such a rank would leave
-    the others waiting in a collective until a time-out. vLLM notices that a process ends, and stops
-    the engine within seconds.
+    That is logged first; otherwise nothing happens. vLLM awaits the answer of one rank and drops
+    the errors of all others. Such a rank would leave the others waiting in a collective until a
+    time-out. vLLM notices that a process ends, and stops the engine within seconds.
     """
     if not _stops(runner, error) or ranks.is_heard(runner):
         return

@@ -117,7 +117,10 @@ def _config(engine_args: Mapping[str, object]) -> VllmConfig:
 
 
 def _audit_in_words(facts: EngineFacts) -> str:
-    """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
+    """Say for the doctor whether the ledger can watch an engine, and why not if it cannot.
+
+    Of a release that is not listed it says that this is not known.
+    """
     if refused(facts) is not None:
         return "there is no engine to watch"
     if not supported.is_listed(facts.version):
@@ -164,7 +167,7 @@ def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
 def _policies(
     facts: EngineFacts, gone: str | None, wanted: PluginSettings | None = None
 ) -> list[str]:
-    """Return one line for each policy setting: the policy that it would give.
+    """Return one line for each policy that can be set: the policy that it gives, and why.
 
     The user's own one refers to its line among the settings, which has the reason.
     """
@@ -319,7 +322,15 @@ def is_checked(version: str, device: str) -> bool:
 
 
 def compare(version: str, device: str) -> Comparison:
-    """Compare the installed vLLM with the nearest release that was checked on a device."""
+    """Compare the installed vLLM with the nearest release that was checked on a device.
+
+    Hook points count that concern the device and that the checked release has. vLLM's source files
+    are read, and nothing is imported.
+
+    Args:
+        version: the installed release.
+        device: "cuda", or one that is compared with releases for CPUs.
+    """
     check = "gpu" if device == "cuda" else "cpu"
     before = release_records.nearest(version, check, release_records.load())
     names = [name for place in places_of(device) for name in HOOK_POINTS[place]]

@@ -109,7 +109,7 @@ def _unknown(name: str, root: Path) -> str | None:
 def _run_core() -> tuple[int, str]:
     """Run the core of the grid; return its exit code, and why it shows nothing, if it does not.
 
-    pytest's exit code is also 0 if every test was skipped, on a machine that cannot run them.
+    The code is 1 if a test was skipped, or if there is none, for which pytest's may be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "core.xml")
