@@ -186,7 +186,8 @@ class RememberingClient(BeforeClient):
 def _take_last(client: RememberingClient) -> bool:
     """Keep an engine's last snapshot, once; return False if the engine did not answer in time.
 
-    An error is logged, and counts as an answer. Nothing is done in a forked child.
+    The client and ``last_snapshots`` have it then. An error is logged, and counts as an answer.
+    Nothing is done in a forked child, nor a second time; True is returned.
     """
     if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
         return True

@@ -84,8 +84,8 @@ def run(runner: HookedRunner) -> str | None:
 
     Returns:
         The reason for which windows must not be used, one sentence, of the first rank that has one;
-            None if the test passed on every rank. An error of any kind counts as a failed test. The
-            caches have the bytes that they had before.
+        None if the test passed on every rank. An error of any kind counts as a failed test. The
+        caches have the bytes that they had before.
     """
     why = None
     try:

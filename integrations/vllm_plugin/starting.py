@@ -190,7 +190,8 @@ def _or_stock(runner: HookedRunner, rank: int, *, raises: bool, required: bool) 
 def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
     """Return the settings; with their audit off, and a log line, if the ledger cannot watch.
 
-    If it can watch but not contain as asked, that is logged for classes of schedulers not vLLM's.
+    If it can watch but not contain as asked, rank 0 logs that of schedulers that are not vLLM's;
+    others say so themselves.
 
     Raises:
         RequiredError: it cannot watch or contain, and the user requires it.

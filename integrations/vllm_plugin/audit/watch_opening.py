@@ -82,7 +82,7 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
 
     Returns:
         ``available`` itself, if the user gives the size of the cache, if the plan for blocks is not
-            known, or if the calculation fails, which is logged as a warning.
+        known, or if the calculation fails, which is logged as a warning.
     """
     try:
         plan = None if is_given(runner) else planned(runner)
@@ -122,7 +122,8 @@ def open_watch(
     """Open a ledger over a runner's new caches; None, and the reason is logged, if a rank cannot.
 
     The watch follows a connector's transfers, weights and adapters, and compares bytes if the user
-    wants that. On a device it is warmed up; if that fails, the audit ends.
+    wants that. On a device it is warmed up; if that fails, the audit ends. Pipeline stages that
+    cannot be watched beside the last one have none.
 
     Args:
         runner: the runner.

@@ -94,7 +94,10 @@ class UnheardErrors(Part):
         self._runner = runner
 
     def raised(self, error: Exception) -> None:
-        """End this process if vLLM would not hear of the error; else do nothing."""
+        """End this process after an error of a window that vLLM would not hear of.
+
+        Does nothing after other errors.
+        """
         end_unheard(self._runner, error)
 
 

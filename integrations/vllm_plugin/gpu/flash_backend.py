@@ -61,7 +61,8 @@ class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, vali
     def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
         """Let vLLM build a step's metadata, without a schedule where the window makes its own.
 
-        Without a window, note whether vLLM makes schedules.
+        A full build notes in ``schedules`` whether vLLM makes any. Metadata of a graph to be
+        captured has none in the target's layers.
         """
         quick = fast or (window and self.schedules is not None)
         metadata = super().kvtxn_make(prefix, common, quick, window)

@@ -390,7 +390,10 @@ class WindowsV2(Part):
             self._runner.kvtxn.commit(known(counts))
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit the drafts that the counts accept, before the drafter runs."""
+        """Commit the drafts that the counts accept, if there are windows.
+
+        The drafter runs later.
+        """
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(counts)
 

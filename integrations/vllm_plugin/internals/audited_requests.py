@@ -217,7 +217,7 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
 
 
 def pair(copy: BlockCopy) -> tuple[int, int]:
-    """Return the numbers of the block that is copied, and of the one that is written."""
+    """Return the numbers of the block that is copied, and of the one that gets its bytes."""
     return int(copy.src_block_id), int(copy.dst_block_id)
 
 

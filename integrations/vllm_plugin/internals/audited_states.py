@@ -138,7 +138,8 @@ def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States
     """Read which blocks of states a forward on a CPU uses whose windows hold one per request.
 
     A request without drafts continues its state there and leaves the state after its last row; with
-    drafts, the state is written once it is known which of them stay, and counts among ``leaves``.
+    drafts, the state is written once it is known which of them stay, and counts among ``leaves``. A
+    request that begins has no source.
     """
     count = len(rows.names)
     assert rows.first is not None  # on a CPU the host knows it

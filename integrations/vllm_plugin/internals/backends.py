@@ -174,7 +174,7 @@ def fixed_arguments(impl: FlashImpl, key: Tensor, value: Tensor) -> dict[str, ob
 
     Returns:
         The arguments; None for caches in eight bits and for ALiBi, where vLLM adds others, so that
-            its own code must make the call.
+        its own code must make the call.
     """
     if impl.kv_cache_dtype not in ("auto", "float16", "bfloat16") or impl.alibi_slopes is not None:
         return None

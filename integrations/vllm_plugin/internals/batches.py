@@ -105,8 +105,8 @@ def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Te
 
     Returns:
         The engine's own tensors of slots by group, int64 ``[num_rows]`` each, padding (-1)
-            included. Or why the step cannot have a window, as a counter's label: "microbatches",
-            and with ``reads_window`` "decoded_from_the_cache" or "not_causal".
+        included. Or why the step cannot have a window, as a counter's label: "microbatches", and
+        with ``reads_window`` "decoded_from_the_cache" or "not_causal".
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
@@ -173,7 +173,7 @@ def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
 
     Returns:
         ``PlannedV2.name`` of the batch, and numpy bool ``[num_requests]``, True for requests whose
-            index was freed meanwhile; None twice if nothing comes.
+        index was freed meanwhile; None twice if nothing comes.
     """
     handler = runner.pp_handler
     assert handler is not None  # the runner is a pipeline stage's
@@ -319,7 +319,7 @@ def metadata_by_layer(
 def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> None:
     """Move the requests with drafts to the front of the V1 runner's batch, in place.
 
-    They keep their order among themselves.
+    These keep their order among themselves; other requests may not.
     """
     batch, drafts = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
     leading = 0

@@ -72,9 +72,8 @@ def window_rows(config: VllmConfig) -> int:
 def config_facts(config: VllmConfig) -> EngineFacts:
     """Return a ``VllmConfig``'s facts; ``layers.target_layers`` adds those of the loaded model.
 
-    Of a release that is not listed, nothing but its number and the device is read, unless the
-    setting ``unchecked`` lets it (the default). What ``recurrent="auto"`` chooses by is read where
-    it is set on a GPU.
+    Of a release that is not listed, nothing but its number and the device is read, unless the user
+    sets ``unchecked``. What ``recurrent="auto"`` chooses by is read where it is set on a GPU.
     """
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
     if not supported.is_listed(number) and not unchecked:
@@ -310,7 +309,8 @@ def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
     """Read the facts of a model's recurrent layers off its configuration.
 
     Returns:
-        Fields of ``EngineFacts``; empty unless windows would hold states. On a CPU the dtype alone.
+        Fields of ``EngineFacts``; empty unless windows would hold states. On a CPU the dtype alone,
+        of gated delta nets and Mamba-2 layers.
     """
     if facts.recurrent is None or facts.states == "off":
         return {}

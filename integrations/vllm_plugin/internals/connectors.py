@@ -217,8 +217,8 @@ def _loose(requests: RequestBlocks, blocks: Iterable[int]) -> Iterator[Handed]:
 def _slots(runner: Runner, requests: RequestBlocks, each: SlotTransfer) -> Iterator[Handed]:
     """Yield the blocks of a list of slots of the first group, which begin at a request's first row.
 
-    The request is the owner of the last block; nothing is yielded if that is nobody's. They are
-    stored in a folder that engines may share. If the list's tokens are not the request's, the
+    The request is the owner of the last block; nothing is yielded if that is nobody's. Such blocks
+    are stored in a folder that engines may share. If the list's tokens are not the request's, the
     blocks come with a request that has them.
     """
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)

@@ -85,7 +85,7 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
 
     Returns:
         The names of the requests that are computed again or end with an error, as far as the
-            scheduler still has them.
+        scheduler still has them.
     """
     manager = scheduler.kv_cache_manager
     sizes = [int(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups]

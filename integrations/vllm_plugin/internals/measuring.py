@@ -92,8 +92,9 @@ def running_requests(engine: VllmEngine) -> int:
 def switch_windows(worker: Worker, on: bool) -> None:
     """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
 
-    A step that is under way is abandoned. Either way numpy's and torch's random numbers begin anew,
-    and with them the drafts that synthetic acceptance accepts.
+    A step that is under way is abandoned; the worker keeps the steps meanwhile. Either way numpy's
+    and torch's random numbers begin anew, and with them the drafts that synthetic acceptance
+    accepts.
     """
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -215,7 +216,7 @@ def has_gated_delta_fused() -> bool:
 def choose_mamba2_kernel() -> None:
     """Let vLLM choose its kernel of Mamba-2 layers, as an engine does for its caches.
 
-    The choice holds for this process; the kernel cannot be called before.
+    The choice holds for this process.
     """
     spec = _of_vllm("v1.kv_cache_interface").MambaSpec(
         block_size=1, shapes=((1,),), dtypes=(torch.float32,)

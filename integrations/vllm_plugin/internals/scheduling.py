@@ -179,7 +179,8 @@ class _Cache:
     def found(self, used: int) -> Found:
         """Return the cached rows of the request, and by reason where vLLM ends them.
 
-        The reasons are in vLLM's order; there are none if vLLM can use all rows.
+        The reasons are in vLLM's order; there are none if vLLM can use all rows. Of a request that
+        reads no prefix cache, the one reason is why.
 
         Args:
             used: the rows that vLLM can use.

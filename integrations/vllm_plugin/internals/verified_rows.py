@@ -225,6 +225,9 @@ class GatedDeltaRows(VerifiedRows):
     ) -> None:
         """Launch vLLM's fused kernel with ``table`` for its states.
 
+        It reads each request's state from the table's last column, and writes those that the
+        columns before it name.
+
         Args:
             mixed_qkv: ``[rows, width]``, query, key and value in one.
             b: ``[rows, num_heads]``.

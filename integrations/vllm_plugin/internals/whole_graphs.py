@@ -149,7 +149,7 @@ def let_graphs_save(runner: object, steps: GraphSteps) -> Callable[[], None] | N
 
     Returns:
         A function that undoes it, though graphs that are captured by then stay as they are; None if
-            the runner has no such graphs, has captured some, or makes them in an unknown way.
+        the runner has no such graphs, has captured some, or makes them in an unknown way.
     """
     manager = getattr(runner, "cudagraph_manager", None)
     if manager is None or differs(manager) or manager.graphs:

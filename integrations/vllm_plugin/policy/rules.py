@@ -516,8 +516,8 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
 
     Returns:
         A policy that is safe for this engine, or ``"off"``, with the reason of the first rule that
-            forbids another one. A policy that was asked for by name is never replaced by another
-            one; "auto" becomes "deferred", or "undo" where drafts cannot wait or take too long.
+        forbids another one. A policy that was asked for by name is never replaced by another one;
+        "auto" becomes "deferred", or "undo" where drafts cannot wait or take too long.
     """
     found = [rule for rule in RULES if rule.applies(facts)]
     for rule in found:

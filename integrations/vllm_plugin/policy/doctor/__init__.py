@@ -267,7 +267,8 @@ def _outcomes(
 ) -> Iterator[_Outcome]:
     """Yield the outcome of each setting about policy, states and audit, as the plug-in decides.
 
-    Settings that are off are left out, and those of an audit that is impossible.
+    Settings that are off are left out; so are states without windows, and all others of an audit
+    that is impossible.
     """
     if wanted.windows:
         policy, why = _decide(wanted.txn.policy, facts, gone)
