@@ -42,8 +42,8 @@ def snapshots(llm: object) -> Snapshots:
         llm: a vLLM ``LLM`` or ``LLMEngine``.
 
     Returns:
-        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
-        which is 0 (and alone) where kvtxn stays out.
+        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``, which
+        is 0 where there are no windows, and then alone but for the counters of an audit.
 
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.

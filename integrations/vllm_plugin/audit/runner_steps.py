@@ -69,7 +69,10 @@ class RunnerSteps(Generic[HookedRunnerT]):
             watch.transfers.tell(hear)
 
     def mark(self, output: object, wrong: Wrong) -> None:
-        """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
+        """Add wrong reads to the output of their step, for vLLM's scheduler to contain.
+
+        Nothing is added to an output without sampled ids.
+        """
         containment.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:

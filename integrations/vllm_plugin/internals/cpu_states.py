@@ -559,7 +559,7 @@ def hook_mixer(
 
 
 def unhook_mixers(layers: Sequence[StateLayer]) -> None:
-    """Undo ``hook_mixer``; other layers stay as they are."""
+    """Undo ``hook_mixer``; layers that are not hooked stay as they are."""
     for layer in layers:
         if layer.kind in FORWARDS and FORWARDS[layer.kind][0] in vars(layer.module):
             delattr(layer.module, FORWARDS[layer.kind][0])

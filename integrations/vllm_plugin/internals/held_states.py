@@ -201,7 +201,7 @@ class HeldStates(StateSupplier):
             rows.hook()
 
     def unhook(self) -> None:
-        """Give the layers their own methods back."""
+        """Give the layers vLLM's own methods back: they write states in each step again."""
         for rows in self._verified:
             rows.unhook()
 

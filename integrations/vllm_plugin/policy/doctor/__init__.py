@@ -238,7 +238,10 @@ class _Outcome:
 
     @property
     def lacks(self) -> bool:
-        """True if the engine does not get the user's policy; "auto" fits any."""
+        """True if the engine does not get the setting that the user asks for.
+
+        Of a policy, and of "auto", only "off" is not what was asked for.
+        """
         if self.asked == "auto" or self.setting == "policy":
             return self.found == "off"
         return self.found != self.asked
