@@ -42,8 +42,8 @@ def snapshots(llm: object) -> Snapshots:
         llm: a vLLM ``LLM`` or ``LLMEngine``.
 
     Returns:
-        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
-        which is 0 (and alone) where kvtxn stays out.
+        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``, which
+        is 0 where there are no windows, and then alone but for the counters of an audit.
 
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
@@ -58,7 +58,7 @@ def snapshots(llm: object) -> Snapshots:
 
 
 def ask_running_engines() -> None:
-    """Ask the workers of this process's running ``LLM``s for their counters.
+    """Ask the workers of this process's running ``LLM``s for their counters; drop the answers.
 
     An audit looks at a worker's last step when the worker is asked. An engine that does not answer
     is passed over.
@@ -70,7 +70,10 @@ def ask_running_engines() -> None:
 
 
 def last_snapshots() -> list[Snapshots]:
-    """Return the last ``snapshots`` of this process's engines that ended, oldest first."""
+    """Return the last ``snapshots`` of engines of this process that ended, oldest first.
+
+    The last 64 are kept.
+    """
     return [[dict(counts) for counts in found] for found in _ended]
 
 
@@ -125,7 +128,10 @@ def new_weights(llm: object, weights: str = "target") -> None:
 
 
 def remember_at_end(client: Client) -> None:
-    """Let the client of an ``LLM`` take a last snapshot of its engine, if it does not already."""
+    """Let the client of an ``LLM`` take a last snapshot of its engine before the engine ends.
+
+    A client that does so already stays as it is.
+    """
     if not is_swapped(client):
         swap_class(client, RememberingClient)
         client.kvtxn_pid = os.getpid()
@@ -133,7 +139,7 @@ def remember_at_end(client: Client) -> None:
 
 
 def unhook_clients() -> None:
-    """Take no last snapshots of this process's engines.
+    """Let this process's engines end without a last snapshot; their clients are vLLM's own again.
 
     Raises:
         KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
@@ -163,7 +169,10 @@ class RememberingClient(BeforeClient):
     kvtxn_ended = False
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the last snapshot, then shut the engine down."""
+        """Take the last snapshot, if it was not taken, then shut the engine down.
+
+        No snapshot is taken at the end of the interpreter.
+        """
         if not self.kvtxn_interpreter.is_finalizing():
             _take_last(self)
         return super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
@@ -175,7 +184,11 @@ class RememberingClient(BeforeClient):
 
 
 def _take_last(client: RememberingClient) -> bool:
-    """Keep an engine's last snapshot, once; return False if the engine did not answer in time."""
+    """Keep an engine's last snapshot, once; return False if the engine did not answer in time.
+
+    The client and ``last_snapshots`` have it then. An error is logged, and counts as an answer.
+    Nothing is done in a forked child, nor a second time; True is returned.
+    """
     if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
         return True
     client.kvtxn_ended = True

@@ -48,7 +48,10 @@ _published: WeakSet[Client] = WeakSet()
 
 
 def on_engine(engine: VllmEngine) -> None:
-    """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
+    """Publish a running server's counters, or let an ``LLM`` keep them at its end.
+
+    Nothing for an engine that does not ask for kvtxn. Never raises: an error is logged.
+    """
     try:
         given = workers.additional_config(front.config_of(engine))
         if not is_asked(given):
@@ -68,7 +71,7 @@ def on_engine(engine: VllmEngine) -> None:
 
 
 def unhook_clients() -> None:
-    """Stop publishing and keeping the counters of every engine of this process.
+    """Stop publishing the counters of this process's engines, and taking last snapshots of them.
 
     Raises:
         KVTxnError: as ``engine_calls.unhook_clients``.
@@ -80,7 +83,7 @@ def unhook_clients() -> None:
 
 
 def _unpublish(client: Client) -> None:
-    """Stop the task that publishes a client's counters."""
+    """Cancel the task that publishes a client's counters, if there is one, from any thread."""
     task = vars(client).pop("kvtxn_task", None)
     if task is not None and not task.done():
         task.get_loop().call_soon_threadsafe(task.cancel)
@@ -90,7 +93,10 @@ def _unpublish(client: Client) -> None:
 
 
 async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> None:
-    """Update the metrics page every few seconds, as long as the engines live."""
+    """Update the metrics page every ``INTERVAL`` seconds, as long as client and engines live.
+
+    An error is logged, the first one as a warning, and the next reading is tried.
+    """
     said = False
     while (client := reference()) is not None and not front.is_dead(client):
         try:
@@ -118,12 +124,13 @@ class Page:
         self._windows = windows
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
-        """Bring the metrics of an engine up to date.
+        """Bring the metrics of an engine up to date on the page.
 
         Args:
             engine: its number.
-            snapshots: the counters of each rank. Families that are not per rank are those of the
-                first rank with windows.
+            snapshots: the counters of each rank. Ranks without windows have ``kvtxn_active`` and
+                those of the audit alone. Families that are not per rank are those of the first rank
+                with windows.
         """
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):
@@ -144,7 +151,11 @@ _LOST: Final = "the worker sleeps, or gives the memory of the KV cache away"
 
 
 def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
-    """Return a worker's counters."""
+    """Return a worker's counters by Prometheus name, with ``kvtxn_active``, 0 without windows.
+
+    Those of the audit follow, and are reported to the test that wants them; ``kvtxn_audit_active``
+    is 0 where an audit is asked for and there is none.
+    """
     runner = workers.runner_of(wrapper)
     steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
     found = {"kvtxn_active": 0.0}
@@ -160,14 +171,14 @@ def _snapshot(wrapper: WorkerWrapper) -> dict[str, float]:
 
 
 def _of_watch(wrapper: WorkerWrapper, method: str) -> list[dict[str, Any]]:
-    """Return what a worker's audit answers; nothing without an audit."""
+    """Return the answer of a method of a worker's audit; an empty list without an audit."""
     watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
     found: list[dict[str, Any]] = [] if watch is None else getattr(watch, method)()
     return found
 
 
 def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
-    """Return the life of every slot, if it is recorded."""
+    """Return the life of every slot, with the windows' policy; None if it is not recorded."""
     runner = workers.runner_of(wrapper)
     watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
     recording: dict[str, Any] | None = None if watch is None else watch.recording()
@@ -186,7 +197,10 @@ _TOLD: Final = {method: name for name, method in NEW_WEIGHTS.items()}
 
 
 def answer(name: str, wrapper: WorkerWrapper) -> object:
-    """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
+    """Answer a worker's RPC of this name; a worker that sleeps answers as it did before.
+
+    Calls of ``NEW_WEIGHTS`` begin an epoch of the audit, and return None.
+    """
     if name in _TOLD:
         from .audit import watch_opening
 
@@ -197,7 +211,10 @@ def answer(name: str, wrapper: WorkerWrapper) -> object:
 
 
 def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a hooked worker on a GPU sleep and wake up; return a function that undoes it."""
+    """Let a hooked worker on a GPU keep its answers while it sleeps; return an undo.
+
+    The audit forgets all rows when the KV cache is lost.
+    """
     return workers.around_sleep(
         wrapper,
         asleep=partial(_falls_asleep, wrapper),
@@ -207,14 +224,14 @@ def let_sleep(wrapper: WorkerWrapper) -> Callable[[], None]:
 
 
 def _falls_asleep(wrapper: WorkerWrapper) -> None:
-    """Count once more, as long as there is memory to count in."""
+    """Keep the worker's answers of this moment, unless it sleeps already: memory may go."""
     runner = workers.runner_of(wrapper)
     if getattr(runner, "kvtxn_asleep", None) is None:
         runner.kvtxn_asleep = {name: method(wrapper) for name, method in _AWAKE.items()}
 
 
 def _loses_rows(wrapper: WorkerWrapper) -> None:
-    """Forget every row: the content of the KV cache is about to be lost."""
+    """Let the audit forget every row, and log that, before the KV cache's content is lost."""
     runner = workers.runner_of(wrapper)
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:
@@ -223,5 +240,5 @@ def _loses_rows(wrapper: WorkerWrapper) -> None:
 
 
 def _wakes(wrapper: WorkerWrapper) -> None:
-    """Count as before."""
+    """Let the worker answer by its present counters again."""
     workers.runner_of(wrapper).kvtxn_asleep = None

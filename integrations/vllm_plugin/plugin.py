@@ -34,9 +34,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Install the hooks into vLLM's workers and engines; vLLM calls this in each of its processes.
+    """Install the hooks into vLLM's workers, engines and schedulers, in each of its processes.
 
-    A second call does nothing. Never raises: an exception would end vLLM's process.
+    vLLM calls this. A second call does nothing. Never raises, since an exception would end vLLM's
+    process: an error is logged, and hooks installed before it stay.
     """
     if _undo:
         return
@@ -54,7 +55,11 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo every hook into vLLM in this process, those of running engines included."""
+    """Undo every hook into vLLM in this process, those of running engines included.
+
+    Raises:
+        KVTxnError: as ``starting.unhook``; the hooks of ``register`` then stay.
+    """
     from . import starting
 
     starting.unhook()
@@ -63,7 +68,7 @@ def unregister() -> None:
 
 
 def _answer(name: str) -> Callable[[WorkerWrapper], object]:
-    """Return the method of this name that workers get; it is given the worker's wrapper."""
+    """Return a method for workers that answers the RPC ``name``, given the worker's wrapper."""
 
     def answer(wrapper: WorkerWrapper) -> object:
         from . import metrics
@@ -77,7 +82,11 @@ def _answer(name: str) -> Callable[[WorkerWrapper], object]:
 
 
 def _before_engine(config: Foreign) -> None:
-    """Check the settings of an engine that asks for kvtxn, before any worker starts."""
+    """Check the settings of an engine that asks for kvtxn, before any worker starts.
+
+    In a test that wants audits, the engine's ``additional_config`` asks for one first. Settings
+    that are not valid, or requirements that cannot be met, stop the start; other errors are logged.
+    """
     if pytest_audit.is_wanted() and config is not None:
         with _or_stock("kvtxn.audit_inactive", "the engine is not audited for the test"):
             wanted = pytest_audit.with_audit(workers.additional_config(config))
@@ -91,7 +100,10 @@ def _before_engine(config: Foreign) -> None:
 
 
 def _after_engine(engine: VllmEngine) -> None:
-    """Publish or keep the counters of an engine that asks for kvtxn; hash its images."""
+    """Publish or keep the counters of an engine that asks for kvtxn; hash its images for an audit.
+
+    Errors are logged, and the engine runs on.
+    """
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if (asked := _asked(lambda: frontend.config_of(engine), event)) is not None:
         with _or_stock(event, effect):
@@ -105,7 +117,10 @@ def _after_engine(engine: VllmEngine) -> None:
 
 
 def _on_worker(wrapper: WorkerWrapper) -> None:
-    """Attach to the model runner of a worker whose engine asks for kvtxn."""
+    """Attach to the model runner of a worker whose engine asks for kvtxn.
+
+    An error is logged and the engine runs stock, unless the user requires kvtxn or wants errors.
+    """
     event, effect = "kvtxn.inactive", "the engine runs stock"
     if (asked := _asked(lambda: workers.engine_config(wrapper), event)) is not None:
         with _or_stock(event, effect, asked):
@@ -115,7 +130,10 @@ def _on_worker(wrapper: WorkerWrapper) -> None:
 
 
 def _on_scheduler(scheduler: Scheduler, config: Foreign) -> None:
-    """Let kvtxn into the scheduler of an engine that asks for it."""
+    """Let the audit into the scheduler of an engine that asks for kvtxn.
+
+    An error is logged, unless the user requires kvtxn or wants errors.
+    """
     event, effect = "kvtxn.scheduler_not_hooked", "wrong rows are logged and not contained"
     if (asked := _asked(lambda: config, event)) is not None:
         with _or_stock(event, effect, asked):
@@ -129,7 +147,7 @@ def _asked(config_of: Callable[[], Foreign], event: str) -> Mapping[str, object]
 
     Args:
         config_of: returns the engine's ``VllmConfig``.
-        event: the log event if that, or what it says, cannot be read: a release moved it.
+        event: the event of a warning if that, or what it says, cannot be read: a release moved it.
 
     Returns:
         None if the engine does not ask, or if nobody can tell.
@@ -152,6 +170,10 @@ def _or_stock(event: str, effect: str, asked: Mapping[str, object] | None = None
         effect: what the engine does without.
         asked: the user's ``additional_config``: an engine that requires kvtxn does not start, nor
             one that wants errors to be raised. None: another hook decides that.
+
+    Raises:
+        KVTxnError: one of ``STOPS_THE_START``, a ``RequiredError`` if kvtxn is required.
+        Exception: any, if the user wants errors to be raised.
     """
     try:
         yield
@@ -168,7 +190,7 @@ def _or_stock(event: str, effect: str, asked: Mapping[str, object] | None = None
 
 
 def _warn(event: str, why: str, effect: str) -> None:
-    """Log a warning; never raises."""
+    """Log a warning; an error in that is dropped."""
     with suppress(Exception):
         from ...log import get_logger
 

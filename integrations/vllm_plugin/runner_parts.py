@@ -20,9 +20,9 @@ from .seam.runner_v2 import AdapterV2
 def attach(
     runner: Foreign, settings: PluginSettings, rank: int, facts: EngineFacts, *, windows: bool
 ) -> None:
-    """Give a runner the parts that the user asked for, once, before its KV cache exists.
+    """Give a runner its adapter and the parts that the user asked for, before its caches exist.
 
-    Nothing changes if it has them, or if it is unknown, which is logged.
+    Nothing changes if it is hooked already, or if it is unknown, which is logged.
 
     Args:
         runner: a worker's runner.
@@ -57,7 +57,14 @@ def attach(
 def _methods(
     facts: EngineFacts, *, windows: bool, states: bool, audit: bool
 ) -> Mapping[str, Sequence[str]]:
-    """Return the methods that a runner must have for its parts, see ``check_methods``."""
+    """Return the methods that a runner must have for its parts, with their parameters.
+
+    Args:
+        facts: the device and the kind of the runner.
+        windows: there are windows.
+        states: the windows hold states.
+        audit: there is a ledger.
+    """
     rows, watched = batches.V1_METHODS, audited_requests.AUDITED_METHODS
     if facts.runner == "v2":
         rows, watched = batches.V2_METHODS, audited_requests.AUDITED_V2_METHODS
@@ -72,7 +79,7 @@ def _methods(
 
 
 def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
-    """Make the windows of a runner on a CPU, and the states in them."""
+    """Make the parts for windows of a runner on a CPU, which hold its states if ``states``."""
     from .cpu.states import RowAndStateCaches, States
     from .cpu.windows import RowCaches, windows_of
 
@@ -83,9 +90,9 @@ def _on_cpu(runner: Foreign, *, states: bool) -> list[Part]:
 
 
 def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
-    """Make the windows of a runner on a GPU, and the states in them.
+    """Make the parts for windows of a runner on a GPU; with ``states`` they hold its states, too.
 
-    Caches exist once the steps over them are made, so these come first.
+    Parts that make caches and steps come first: the others hear of caches once steps exist.
     """
     from .gpu.windows import WindowsV1, WindowsV2
 
@@ -104,7 +111,7 @@ def _on_gpu(runner: Foreign, kind: str, *, states: bool) -> list[Part]:
 
 
 def _ledger(runner: Foreign, facts: EngineFacts) -> Part:
-    """Make the ledger of a runner."""
+    """Make the part that audits a runner, by the kind of the runner and the device."""
     from ..serving.ledger.part import LedgerPart
     from .audit.runner_steps import CpuSteps, DeviceSteps, StepsV2
 

@@ -75,7 +75,7 @@ class Bench:
 
     @property
     def blocks(self) -> set[int]:
-        """All blocks of the requests."""
+        """The numbers of all blocks of the requests, in any group."""
         return {block for each in self.requests for own in each.blocks for block in own}
 
 
@@ -83,8 +83,9 @@ def run(runner: HookedRunner) -> str | None:
     """Test a runner whose windows are attached; every rank of a group must call this.
 
     Returns:
-        The reason for which windows must not be used, one sentence; None if the test passed on
-        every rank. The caches have the bytes that they had before.
+        The reason for which windows must not be used, one sentence, of the first rank that has one;
+        None if the test passed on every rank. An error of any kind counts as a failed test. The
+        caches have the bytes that they had before.
     """
     why = None
     try:
@@ -99,7 +100,11 @@ def run(runner: HookedRunner) -> str | None:
 
 
 def _bench(runner: HookedRunner) -> Bench:
-    """Make the requests: prompts that end shortly before a block does, so drafts cross into one."""
+    """Make the requests, with prompts that end shortly before a block: drafts cross into one.
+
+    Raises:
+        SelfTestError: the engine's steps, requests or cache have no room for them.
+    """
     sizes = dummy_steps.sizes(runner)
     manager = runner.kvtxn.manager
     drafting, count = _room(sizes, manager.config.max_rows)
@@ -138,7 +143,14 @@ def _bench(runner: HookedRunner) -> Bench:
 
 
 def _room(sizes: Sizes, max_rows: int) -> tuple[int, int]:
-    """Return how many requests with drafts a step has room for, and how many requests in all."""
+    """Return how many requests with drafts a step has room for, and how many requests in all.
+
+    Of those without drafts there is one, if the step has room for it.
+
+    Args:
+        sizes: the runner's.
+        max_rows: the most rows of windows.
+    """
     rows = sizes.drafts + 1
     most = min(_DRAFTING, sizes.max_requests, sizes.max_tokens // rows)
     drafting = min(most, max(1, max_rows // rows))
@@ -152,7 +164,11 @@ def _group(ref: LayerRef) -> int:
 
 
 def _test(bench: Bench) -> None:
-    """Take the steps, and compare."""
+    """Take verify steps with windows and without, and compare; every byte is put back.
+
+    Raises:
+        SelfTestError: tokens, bytes or counts differ, or the model accepted, or rejected, no draft.
+    """
     known: dict[str, list[int]] = {each.name: [] for each in bench.requests}
     total = [0, 0]
     device = bench.manager.device
@@ -199,7 +215,15 @@ def _test(bench: Bench) -> None:
 
 
 def _drafts(bench: Bench, known: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Choose drafts: of the first request as far as its text is known, of another wrong ones."""
+    """Choose drafts: of the first request as far as its text is known, of another wrong ones.
+
+    Args:
+        bench: the runner under test.
+        known: by name, the tokens that the last step gave.
+
+    Returns:
+        By name, as many drafts as the engine takes; requests without drafts are left out.
+    """
     found = {}
     for number, each in enumerate(bench.requests[: bench.drafting]):
         right = known[each.name][: bench.sizes.drafts] if number == 0 else []
@@ -210,7 +234,10 @@ def _drafts(bench: Bench, known: Mapping[str, list[int]]) -> dict[str, list[int]
 
 
 def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Begin, verify and end the requests over caches full of noise; returns verified tokens."""
+    """Begin, verify and end the requests over caches full of noise; return the verified tokens.
+
+    Random numbers begin with the same seed in each call. The requests end even if a step raises.
+    """
     for ref in bench.layers:
         every = torch.ones_like(bench.slots[ref.group], dtype=torch.bool)
         write_layers([ref], noise, bench.slots, every)
@@ -226,7 +253,7 @@ def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> di
 
 @contextmanager
 def _directly(runner: HookedRunner) -> Iterator[None]:
-    """Let the steps of this block write every draft into its slot, without a commit."""
+    """Let steps write every draft into its slot, without a commit, within a ``with`` block."""
     steps = runner.kvtxn
     with ExitStack() as undo:
         if hasattr(steps, "written_directly") and steps.manager.policy == "deferred":
@@ -243,7 +270,7 @@ def _directly(runner: HookedRunner) -> Iterator[None]:
 
 @contextmanager
 def _unwatched(runner: HookedRunner) -> Iterator[None]:
-    """Hide the dummy steps from the audit, if there is one."""
+    """Hide the runner's steps from its audit, if there is one, until the ``with`` block ends."""
     watch = getattr(runner, "kvtxn_audit", None)
     if watch is not None:
         runner.kvtxn_audit = None
@@ -258,7 +285,10 @@ def _unwatched(runner: HookedRunner) -> Iterator[None]:
 
 
 def _noise(bench: Bench) -> LayerRows:
-    """Make rows of noise for every slot of the requests' blocks; no two bytes in line are known."""
+    """Make rows of noise for every slot of the requests' blocks, the same in each call.
+
+    Every byte is from 1 to 0x3A, so that no number is infinite or none.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def rows(like: Tensor) -> Tensor:
@@ -271,7 +301,10 @@ def _noise(bench: Bench) -> LayerRows:
 
 
 def _digest(bench: Bench) -> list[int]:
-    """Digest the rows of all blocks that are not the requests', one number a plane."""
+    """Digest the rows of all blocks that are not the requests': one number for each plane.
+
+    Planes are in the order of the layers.
+    """
     found = []
     for ref in bench.layers:
         for plane in ref.planes:
@@ -291,7 +324,15 @@ def _put_back(
     accepted: Mapping[str, int],
     rejected: Mapping[str, int],
 ) -> LayerRows:
-    """Return the rows that a window should leave: noise below rejected drafts, else ``direct``."""
+    """Return the rows that windows should leave: noise below rejected drafts, else ``direct``.
+
+    Args:
+        bench: the runner under test.
+        direct: the rows that direct writes left.
+        noise: the rows before the step.
+        accepted: by name, the number of accepted drafts.
+        rejected: by name, the number of rejected drafts.
+    """
     places = {}
     for group in bench.slots:
         number, begin = int(group.partition(".")[2]), 0
@@ -311,7 +352,11 @@ def _put_back(
 
 
 def _compare(bench: Bench, expected: LayerRows, found: LayerRows) -> None:
-    """Compare every byte of the requests' blocks."""
+    """Compare every byte of the requests' blocks.
+
+    Raises:
+        SelfTestError: a layer's rows differ.
+    """
     for name, parts in expected.items():
         for want, got in zip(parts, found[name], strict=True):
             wrong = (want != got).flatten(1).any(1).nonzero().squeeze(1)
@@ -332,9 +377,10 @@ def _counts(bench: Bench) -> list[int]:
 
 
 def decide_by_test(runner: HookedRunner, version: str) -> None:
-    """Test a hooked runner after its warm-up, once; unhook it if the test fails.
+    """Test a hooked runner after its warm-up, once; unhook it, and log why, if the test fails.
 
-    If it passes, the counters begin anew, and the windows are announced in the log.
+    If it passes, the counters begin anew, and the windows are announced in the log. Nothing happens
+    without windows, or if the test was passed before.
 
     Raises:
         RequiredError: it fails, and the user wants no engine without kvtxn.

@@ -54,7 +54,7 @@ _undo_engines: list[Callable[[], None]] = []
 
 
 def unhook() -> None:
-    """Undo every hook around the engines of this process, whichever of them cannot be undone.
+    """Undo every hook around the engines of this process; one that cannot be undone stops no other.
 
     Raises:
         KVTxnError: as ``restore_class``: somebody else has changed a hooked object's class.
@@ -70,13 +70,19 @@ def unhook() -> None:
 
 
 def on_engine(engine: VllmEngine, asked: Mapping[str, object]) -> None:
-    """Let the front end of an engine tell its workers' audits the content of images and audio."""
+    """Let the front end of an audited engine tell its workers the content of images and audio."""
     if is_audited(asked):
         follow_media(engine)
 
 
 def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Let an audited engine's scheduler count lost reuse, and contain violations if asked to."""
+    """Let an audited engine's scheduler count lost reuse, and contain violations if asked to.
+
+    Nothing without an audit, or if the ledger cannot watch the engine.
+
+    Raises:
+        RequiredError: it cannot contain, and the user requires that.
+    """
     # Where the ledger cannot watch an engine, its workers say why.
     if is_audited(asked) and audited_requests.unwatched(config) is None:
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
@@ -86,7 +92,7 @@ def on_scheduler(scheduler: Scheduler, config: VllmConfig, asked: Mapping[str, o
 
 
 def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
-    """Check the user's settings before any worker starts.
+    """Check the user's settings before any worker starts, and whether requirements can be met.
 
     Raises:
         ConfigError: a setting is not valid.
@@ -108,7 +114,7 @@ def check_settings(config: VllmConfig, asked: Mapping[str, object]) -> None:
 
 
 def _check_stock(facts: EngineFacts) -> None:
-    """Refuse an engine that vLLM itself does not run.
+    """Refuse an engine that vLLM itself does not run; do nothing for others.
 
     Raises:
         RequiredError: its hint is another one, since leaving ``required`` out is no help.
@@ -121,9 +127,12 @@ def _check_stock(facts: EngineFacts) -> None:
 def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
 
+    Otherwise the reason is logged. Without windows an audit is attached alone.
+
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
+        Exception: any, if the user wants errors to be raised.
     """
     config = workers.engine_config(wrapper)
     _undo_engines.append(show_log())
@@ -157,10 +166,12 @@ def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
 
 @contextmanager
 def _or_stock(runner: HookedRunner, rank: int, *, raises: bool, required: bool) -> Iterator[None]:
-    """After an error of kvtxn's own unhook a runner, unless the user wants the error.
+    """After an error of kvtxn's own unhook a runner and log it, unless the user wants the error.
 
     Raises:
-        KVTxnError: one of ``STOPS_THE_START``.
+        KVTxnError: one of ``STOPS_THE_START``, for which the runner stays hooked; a
+            ``RequiredError`` if ``required``.
+        Exception: any, if ``raises``.
     """
     try:
         yield
@@ -177,7 +188,10 @@ def _or_stock(runner: HookedRunner, rank: int, *, raises: bool, required: bool) 
 
 
 def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSettings:
-    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
+    """Return the settings; with their audit off, and a log line, if the ledger cannot watch.
+
+    If it can watch but not contain as asked, rank 0 logs that of schedulers that are not vLLM's;
+    others say so themselves.
 
     Raises:
         RequiredError: it cannot watch or contain, and the user requires it.
@@ -199,7 +213,11 @@ def _audited(config: VllmConfig, wanted: PluginSettings, rank: int) -> PluginSet
 def _attach(
     wrapper: WorkerWrapper, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
-    """Attach to the worker's runner, and install the other hooks that the policy needs."""
+    """Attach windows to the worker's runner, and install the other hooks that the policy needs.
+
+    These follow weights and the end of the warm-up, and on a GPU reserve memory and register
+    attention. Nothing is done to a runner that is hooked already, or is unknown.
+    """
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         return
@@ -221,7 +239,10 @@ def _attach(
 
 
 def _register_attention(rank: int, names: Sequence[str]) -> None:
-    """Let vLLM find the attention that reads windows; somebody else's stays, with a log line."""
+    """Let vLLM find kvtxn's attention under these names of backends.
+
+    Where another plug-in has taken a name, its attention stays, and a warning is logged.
+    """
     from .internals import backends
 
     for name in names:
@@ -235,16 +256,19 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
 
 
 def _follow_updates(wrapper: WorkerWrapper, wanted: PluginSettings) -> None:
-    """Let the audit of a hooked runner's worker hear of weights that vLLM changes."""
+    """Let the audit of a hooked runner's worker hear of weights that vLLM changes.
+
+    Nothing without an audit or on a runner that is not hooked.
+    """
     runner = workers.runner_of(wrapper)
     if wanted.audit != "off" and is_hooked(runner):
         runner.kvtxn_unhook.callback(watch_opening.follow_updates(wrapper))
 
 
 def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
-    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
+    """Call ``_warmed_up`` whenever the worker of a hooked runner has warmed up; follow its sleep.
 
-    Let it sleep then, too.
+    Nothing is done for a runner that is not hooked.
     """
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
@@ -254,9 +278,10 @@ def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
 
 
 def _warmed_up(runner: HookedRunner, version: str) -> None:
-    """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
+    """Test a runner on trial, or reset its counters; then let its audit begin to watch.
 
-    Windows and steps before this point were vLLM's warm-up.
+    Windows and steps before this point were vLLM's warm-up. After an error the runner runs stock,
+    as in ``_or_stock``.
     """
     config, rank = getattr(runner, "kvtxn_config", None), getattr(runner, "kvtxn_rank", 0)
     raises = config is not None and config.on_error == "raise"
@@ -272,7 +297,10 @@ def _warmed_up(runner: HookedRunner, version: str) -> None:
 
 
 def _most_rows(config: VllmConfig, facts: EngineFacts) -> int:
-    """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
+    """Return the default of ``max_rows``: all rows that a step's requests with drafts can have.
+
+    On a GPU, where it sizes buffers, it may be less; see ``window_rows``.
+    """
     if facts.device == "cpu":
         return engine_config.most_window_rows(config)
     return engine_config.window_rows(config)

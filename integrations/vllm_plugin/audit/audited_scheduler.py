@@ -41,7 +41,7 @@ class ContainingScheduler(BeforeScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: object
     ) -> object:
-        """Contain what a step read wrongly, then take in its output."""
+        """Contain what a step read wrongly, as its output is marked; then take the output in."""
         wrong = containment.marks(model_runner_output)
         if wrong is not None:
             _contain(self, wrong, scheduler_output)
@@ -57,7 +57,7 @@ class TellingScheduler(BeforeScheduler):
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         """Plan a step, and add to it how many cached rows its requests compute again, and why.
 
-        If that fails, it is logged once, and left out from then on.
+        If that fails, the error is logged once, and such rows are not counted any more.
         """
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         manager = scheduling.manager_of(self)
@@ -73,7 +73,7 @@ class LookingCacheManager(BeforeCacheManager):
     """A mixin of vLLM's cache manager: it notes what requests have in the prefix cache."""
 
     def get_computed_blocks(self, request: Request, *args: object) -> tuple[object, ...]:
-        """Return what vLLM finds cached for a request; note what else the cache has of it.
+        """Return what vLLM finds cached for a request; note on it what else the cache has.
 
         If the note fails, that is logged once, and this cache is not looked at any more.
         """
@@ -89,7 +89,7 @@ class LookingCacheManager(BeforeCacheManager):
 
 
 def _stop_looking(manager: CacheManager, error: Exception) -> None:
-    """Log an error of the audit's own, after which nobody looks for lost reuse in this manager.
+    """Count no lost reuse in this cache manager any more, and log the error.
 
     The manager keeps its class: somebody else may have subclassed it, and would lose theirs.
     """
@@ -98,13 +98,16 @@ def _stop_looking(manager: CacheManager, error: Exception) -> None:
 
 
 def _say_not_counted(why: str, error: Exception | None = None) -> None:
-    """Log that nobody counts the reuse that is lost, and why."""
+    """Log a warning that nobody counts the reuse that is lost, and why."""
     effect = "kvtxn_audit_cached_rows_unused_total stays as it is"
     log.warning("kvtxn.audit_reuse_not_counted", why=why, effect=effect, exc_info=error)
 
 
 def _contain(scheduler: Scheduler, wrong: Wrong, scheduler_output: SchedulerOutput) -> None:
-    """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
+    """Take stale blocks out of the prefix cache, contain wrong reads, and log which.
+
+    An error of the audit's own is logged, and the engine goes on.
+    """
     try:
         if wrong.stale:
             containment.evict(scheduler, wrong.stale)
@@ -123,6 +126,8 @@ def follow_scheduler(
 ) -> None:
     """Let a scheduler contain violations and count lost reuse; if it cannot, log the reason.
 
+    Reuse is counted where there is a prefix cache, in the scheduler and its cache manager.
+
     Args:
         scheduler: vLLM's scheduler.
         config: its engine's.
@@ -131,6 +136,7 @@ def follow_scheduler(
 
     Raises:
         RequiredError: it cannot, and ``required``.
+        KVTxnError: the scheduler or its cache manager is hooked already.
     """
     mixins: list[type] = []
     if contains and _can_contain(scheduler, config, required=required):
@@ -146,7 +152,11 @@ def follow_scheduler(
 
 
 def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) -> bool:
-    """Tell whether a scheduler can contain what the audit finds; if not, log the reason."""
+    """Tell whether a scheduler can contain what the audit finds; if not, log the reason.
+
+    Raises:
+        RequiredError: it cannot, and ``required``.
+    """
     why = audited_requests.uncontained(config) or check_methods(
         type(scheduler), containment.SCHEDULER_METHODS
     )
@@ -159,7 +169,10 @@ def _can_contain(scheduler: Scheduler, config: VllmConfig, *, required: bool) ->
 
 
 def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
-    """Tell whether reuse that is lost can be counted; if it is there and cannot, log the reason."""
+    """Tell whether reuse that is lost can be counted; if not, log the reason.
+
+    Without a prefix cache it is False, and nothing is logged.
+    """
     why = audited_requests.foreign_scheduler(config) or check_methods(
         type(scheduler), scheduling.PLANNING_METHODS
     )
@@ -172,13 +185,15 @@ def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
 
 
 def say_logged_alone(why: str, error: Exception | None = None) -> None:
-    """Log that what the audit finds is not contained, and why."""
+    """Log a warning that wrong rows are logged and not contained, and why."""
     effect = "wrong rows are logged and not contained"
     log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)
 
 
 def unhook_schedulers() -> None:
-    """Give the audited schedulers of this process, and their managers, their own classes back.
+    """Give audited schedulers and cache managers of this process their own classes back.
+
+    Lost reuse may be looked for again afterwards, where it had failed.
 
     Raises:
         KVTxnError: somebody else has subclassed one of the classes; all others are given back.

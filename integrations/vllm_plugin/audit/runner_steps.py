@@ -54,11 +54,14 @@ class RunnerSteps(Generic[HookedRunnerT]):
         self._runner.kvtxn_audit = watch
 
     def begin(self) -> None:
-        """Note what can be known before the step changes anything."""
+        """Before the step changes anything, note its requests' blocks, if there is a connector."""
         self._note_blocks()
 
     def _note_blocks(self) -> None:
-        """Note which blocks the step's requests have, if a connector may take them."""
+        """Bring the runner's record of its requests' blocks up to date, if there is a connector.
+
+        An error ends the audit and is not raised.
+        """
         watch = self.watch
         if watch is not None and watch.transfers is not None:
             runner = self._runner
@@ -66,11 +69,14 @@ class RunnerSteps(Generic[HookedRunnerT]):
             watch.transfers.tell(hear)
 
     def mark(self, output: object, wrong: Wrong) -> None:
-        """Add wrong reads to the output of their step, for vLLM's scheduler to contain."""
+        """Add wrong reads to the output of their step, for vLLM's scheduler to contain.
+
+        Nothing is added to an output without sampled ids.
+        """
         containment.mark(output, wrong)
 
     def _note_scheduled(self, watch: Watch) -> None:
-        """Tell a connector's transfers how many rows of each request are computed now."""
+        """Tell a connector's transfers, if any, how many rows of each request the step has."""
         if watch.transfers is not None:
             scheduled = containment.scheduled(self._runner.kvtxn_scheduled)
             watch.transfers.scheduled(scheduled)
@@ -85,7 +91,13 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
     _drafts: Tensor | None = None
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
-        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        """Open a ledger over new caches; if that is impossible, log why and return None.
+
+        ``is_ready`` is not called: a step is read when its forward begins.
+
+        Raises:
+            RequiredError: it is impossible, and the user requires the audit.
+        """
         watch = open_watch(self._runner)
         if watch is not None:
             given = watch.ledger.input
@@ -94,7 +106,12 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(self._runner, watch)
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Return the rows and states of the step that is about to run; None if none is watched."""
+        """Return the rows and states of the step that is about to run; None for no states.
+
+        Args:
+            step: the step.
+            inputs: the arguments of the model's call, whose ids and positions are read.
+        """
         runner, watch = self._runner, self.watch
         assert isinstance(step, PlannedV1)
         assert watch is not None  # it asks
@@ -108,11 +125,14 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         return rows, audited_states.states(runner, watch.states, rows.starts, rows.first)
 
     def returning(self, name: str) -> Arrival:
-        """Describe a request that goes on and that the ledger has forgotten."""
+        """Describe, by the runner, a request that goes on and that the ledger has forgotten."""
         return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return how many tokens each request has sampled, and which."""
+        """Return the number of tokens that each request has sampled, and their ids; -1 for none.
+
+        ``counts`` is not used: no request gets more than its drafts in the step and one.
+        """
         return self._samples.sampled(ids, self._drafts)
 
 
@@ -127,7 +147,13 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
     _copies: aligned_states.HostCopies | None = None
 
     def open(self, is_ready: Callable[[], None]) -> Watch | None:
-        """Open a ledger over new caches; if a rank cannot have one, log why and return None."""
+        """Open a ledger over new caches; if a rank cannot have one, log why and return None.
+
+        ``is_ready`` is not called: a step is read when its forward begins.
+
+        Raises:
+            RequiredError: it is impossible, and the user requires the audit.
+        """
         runner, self._copies = self._runner, None
         watch = open_watch(runner, on_device=True)
         if watch is not None:
@@ -140,14 +166,20 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(runner, watch)
 
     def begin(self) -> None:
-        """Note the requests' blocks, and the columns of states before vLLM moves them."""
+        """Note the requests' blocks, and the columns of states before vLLM moves them.
+
+        The latter only where the host copies states, and once the audit has begun.
+        """
         self._note_blocks()
         copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
         if copies is not None and watch is not None:
             watch.hear(lambda _: copies.begin(scheduled))
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Return the rows and states of the step that is about to run; None if none is watched."""
+        """Return the rows and states of the step that is about to run; None for no states.
+
+        The copies of states that the host knows go into the ledger first. ``inputs`` is not used.
+        """
         watch = self.watch
         assert isinstance(step, PlannedV1)
         assert watch is not None  # it asks
@@ -166,11 +198,14 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return rows, self._states.read(metadata, rows, total)
 
     def returning(self, name: str) -> Arrival:
-        """Describe a request that goes on and that the ledger has forgotten."""
+        """Describe, by the runner, a request that goes on and that the ledger has forgotten."""
         return audited_requests.returning(self._runner, name)
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return how many tokens each request has sampled, and which."""
+        """Return the number of tokens that each request has sampled, and their ids; -1 for none.
+
+        ``counts`` is not used.
+        """
         return self._samples.sampled(ids)
 
 
@@ -187,6 +222,9 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
 
         Args:
             is_ready: called in each step once its states and transfers can be read, too.
+
+        Raises:
+            RequiredError: it is impossible, and the user requires the audit.
         """
         runner = self._runner
         self._metadata, self.ready = None, "planned"
@@ -215,7 +253,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         self._metadata = None
 
     def _follow_metadata(self, is_ready: Callable[[], None]) -> Callable[[], None]:
-        """Let vLLM's ``model_state`` hand over the attention metadata of each step.
+        """Keep the attention metadata that vLLM makes in each step; return the undo.
 
         The step is ready then, unless a connector brings rows. Windows that hold states may have
         put themselves around the same method; they see the metadata first.
@@ -230,7 +268,10 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         return follow(held_states.model_state(self._runner), "prepare_attn", prepared)
 
     def begin(self) -> None:
-        """Note which blocks a connector takes before the step hands them to others."""
+        """Note which blocks a connector takes before the step hands them to others.
+
+        Then note the requests' blocks; nothing without a connector.
+        """
         watch = self.watch
         if watch is not None and watch.transfers is not None:
             leaving = connectors.metadata_of(self._runner.kvtxn_scheduled)
@@ -238,7 +279,10 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         self._note_blocks()
 
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
-        """Return the rows and states of the step that is about to run; None if none is watched."""
+        """Return the rows and states of the step that is about to run; None for no states.
+
+        ``inputs`` is not used.
+        """
         assert isinstance(step, PlannedV2)
         assert self.watch is not None  # it asks
         self._note_scheduled(self.watch)
@@ -258,7 +302,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
         raise LookupError(f"the ledger was not told of request {name!r}")
 
     def sampled(self, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return each request's number of sampled tokens, and the tokens.
+        """Return each request's number of sampled tokens, ``counts``, and the tokens, ``ids``.
 
         None on pipeline stages before the last: they are told of an earlier step, and have no
         drafts here.
@@ -277,6 +321,6 @@ class TellingConnector:
     kvtxn_then: Callable[[], None]
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the step's transfers; then the step is ready."""
+        """Let the connector begin the step's transfers, then say that the step is ready."""
         super().pre_forward(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_then()

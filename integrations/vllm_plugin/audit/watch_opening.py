@@ -53,7 +53,7 @@ _NOTHING: Final = (
 
 
 def ledger_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: bool) -> int:
-    """Return the bytes of a ledger, and of its scrub, over a cache with so many blocks.
+    """Return the bytes of a ledger, and with ``scrubs`` of its scrub, over a cache.
 
     Args:
         plan: the cache.
@@ -78,7 +78,7 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
     Args:
         runner: the worker's runner, before its cache is made.
         settings: "bytes" makes the ledger larger.
-        available: free bytes.
+        available: free bytes, for both.
 
     Returns:
         ``available`` itself, if the user gives the size of the cache, if the plan for blocks is not
@@ -101,7 +101,10 @@ def cache_bytes_left(runner: Runner, settings: PluginSettings, available: int) -
 
 
 def reserve_memory(wrapper: WorkerWrapper, settings: PluginSettings) -> None:
-    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one."""
+    """Let vLLM size the KV cache without the memory of the ledger.
+
+    Nothing without an audit, or on a runner that kvtxn has not hooked.
+    """
     runner = workers.runner_of(wrapper)
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(cache_bytes_left, runner, settings))
@@ -117,6 +120,10 @@ def open_watch(
     mixin: type[WatchedConnector] = WatchedConnectorV1,
 ) -> Watch | None:
     """Open a ledger over a runner's new caches; None, and the reason is logged, if a rank cannot.
+
+    The watch follows a connector's transfers, weights and adapters, and compares bytes if the user
+    wants that. On a device it is warmed up; if that fails, the audit ends. Pipeline stages that
+    cannot be watched beside the last one have none.
 
     Args:
         runner: the runner.
@@ -160,7 +167,11 @@ def new_state_reader(runner: HookedRunner, watch: Watch) -> audited_states.Devic
 
 
 def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
-    """Let a watch follow the states that a runner copies between blocks."""
+    """Let a watch follow the states that a runner copies for its prefix cache, if it keeps any.
+
+    Sets ``watch.kept_states``. Copies that the host makes are not followed here; see
+    ``HostCopies``.
+    """
     watch.kept_states = audited_states.block_sizes(runner, watch.states)
     if watch.kept_states and not aligned_states.lacks_context(runner):
         held = audited_states.holds_states(runner)
@@ -169,7 +180,9 @@ def _follow_copies(runner: HookedRunner, watch: Watch) -> None:
 
 
 def _carry(runner: HookedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Record the copies of states in the ledger of a runner's watch, if there is one.
+    """Record the copies of states in the ledger of a runner's watch, if there is one that watches.
+
+    An error ends the audit and is not raised.
 
     Args:
         runner: the runner.
@@ -185,7 +198,8 @@ def _watch_of_all_ranks(
 ) -> Watch | None:
     """Make a watch over a runner's groups of rows and states, if every rank can have one.
 
-    Every rank has to call this. If one cannot be watched, none is, and the reason is logged.
+    Every rank has to call this. If one cannot be watched, or has nothing to watch, none is, and the
+    reason is logged.
 
     Args:
         runner: the runner.
@@ -227,8 +241,12 @@ def _watch_of_all_ranks(
 def _compare_bytes(runner: HookedRunner, watch: Watch, *, on_device: bool) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
-    Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows,
-    and that of a CPU multiplies them by zero, which a NaN comes through.
+    Of groups whose layers cannot be addressed, that is logged as well. Nothing is poisoned unless
+    the user asks for it: not every attention of a GPU skips masked rows, and that of a CPU
+    multiplies them by zero, which a NaN comes through.
+
+    Raises:
+        RequiredError: some bytes cannot be compared, and the user requires the audit.
     """
     error, missing = None, {*watch.groups, *watch.states}
     layer_refs = device_refs if on_device else cache_layout.layer_refs
@@ -253,7 +271,7 @@ def _compare_bytes(runner: HookedRunner, watch: Watch, *, on_device: bool) -> No
 
 
 def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scrub:
-    """Make the scrub of a watch; it poisons what is dead if the user asks for that.
+    """Make the scrub of a watch; it poisons what is dead if the user asks for that, and logs where.
 
     A drafter's own rows are not dead where the target's are, so engines that have such are left as
     they are; and so are states that the prefix cache keeps, and states without drafts.
@@ -274,7 +292,10 @@ def _new_scrub(runner: HookedRunner, watch: Watch, refs: list[LayerRef]) -> Scru
 
 
 def shared_key() -> Key | None:
-    """Return the key that this rank shares with its peers, who call this, too; None without any."""
+    """Return a new key that the ranks of each layer share; None with one rank alone.
+
+    All of the ranks must call this.
+    """
     return ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
 
 
@@ -285,9 +306,10 @@ def on_all_ranks(
     why: str | None,
     error: Exception | None,
 ) -> Watch | None:
-    """Return a watch if each rank has one, else None, and log why.
+    """Return the watch if each rank has one, else None, and log why.
 
-    Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+    Ranks compare what they wrote: a rank that is watched would wait for one that is not. With
+    ``key``, every rank must call this.
 
     Args:
         runner: the worker's runner.
@@ -309,10 +331,11 @@ def on_all_ranks(
 
 
 def join_stages(runner: HookedRunner, watch: Watch | None) -> Watch | None:
-    """Let the ranks of all pipeline stages stop together; every rank must call this.
+    """Let the ranks of all pipeline stages stop together; return ``watch``.
 
-    Returns ``watch``. Nothing is done unless ``on_violation`` is "raise" and all stages have a
-    watch. vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
+    Every rank must call this. Nothing is done unless ``on_violation`` is "raise" and all stages
+    have a watch. vLLM awaits the answer of the last stage, so nobody would hear a rank of another
+    one.
     """
     raises = runner.kvtxn_settings.on_violation == "raise"
     if raises and ranks.number_of_stages() > 1 and ranks.on_all_stages(watch is not None):
@@ -326,7 +349,8 @@ def follow_transfers(
 ) -> None:
     """Let a watch follow the rows of a KV connector, if there is one; if it fails, the audit ends.
 
-    Without it, rows that the connector brings would be taken for wrong ones.
+    Without it, rows that the connector brings would be taken for wrong ones. The runner gets
+    ``kvtxn_requests``, and ``kvtxn_undo`` unhooks the connector.
     """
     try:
         connector = connectors.connector()
@@ -356,7 +380,10 @@ def follow_transfers(
 
 
 def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities | None:
-    """Open the store that a worker with a KV connector shares; None without one of them."""
+    """Open the store of identities that this worker shares with other engines.
+
+    None if the user names no store, or no key is shared. ``kvtxn_undo`` closes it.
+    """
     url = runner.kvtxn_settings.audit_store
     if url is None or watch.shared_key is None:
         return None
@@ -379,7 +406,7 @@ def _shared_identities(runner: HookedRunner, watch: Watch) -> SharedIdentities |
 
 
 def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -> None:
-    """Log that the bytes of some rows or states are not compared, and why.
+    """Log a warning that the bytes of some rows or states are not compared, and why.
 
     Raises:
         RequiredError: the user requires the audit.
@@ -391,7 +418,7 @@ def say_without_bytes(runner: HookedRunner, why: str, error: Exception | None) -
 
 
 def say_active(runner: HookedRunner, watch: Watch) -> None:
-    """Log that a worker is watched, and which of its KV-cache groups are not."""
+    """Log that a worker is watched, and set and warn of its KV-cache groups that are not."""
     rank = runner.kvtxn_rank
     watch.left_out = audited_requests.groups_left_out(runner, [*watch.groups, *watch.states])
     if watch.left_out:
@@ -410,7 +437,7 @@ def say_active(runner: HookedRunner, watch: Watch) -> None:
 
 
 def follow_weights(runner: HookedRunner, watch: Watch) -> None:
-    """Let a watch hear of weights that change; if that fails, the audit ends.
+    """Let a watch hear of weights that a runner's models load; if that fails, the audit ends.
 
     Without it, rows of earlier weights would count as those of the present ones.
     """
@@ -423,7 +450,7 @@ def follow_weights(runner: HookedRunner, watch: Watch) -> None:
 
 
 def follow_adapters(runner: HookedRunner, watch: Watch) -> None:
-    """Let a watch hear of adapters that are loaded; if that fails, the audit ends.
+    """Let the ledger hear of LoRA adapters that are loaded; if that fails, the audit ends.
 
     Without it, an adapter would count as the files that lie there when a request comes.
     """
@@ -448,5 +475,9 @@ def weights_changed(wrapper: WorkerWrapper, weights: str) -> None:
 
 
 def follow_updates(wrapper: WorkerWrapper) -> Callable[[], None]:
-    """Let a worker's audit hear of weights that vLLM changes; return a function that undoes it."""
+    """Let a worker's audit hear of weights that vLLM updates, or loses in a sleep.
+
+    Returns:
+        A function that undoes it.
+    """
     return engine_weights.follow_updates(wrapper, partial(weights_changed, wrapper))

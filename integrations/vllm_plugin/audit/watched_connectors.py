@@ -16,20 +16,20 @@ class WatchedConnector:
     kvtxn_transfers: TransferWatch
 
     def bind_connector_metadata(self, connector_metadata: object) -> None:
-        """Tell the audit which blocks the step will store and load."""
+        """Tell the audit which blocks the step will store and load; then bind the metadata."""
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.begin, connector_metadata))
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def wait_for_save(self) -> Any:
-        """Tell the audit that the step's blocks are stored now."""
+        """Tell the audit that the step's blocks are stored now; then let the connector finish."""
         self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
         return super().wait_for_save()  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the connector's answer: requests whose rows were sent, and whose rows came.
 
-        Either may be None for none. The audit hears of the latter.
+        Either may be None for none. The audit is then told of those that came.
         """
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         watch = self.kvtxn_transfers
@@ -59,7 +59,10 @@ class WatchedConnectorV1(WatchedConnector):
     """A mixin for the V1 runner, which hands blocks over before it changes anything."""
 
     def handle_preemptions(self, kv_connector_metadata: object) -> Any:
-        """Tell the audit which blocks are stored now, before other requests get them."""
+        """Tell the audit which blocks are stored at once, before other requests get them.
+
+        Then the connector stores them.
+        """
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.flush, kv_connector_metadata))
         return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]

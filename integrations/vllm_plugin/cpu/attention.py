@@ -62,7 +62,10 @@ class WindowMixin:
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Stage the draft rows and write all others; without a window write all."""
+        """Write all rows but drafts, which are staged; without a window write all.
+
+        If that fails, the step falls back, and all rows are written.
+        """
         write = super().do_kv_cache_update  # type: ignore[misc]
         _write(
             self.kvtxn,
@@ -146,7 +149,10 @@ class LatentWindowMixin:
         k_scale: Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Stage the draft rows and write all others; without a window write all."""
+        """Write all rows but drafts, which are staged; without a window write all.
+
+        If that fails, the step falls back, and all rows are written.
+        """
         write = super().do_kv_cache_update  # type: ignore[misc]
         more = {"skip_scale": True} if skip_scale else {}  # before 0.33 there is none
         _write(
@@ -165,7 +171,16 @@ def _write(
     slots: Tensor,
     rows: Callable[[], tuple[Tensor, ...]],
 ) -> None:
-    """Stage a batch's draft rows and write all others."""
+    """Write a batch's rows but drafts, which are staged; without a window write all.
+
+    If that fails, the step falls back, and all rows are written.
+
+    Args:
+        hook: the layer's; None: it is not hooked.
+        write: writes the batch's rows to the slots that it is given, -1 for none.
+        slots: int64 ``[num_rows]``.
+        rows: returns the batch's rows to stage, one tensor per plane.
+    """
     if hook is None or not hook.steps.deferring:
         write(slots)
         return
@@ -185,7 +200,17 @@ def _attend(
     batch: batches.Batch,
     output: Tensor,
 ) -> None:
-    """Attend for a whole batch over cached prefixes and its own rows, into ``output``."""
+    """Attend for a whole batch over cached prefixes and its own rows, into ``output``.
+
+    Rows of padding are not written.
+
+    Args:
+        hook: the layer's.
+        query: ``[num_rows, num_heads, head_size]``.
+        fresh: the batch's rows, one tensor per plane.
+        batch: the batch.
+        output: in the shape of ``query``.
+    """
     planes, rows = hook.ref.planes, slice(batch.num_rows)
     assert hook.scores is not None
     args = AttentionArgs(
@@ -202,6 +227,10 @@ def _attend(
 
 def hook_attention(steps: EagerSteps, layers: Sequence[TargetLayer]) -> None:
     """Let these layers read the steps' windows; ``unhook_attention`` undoes this.
+
+    Args:
+        steps: the runner's steps.
+        layers: latent ones stage their drafts, and vLLM attends; for others kvtxn attends.
 
     Raises:
         LayerError: an attention class is not as expected; nothing was hooked.
@@ -266,7 +295,7 @@ class LentRowsMixin(WindowMixin):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run vLLM's own attention, and take the drafts out of their slots again."""
+        """Run vLLM's own attention, and take the drafts out of their slots, even if it raises."""
         try:
             attended: Tensor = super(WindowMixin, self).forward(  # type: ignore[misc]
                 *args, **kwargs
@@ -276,9 +305,9 @@ class LentRowsMixin(WindowMixin):
         return attended
 
     def kvtxn_give_back(self) -> None:
-        """Put the bytes below the drafts back; not after a failure, when drafts are written.
+        """Put the bytes below the drafts back, if slots are lent; not in a step that has failed.
 
-        If that fails, the step falls back.
+        There drafts stay written. If it fails, the step falls back.
         """
         hook, lent = self.kvtxn, self.kvtxn_before
         self.kvtxn_before = None
@@ -297,7 +326,7 @@ def hook_lent_rows(steps: StateSteps, layers: Sequence[TargetLayer]) -> None:
     """Let these layers lend their slots to drafts; ``unhook_attention`` undoes this.
 
     Raises:
-        LayerError: an attention class is not as expected; nothing was hooked.
+        LayerError: a layer is latent, or its class is not as expected; nothing was hooked.
         KVTxnError: a layer is hooked already.
     """
     for layer in layers:

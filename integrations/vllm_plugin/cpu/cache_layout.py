@@ -68,8 +68,13 @@ def probe(write: Writer, block: Tensor, shape: tuple[int, ...], dtype: torch.dty
 def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
     """Describe the target's layers and their caches for the library; probe each packing once.
 
+    Args:
+        layers: the layers.
+        kv_dtype: vLLM's name of the caches' format; but for "auto", the layers' scales count.
+
     Raises:
-        LayerError: the blocks of a layer are not contiguous.
+        LayerError: the blocks of a layer are not contiguous, its packing cannot be found, or its
+            latent rows are packed.
     """
     tables: dict[tuple[object, ...], Tensor] = {}
     refs = []
@@ -107,7 +112,11 @@ def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
 
 
 def _latent(layer: TargetLayer, table: Tensor, scale: float | None, kv_dtype: str) -> LayerRef:
-    """Describe a layer of latent rows; raise LayerError if a row's elements are permuted."""
+    """Describe a layer of latent rows for the library.
+
+    Raises:
+        LayerError: ``table`` says that the elements of its rows are permuted.
+    """
     if not torch.equal(table.view(-1), torch.arange(table.numel())):
         raise LayerError(
             "vllm",
@@ -120,6 +129,7 @@ def _latent(layer: TargetLayer, table: Tensor, scale: float | None, kv_dtype: st
 
 
 def _probe_layer(layer: TargetLayer) -> Tensor:
+    """Find the place of each element in a layer's blocks, as ``probe``, in a scratch block."""
     block_size = layer.cache.shape[-2]
     scratch = layer.cache.new_zeros(1, *layer.cache.shape[1:])
     slots = torch.arange(block_size)

@@ -57,7 +57,7 @@ class OwnGatedDelta(Recurrence):
         _check(layer, state, expected, (torch.float32,))
 
     def given(self, state: Tensor) -> tuple[RowPart, ...]:
-        """List the output of the convolution, a and b."""
+        """List the parts of a staged row: the output of the convolution, a and b."""
         heads = state.shape[1]
         return (
             RowPart.of("convolved", self.dtype, self.channels),
@@ -66,7 +66,7 @@ class OwnGatedDelta(Recurrence):
         )
 
     def step(self, state: Tensor, row: Sequence[Tensor]) -> Tensor:
-        """Take one row per request into its state."""
+        """Return the states after one more row of each request; ``state`` is not changed."""
         convolved, a, b = (part.to(self.dtype) for part in row)
         return cpu_states.take_in_gated_delta(self.module, state, convolved, a, b)
 
@@ -95,19 +95,23 @@ class OwnMamba2(Recurrence):
         _check(layer, state, expected, (torch.float32, torch.bfloat16))
 
     def given(self, state: Tensor) -> tuple[RowPart, ...]:
-        """List the output of the convolution, and dt."""
+        """List the parts of a staged row: the output of the convolution, and dt."""
         return (
             RowPart.of("convolved", self.dtype, self.channels),
             RowPart.of("dt", self.dtype, state.shape[1]),
         )
 
     def step(self, state: Tensor, row: Sequence[Tensor]) -> Tensor:
-        """Take one row per request into its state."""
+        """Return the states after one more row of each request, rounded to their dtype, as float32.
+
+        ``state`` is not changed.
+        """
         convolved, dt = (part.to(self.dtype) for part in row)
         return cpu_states.take_in_mamba2(self.module, state.to(self.stored), convolved, dt).float()
 
 
 def _check(layer: str, state: Tensor, expected: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise LayerError if a state has not four dimensions, or none of these dtypes."""
     if state.ndim != 4 or state.dtype not in dtypes:
         raise LayerError(
             "LayerRef",
@@ -118,7 +122,7 @@ def _check(layer: str, state: Tensor, expected: str, dtypes: Sequence[torch.dtyp
 
 
 def state_ref(layer: StateLayer) -> LayerRef:
-    """Describe a layer for the library: the past of its convolution, and its state."""
+    """Describe a recurrent layer for the library: its caches, and how they take rows in."""
     width, channels = layer.past.shape[1] + 1, layer.past.shape[2]
     given, dtype = (layer.module, channels, layer.past.dtype), {"group": layer.group}
     if layer.state is None:
@@ -131,7 +135,11 @@ def state_ref(layer: StateLayer) -> LayerRef:
 
 
 def operators_differ(modules: Sequence[object]) -> str | None:
-    """Return how vLLM's operators differ from the known ones, a sentence; None if they do not."""
+    """Say in a sentence how vLLM's operators differ from the known ones; None if they do not.
+
+    Args:
+        modules: recurrent layers; the operators of their kinds are checked.
+    """
     from ..internals.state_layers import kind_of
 
     kinds = {kind_of(module): type(module) for module in modules}
@@ -191,9 +199,11 @@ class States(Part):
         self.batch: StateBatch | None = None
 
     def caches_wanted(self) -> None:
-        """Let the layers keep one state per request, if the windows will hold the states; once.
+        """Let the layers keep one state per request, if the windows will hold the states.
 
-        Called before the caches are made.
+        They will if the policy is ``deferred`` and vLLM's operators are known. Sets
+        ``kvtxn_one_state``; ``kvtxn_unhook`` gives the layers theirs back. Called before the caches
+        are made; nothing if it was decided so before.
         """
         runner = self._runner
         if runner.kvtxn_one_state:
@@ -205,17 +215,21 @@ class States(Part):
             runner.kvtxn_one_state = True
 
     def wants_one_state(self) -> bool:
-        """Tell whether the windows will hold the states."""
+        """Tell whether the caches have one state per request, which the windows hold."""
         return self._runner.kvtxn_one_state
 
     def caches_made(self) -> None:
-        """Refuse an engine without windows, which cannot run over these caches."""
+        """Refuse an engine without windows, which cannot run over these caches.
+
+        Raises:
+            KVTxnError: the caches have one state per request, and the runner has no steps.
+        """
         refuse_without_windows(self._runner)
 
     def planned(self, step: PlannedStep) -> None:
-        """Remember the drafts of each request.
+        """Remember the drafts of each request, if the runner has windows.
 
-        If that fails it is tried again, and counts as a fallback.
+        If that fails, it counts as a fallback and is tried once more; a second error is raised.
         """
         steps = self._runner.kvtxn
         if steps is not None:
@@ -226,7 +240,10 @@ class States(Part):
                 self._drafts, _ = drafts_and_ends(step.rows())
 
     def forward_begins(self, step: PlannedStep | None, inputs: Mapping[str, object]) -> None:
-        """Let the layers know which requests the step has while they compute it."""
+        """Set ``batch`` to the requests of the step, if the runner has windows.
+
+        Layers ask for it while they compute.
+        """
         steps = self._runner.kvtxn
         if steps is not None:
             self.batch = step_batch(self._runner, self._drafts, state_groups(steps))
@@ -248,7 +265,7 @@ class RowAndStateCaches(RowCaches):
         self._states = states
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add the dtype of the states."""
+        """Return the facts with the dtype of the states."""
         return with_state_dtype(self._runner, facts)
 
     def make_steps(
@@ -256,7 +273,7 @@ class RowAndStateCaches(RowCaches):
     ) -> tuple[EagerSteps, dict[str, object]]:
         """Make the steps, and hook the attention and the recurrent layers.
 
-        The runner's ``kvtxn_undo`` unhooks them.
+        The runner's ``kvtxn_undo`` unhooks them. Staging "auto" is "reference".
 
         Returns:
             The steps, and facts for the log.
@@ -280,7 +297,10 @@ class RowAndStateCaches(RowCaches):
         return steps, {"states": len(states), "state_blocks": 1}
 
     def slots(self, steps: EagerSteps, inputs: Mapping[str, object]) -> Mapping[str, Tensor] | str:
-        """Find the slots of rows and of states, by group."""
+        """Return the slots of the step's rows, and the block of each request's state, by group.
+
+        A string says why the step cannot have a window; see ``batches.step_slots``.
+        """
         rows = row_slots(steps)
         if isinstance(rows, str):
             return rows
@@ -288,12 +308,15 @@ class RowAndStateCaches(RowCaches):
 
 
 def with_state_dtype(runner: HookedRunnerV1, facts: EngineFacts) -> EngineFacts:
-    """Add the dtype of a runner's states to the facts about its engine."""
+    """Return the facts about a runner's engine with the dtype of its states."""
     return attrs.evolve(facts, state_dtype=state_layers.state_dtype(runner))
 
 
 def unknown_operator(runner: HookedRunnerV1) -> str | None:
-    """Say how vLLM's operators of the model's states differ from those known; None if not."""
+    """Say in a sentence how vLLM's operators of a model's states differ from the known ones.
+
+    None if they do not.
+    """
     return operators_differ(list(state_layers.modules_of(runner).values()))
 
 

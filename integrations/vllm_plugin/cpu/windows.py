@@ -41,21 +41,26 @@ class RowCaches:
         self._runner.kvtxn = steps
 
     def open(self) -> EagerSteps | None:
-        """Make steps over new caches, or log why there are none."""
+        """Make steps over new caches; if there are none, log why and return None."""
         steps: EagerSteps | None = open_steps(self._runner, self.facts, self.make_steps)
         return steps
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add the facts that are known only once the caches exist: none."""
+        """Return the facts as they are: none is known only once the caches exist."""
         return facts
 
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[EagerSteps, dict[str, object]]:
-        """Make the steps; under ``deferred``, hook the attention.
+        """Make the steps; under ``deferred``, hook the attention: it keeps drafts out of the cache.
 
-        It then keeps drafts out of the cache. The runner's ``kvtxn_undo`` unhooks it. Returns the
-        steps, and no facts for the log.
+        The runner's ``kvtxn_undo`` unhooks it. Staging "auto" is "reference".
+
+        Returns:
+            The steps, and no facts for the log.
+
+        Raises:
+            LayerError: the cache's layout or an attention class is unknown.
         """
         # The attention copies draft rows out of the batch: nobody else can write into them.
         staging = "reference" if settings.staging == "auto" else settings.staging
@@ -68,12 +73,15 @@ class RowCaches:
         return steps, {}
 
     def slots(self, steps: EagerSteps, inputs: Mapping[str, object]) -> Mapping[str, Tensor] | str:
-        """Find the slots of the step, by group."""
+        """Return the slots of the step's rows by group, or why the step cannot have a window."""
         return row_slots(steps)
 
 
 def row_slots(steps: EagerSteps) -> Mapping[str, Tensor] | str:
-    """Find the slots of a step in the groups with a row per token; see ``batches.step_slots``."""
+    """Return the slots of a step's rows by group, or why the step cannot have a window.
+
+    See ``batches.step_slots``. Groups with states are left out.
+    """
     manager = steps.manager
     layers = {ref.group: ref.name for ref in manager.layers.values() if not ref.replay}
     return batches.step_slots(layers, reads_window=manager.policy == "deferred")
@@ -86,12 +94,15 @@ class UnheardErrors(Part):
         self._runner = runner
 
     def raised(self, error: Exception) -> None:
-        """End the process, if need be."""
+        """End this process after an error of a window that vLLM would not hear of.
+
+        Does nothing after other errors.
+        """
         end_unheard(self._runner, error)
 
 
 def windows_of(runner: HookedRunnerV1, caches: RowCaches) -> list[Part]:
-    """Return the parts that make the windows of a runner.
+    """Return the parts that make the windows of a runner, and that end ranks that nobody hears.
 
     The ledger follows none of them: as on a GPU, it hears what vLLM has sampled, without a hook.
     """

@@ -51,7 +51,10 @@ def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
-    """View the rows from a slot on, ``[count, *row_shape]`` per plane; slots follow each other."""
+    """View the ``count`` rows from slot ``first`` on, ``[count, *row_shape]`` for each plane.
+
+    Blocks and the rows in them must follow each other evenly.
+    """
     found = []
     for plane in ref.planes:
         cells = plane.cells
@@ -65,9 +68,11 @@ def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
 def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
     """Describe the target's layers and their caches for the library.
 
-    Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks, heads, block_size,
-    2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
-    ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
+    Args:
+        layers: the layers. Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks,
+            heads, block_size, 2 * head_size]``, a row's keys before its values, with strides of its
+            own (of latent rows: ``[num_blocks, block_size, latent_size]``).
+        kv_dtype: vLLM's name of the caches' format; but for "auto", the layers' scales count.
     """
     refs = []
     for layer in layers:
@@ -95,7 +100,7 @@ def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
 
 
 def bytes_of_rows(runner: RunnerV1 | RunnerV2, rows: int) -> int:
-    """Return how many bytes ``rows`` rows take in all layers of the target together."""
+    """Return the bytes that ``rows`` rows take in all of the target's layers of attention."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     return rows * sum(
         int(-(-spec.page_size_bytes // spec.block_size))
@@ -122,7 +127,9 @@ def bytes_of_spare_blocks(runner: RunnerV1 | RunnerV2, rows: int) -> int:
 def bytes_of_tables(runner: RunnerV1 | RunnerV2) -> int:
     """Return the bytes of the block tables by slot in the largest captured graph, one per group.
 
-    The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has.
+    A table has a number for each position of each request, or of each row where the attention wants
+    that. The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer
+    has.
     """
     kinds, config = Counter(runner.get_kv_cache_spec().values()), runner.vllm_config
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
@@ -151,16 +158,25 @@ class SpareBlocks:
     first: Mapping[str, int]
 
     def begin(self, cache: Tensor) -> int:
-        """Return the number of the first spare block, in blocks of the cache's own size."""
+        """Return the number of the first spare block of a cache, in blocks of the cache's own size.
+
+        Kernels may have smaller blocks than the scheduler.
+        """
         return int(cache.shape[0]) // self.total * self.own
 
 
 def with_spare_blocks(
     config: KVCacheConfig, rows: int, without: set[str]
 ) -> tuple[KVCacheConfig, SpareBlocks]:
-    """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
+    """Copy a KV-cache configuration and add blocks for ``rows`` more rows of each group.
 
-    Groups that have only layers of ``without`` get none.
+    Args:
+        config: vLLM's, which stays as it is.
+        rows: of each group, rounded up to whole blocks.
+        without: names of layers; groups that have only such ones get no blocks.
+
+    Returns:
+        The copy, and where the spare blocks are.
 
     Raises:
         LayerError: a cache's size is no multiple of its number of blocks.
@@ -219,7 +235,7 @@ class CachePlan:
 
 
 def is_given(runner: Runner) -> bool:
-    """Tell whether the user gives the bytes of the KV cache."""
+    """Tell whether the user gives the bytes of the KV cache (``kv_cache_memory_bytes``)."""
     return bool(runner.cache_config.kv_cache_memory_bytes)
 
 

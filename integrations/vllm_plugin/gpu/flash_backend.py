@@ -43,7 +43,7 @@ class FlashReading(Reading):
     batch: backends.BatchArguments | None = None
 
     def complete(self) -> None:
-        """Make the arguments that all layers share."""
+        """Set ``batch`` to the arguments that all layers share."""
         self.batch = backends.batch_arguments(self.metadata)
 
 
@@ -59,7 +59,11 @@ class WindowFlashBuilder(SlotBuilder, _FlashBuilder):  # type: ignore[misc, vali
     schedules: bool | None = None
 
     def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
-        """Let vLLM build a step's metadata, without a schedule where the window makes its own."""
+        """Let vLLM build a step's metadata, without a schedule where the window makes its own.
+
+        A full build notes in ``schedules`` whether vLLM makes any. Metadata of a graph to be
+        captured has none in the target's layers.
+        """
         quick = fast or (window and self.schedules is not None)
         metadata = super().kvtxn_make(prefix, common, quick, window)
         if not quick:

@@ -71,18 +71,24 @@ class Reading:
 
     @property
     def stopped(self) -> bool:
-        """Tell whether an earlier layer failed, so that the other layers run vLLM's own code."""
+        """True if an earlier layer failed in this step: the other layers run vLLM's own code.
+
+        Never in a forward that is captured.
+        """
         return not (self.captured or self.steps.waits)
 
     def prepare(self, hook: SlotHook, metadata: object, slots: Tensor) -> Tensor:
         """Make the slots and tables that all layers share, at the first layer; return the slots.
 
-        A graph captures this, too.
+        Sets ``slots`` and ``metadata``. A graph captures this, too.
 
         Args:
             hook: the first layer's hook.
             metadata: vLLM's metadata of the batch.
             slots: vLLM's slots of the batch, int64 ``[num_rows]``.
+
+        Returns:
+            int64 ``[num_rows]``, with spare slots for the window's drafts.
         """
         tables = self.builder.kvtxn_tables
         given = tables.arguments(metadata)
@@ -115,7 +121,7 @@ class Reading:
 
 
 def warm_up(block_sizes: Iterable[int], position: Tensor) -> None:
-    """Launch each kernel of a step once, so that nothing compiles later."""
+    """Compile the kernel of tables by slot for each size of blocks, by a launch over no rows."""
     none = torch.zeros(2, 1, dtype=torch.int32, device=position.device)
     slots = torch.full((1,), -1, device=position.device)
     for size in block_sizes:
@@ -140,7 +146,7 @@ class SlotBuilder:
     kvtxn_capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: object) -> object:
-        """Return metadata, with a ``Reading``, for a graph that serves every step of its shape."""
+        """Build metadata, with a ``Reading``, for a graph that serves every step of its shape."""
         self.kvtxn_capturing = True
         try:
             found: object = super().build_for_cudagraph_capture(  # type: ignore[misc]
@@ -153,10 +159,10 @@ class SlotBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: object, fast_build: bool = False
     ) -> object:
-        """Build metadata for one step; a drafter asks for a fast build of its own.
+        """Build metadata for one step, with a ``Reading`` in ``kvtxn`` if the step's drafts wait.
 
-        It gets a ``Reading`` in ``kvtxn`` if the step's drafts wait, or if a graph is being
-        captured.
+        Also if a graph is being captured; not for a drafter, which asks for a fast build, nor in
+        layers that are not the target's.
         """
         steps, capturing = self.kvtxn, self.kvtxn_capturing
         window = steps is not None and steps.waits and not (fast_build or capturing)
@@ -166,13 +172,13 @@ class SlotBuilder:
         return metadata
 
     def kvtxn_make(self, prefix: int, common: object, fast: bool, window: bool) -> Foreign:
-        """Let vLLM build a step's metadata."""
+        """Let vLLM build a step's metadata; ``window`` is for subclasses."""
         return super().build(prefix, common, fast)  # type: ignore[misc]
 
     def update_block_table(
         self, metadata: object, blk_table: Tensor, slot_mapping: Tensor
     ) -> object:
-        """Give another KV-cache group's copy of the metadata a ``Reading`` of its own.
+        """Copy metadata for another KV-cache group, as vLLM does, with a ``Reading`` of its own.
 
         vLLM's V1 runner copies an earlier group's metadata; its ``Reading`` must not be shared,
         since block table and slots differ by group.
@@ -209,7 +215,11 @@ class WindowBackend:
 
 
 def reading_of(hook: SlotHook | None, metadata: object) -> Reading | None:
-    """Return how a layer's forward reads its window; None if vLLM's own code runs as it is."""
+    """Return the ``Reading`` of a layer's metadata; None if vLLM's own code runs as it is.
+
+    So it does without a window, in layers that are not the target's, and after an earlier layer
+    failed.
+    """
     reading: Reading | None = None if hook is None else getattr(metadata, "kvtxn", None)
     return None if reading is None or reading.stopped else reading
 
@@ -217,7 +227,8 @@ def reading_of(hook: SlotHook | None, metadata: object) -> Reading | None:
 def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tensor) -> None:
     """Write the batch's rows: the window's drafts to spare slots, all others to their own.
 
-    If that fails, the step falls back, and all rows go to their own; during a capture it raises.
+    Without a window all go to their own. If it fails, the step falls back, and all rows go to their
+    own; during a capture it raises.
 
     Args:
         hook: the layer's; None for a layer that is not the target's.
@@ -245,6 +256,8 @@ def attend(
     hook: SlotHook | None, call: Callable[[Tensor, object], T], cache: Tensor, metadata: object
 ) -> T:
     """Attend over cache and window; without a window, or after an error, run vLLM's own attention.
+
+    After an error the step falls back; during a capture it raises.
 
     Args:
         hook: the layer's; None for a layer that is not the target's.
@@ -295,7 +308,7 @@ class WindowLatentImpl:
     def forward_mqa(
         self, q: object, kv_c_and_k_pe_cache: Tensor, attn_metadata: object, layer: object
     ) -> object:
-        """Attend over cache and window as ``attend`` does; without a window as vLLM does."""
+        """Return what vLLM's attention computes over cache and window, as ``attend`` does."""
         own = super().forward_mqa  # type: ignore[misc]
         found: object = attend(
             self.kvtxn,

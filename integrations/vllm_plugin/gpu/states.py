@@ -67,17 +67,18 @@ class StateCaches(Part):
 
     @property
     def _fast(self) -> bool:
-        """Tell whether kvtxn's own kernels are to verify, where it has one."""
+        """True if kvtxn's own kernels are to verify, where it has one: "recurrent" is "fast"."""
         return self._runner.kvtxn_settings.recurrent == "fast"
 
     def unknown(self) -> str | None:
-        """Say in a sentence what kvtxn does not know about the layers; None if nothing."""
+        """Say in a sentence why commits cannot write the model's states; None if they can."""
         return held_states.launches_differ(self._runner, fast=self._fast) or self._teller.unknown()
 
     def are_written_by_commits(self) -> bool:
-        """Return whether commits will write the states; decided once, when the model is loaded.
+        """Tell whether commits will write the states; decided once, when the model is loaded.
 
-        If the layers are unknown to kvtxn, they will not, and the reason is logged.
+        They will if the policy has windows and kvtxn knows the layers; if it does not, that is
+        logged. Sets the runner's ``kvtxn_one_state``.
         """
         if not self._decided:
             runner = self._runner
@@ -92,13 +93,13 @@ class StateCaches(Part):
         return self._runner.kvtxn_one_state
 
     def num_bytes(self) -> int:
-        """Return the bytes of the buffers in which rows wait for the commit of the states."""
+        """Return the bytes that the states need beside their caches; 0 if no commit writes them."""
         if not self.are_written_by_commits():
             return 0
         return held_states.bytes_of_buffers(self._runner, fast=self._fast)
 
     def facts(self, facts: EngineFacts) -> EngineFacts:
-        """Return the facts with those of the states: their dtype, and inner states."""
+        """Return the facts with those of the states: their dtype, and inner states of prompts."""
         return attrs.evolve(
             facts,
             state_dtype=state_layers.state_dtype(self._runner),
@@ -106,15 +107,18 @@ class StateCaches(Part):
         )
 
     def wants_one_state(self) -> bool:
-        """Tell whether commits will write the states."""
+        """Tell whether commits will write the states, for which each request has one."""
         return self.are_written_by_commits()
 
     def caches_dropped(self) -> None:
-        """Forget the states in the caches that go."""
+        """Forget the states in the caches that go, and the steps that held them."""
         self._runner.kvtxn_states = self.steps = None
 
     def profiling_caches_made(self) -> None:
-        """Let the layers read states, so that vLLM measures the forward that is to come."""
+        """Let the layers read states, so that vLLM measures the forward that is to come.
+
+        Nothing unless commits write the states. No cache is kept, as vLLM frees these.
+        """
         if self._runner.kvtxn_one_state:
             self._hook(None).forget_caches()
 
@@ -127,7 +131,9 @@ class StateCaches(Part):
         refuse_without_windows(self._runner)
 
     def hold(self, manager: TransactionManager) -> tuple[HeldStates, dict[str, object]]:
-        """Let the layers read the states; return the supplier that commits them, and log facts.
+        """Let the layers use the states; return the supplier that commits them, and log fields.
+
+        The supplier is the runner's ``kvtxn_states`` from now on.
 
         Raises:
             KVTxnError: kvtxn does not know the model's recurrent layers.
@@ -160,7 +166,12 @@ class StateCaches(Part):
         return self.steps if self._runner.kvtxn is None else None
 
     def _hook(self, make: Capture | None, kept: GraphCache | None = None) -> HeldStates:
-        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed."""
+        """Make and warm up the states; layers use them until ``kvtxn_undo`` is closed.
+
+        Args:
+            make: captures commits; None commits layer by layer.
+            kept: keeps the captured commits.
+        """
         runner, undo = self._runner, self._runner.kvtxn_undo
         states = HeldStates(runner, make, fast=self._fast, kept=kept)
         states.warm_up()
@@ -196,36 +207,46 @@ class StatesV1(Part):
         self.told: HeldStates | None = None
 
     def unknown(self) -> str | None:
-        """Say in a sentence how vLLM's copies of states differ from the known; None if nothing."""
+        """Say in a sentence that the V1 runner's copies of states are not as known; else None.
+
+        They count only if the prefix cache keeps states.
+        """
         if not aligned_states.is_aligned(self._runner):
             return None
         return check_methods(type(self._runner), aligned_states.V1_METHODS)
 
     def follow(self, states: HeldStates) -> Callable[[], None]:
-        """Hand each step's metadata to the states from now on; return a function that undoes it."""
+        """Hand each step's metadata to the states from now on; return a function that ends it."""
         self.told = states
         return self._tell_none
 
     def planned(self, step: PlannedStep) -> None:
-        """Note whether a request of the step is at its prompt, for ``graph_sought``."""
+        """Note whether a request is at its prompt, or has other rows than one and its drafts."""
         self._has_prompts = batches.has_prompts(step.rows())
 
     def graph_sought(self, arguments: MutableMapping[str, object]) -> None:
         """Keep a step with a prompt out of graphs for steps that only verify drafts.
 
-        Steps of vLLM's warm-up say themselves of which kind they are.
+        Sets ``force_uniform_decode`` to False in ``arguments``. Steps of vLLM's warm-up say
+        themselves of which kind they are, and stay so.
         """
         told = self.told is not None and arguments.get("force_uniform_decode") is None
         if told and self._has_prompts:
             arguments["force_uniform_decode"] = False
 
     def attention_described(self, metadata: Mapping[str, object]) -> None:
-        """Hand the step's metadata to the states, in which their kernels find their blocks."""
+        """Hand the step's metadata to the states that are followed, which name its blocks."""
         if self.told is not None:
             self.told.begin(metadata, batches.StepRows.of(self._runner))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the states by the sampled ids if the runner has no windows, which else do so."""
+        """Commit the states by the sampled ids if the runner has states but no windows now.
+
+        Windows commit them else.
+
+        Raises:
+            KVTxnError: there are no ids.
+        """
         steps = self.caches.stray_steps()
         if isinstance(steps, PackedGraphSteps):
             steps.commit_ids(known(ids))
@@ -241,7 +262,7 @@ class ReportedModelState:
     kvtxn_states: HeldStates
 
     def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the metadata, and let the states' kernels find their blocks."""
+        """Return the step's metadata, after naming its blocks to the states' kernels."""
         metadata = super().prepare_attn(  # type: ignore[misc]
             input_batch, cudagraph_mode, *args, **kwargs
         )
@@ -263,7 +284,10 @@ class StatesV2(Part):
         self.caches = StateCaches(runner, self)
 
     def unknown(self) -> str | None:
-        """Say in a sentence how ``model_state`` differs from the known one; None if it does not."""
+        """Say in a sentence how ``model_state`` differs from the known one; None if it does not.
+
+        Its methods' names and parameters are compared.
+        """
         return check_methods(
             type(held_states.model_state(self._runner)), state_commits.MODEL_STATE_METHODS
         )
@@ -278,7 +302,10 @@ class StatesV2(Part):
         return mix_in(state, ReportedModelState, kvtxn_states=states)
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit the states if the runner has no windows, which else commit them."""
+        """Commit the states by the counts if the runner has states but no windows now.
+
+        Windows commit them else.
+        """
         steps = self.caches.stray_steps()
         if steps is not None:
             steps.commit(counts)

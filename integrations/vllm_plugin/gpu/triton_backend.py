@@ -36,7 +36,7 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write the batch's rows: the window's drafts to spare slots, all others to their own."""
+        """Write the batch's rows as ``write`` does: the window's drafts to spare slots."""
         writer = super().do_kv_cache_update
         write(self.kvtxn, lambda slots: writer(layer, key, value, kv_cache, slots), slot_mapping)
 
@@ -52,7 +52,7 @@ class WindowTritonImpl(_TritonImpl):  # type: ignore[misc, valid-type]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over cache and window into ``output`` as ``attend`` does."""
+        """Attend over cache and window into ``output``, and return it, as ``attend`` does."""
         own, given = super().forward, (layer, query, key, value)
         scales = output_scale, output_block_scale
         found: Tensor = attend(

@@ -67,7 +67,7 @@ class StatesBeside(Protocol):
         """Return the facts with those about the states."""
 
     def hold(self, manager: TransactionManager) -> tuple[StateSupplier, dict[str, object]]:
-        """Return what commits the states, for the windows of a manager, and fields for the log."""
+        """Let the layers use the states; return the supplier that commits them, and log fields."""
 
     def join(self, steps: GraphSteps) -> None:
         """Keep the steps that were made with the states."""
@@ -95,7 +95,7 @@ class WindowCaches(Part):
         self.spare: SpareBlocks | None = None
 
     def memory_wanted(self) -> int:
-        """Return the bytes that the steps take, with the buffers of states."""
+        """Return the bytes that the steps take on the GPU, with the buffers of states."""
         more = 0 if self._states is None else self._states.num_bytes()
         return bytes_of_steps(self._runner) + more
 
@@ -104,7 +104,7 @@ class WindowCaches(Part):
         self._runner.kvtxn = self.spare = None
 
     def caches_planned(self, config: Foreign) -> Foreign:
-        """Return the configuration with more blocks, in which drafts may wait.
+        """Return the configuration with more blocks, in which drafts may wait, if any can.
 
         vLLM's scheduler does not know of them; a KV connector is told.
         """
@@ -114,15 +114,21 @@ class WindowCaches(Part):
         return planned
 
     def caches_made(self) -> None:
-        """Make steps over new caches, or log why there are none."""
+        """Set the runner's ``kvtxn`` to steps over new caches; or to None, and log why."""
         self._runner.kvtxn = open_steps(self._runner, self.facts, self.make_steps)
 
     def raised(self, error: Exception) -> None:
-        """End this rank's process after an error of a window that vLLM would not hear of."""
+        """End this rank's process after an error of a window that vLLM would not hear of.
+
+        Does nothing after other errors.
+        """
         end_unheard(self._runner, error)
 
     def released(self) -> None:
-        """Abort an open window, and clear the buffers' drafts for graphs that still run."""
+        """Abort an open window, mark no row as a draft, and keep the buffers on the runner.
+
+        Captured graphs that still run read them.
+        """
         steps = self._runner.kvtxn
         if steps is not None:
             steps.abandon()
@@ -131,7 +137,10 @@ class WindowCaches(Part):
             keep_for_graphs(self._runner, steps)
 
     def facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Return the facts with those about states, and whether drafts can wait in spare blocks."""
+        """Return the facts with those about states, and whether drafts can wait in spare blocks.
+
+        They can if there are such blocks, and each layer's attention reads its cache by slot.
+        """
         if self._states is not None:
             facts = self._states.facts(facts)
         waits = all(
@@ -143,9 +152,9 @@ class WindowCaches(Part):
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
-        """Make the steps, hook the attention under ``deferred``, and warm up.
+        """Make the steps, hook attention under ``deferred`` and layers with states, warm up.
 
-        Drafts wait behind vLLM's own blocks. Returns the steps, and facts for the log, as
+        Drafts wait behind vLLM's own blocks. Returns the steps, and fields for the log, as
         ``open_steps`` wants them.
         """
         spare, own = self.spare, layers
@@ -178,7 +187,13 @@ class WindowCaches(Part):
         return steps, {"buffer_bytes": steps.nbytes, **more}
 
     def _with_spare_blocks(self, config: Foreign) -> Foreign:
-        """Return a configuration with spare blocks for drafts; the given one if none can wait."""
+        """Return a configuration with spare blocks for drafts, and set ``spare``.
+
+        If no drafts can wait, or if that fails, which is logged, it is the given one.
+
+        Raises:
+            Exception: whatever failed, if the user wants errors to be raised.
+        """
         runner, wanted = self._runner, self._runner.kvtxn_config
         try:
             if rows_may_wait(runner) and cache_layout.has_rows_in_line(config):
@@ -214,7 +229,10 @@ class WindowsV1(Part):
         layers: Sequence[TargetLayer],
         states: StateSupplier | None,
     ) -> PackedGraphSteps:
-        """Make steps over slots of their own, since this runner keeps them by group."""
+        """Make steps over slots of their own, since this runner keeps them by group.
+
+        Notes in ``keeps_order`` whether the layers' sums depend on the batch's order.
+        """
         self.keeps_order = attention_layers.depend_on_order(layers)
         runner = self._runner
         return PackedGraphSteps(
@@ -222,12 +240,12 @@ class WindowsV1(Part):
         )
 
     def step_begins(self) -> None:
-        """Abort a window that an abandoned step left open."""
+        """Abort a window that an abandoned step left open, if there is one."""
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.abandon()
 
     def batch_ordered(self, lead_with_drafts: Callable[[], None]) -> None:
-        """Let requests with drafts lead, so that windows have no other rows.
+        """Call ``lead_with_drafts`` if drafts wait, so that windows have no other requests' rows.
 
         Where the order decides about sums it stays vLLM's, and the windows take other requests in.
         """
@@ -236,14 +254,18 @@ class WindowsV1(Part):
             lead_with_drafts()
 
     def planned(self, step: PlannedStep) -> None:
-        """Plan the step, now that its slots are in place."""
+        """Let the steps open a window over the step's drafts, now that its slots are in place."""
         steps = self._runner.kvtxn
         if steps is not None:
             slots = batches.slots_of_groups(self._runner, list(steps.manager.groups))
             steps.begin_among(*step.rows(), slots)
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit the drafts that the sampled ids accept."""
+        """Commit the drafts that the sampled ids accept, if the runner has windows.
+
+        Raises:
+            KVTxnError: there are no ids.
+        """
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit_ids(known(ids))
 
@@ -282,10 +304,12 @@ class WindowsV2(Part):
     ) -> GraphSteps | PipelineSteps:
         """Make steps that read the slots where this runner keeps them.
 
-        They are ``PipelineSteps`` on a pipeline stage before the last.
+        They are ``PipelineSteps`` on a pipeline stage before the last. Under ``undo`` graphs of
+        whole forwards are to save rows on the others.
 
         Raises:
             KVTxnError: states cannot wait on such a stage.
+            LayerError: the windows' groups are not neighbours.
         """
         runner = self._runner
         slots = batches.slot_mappings(runner, list(manager.groups))
@@ -304,7 +328,10 @@ class WindowsV2(Part):
         return steps
 
     def let_graphs_save(self, steps: GraphSteps) -> None:
-        """Let the graphs of whole forwards save the rows that drafts overwrite, if they can."""
+        """Let the graphs of whole forwards save the rows that drafts overwrite, if they can.
+
+        Sets ``whole`` to their mode then; ``kvtxn_undo`` undoes both.
+        """
         undo = whole_graphs.let_graphs_save(self._runner, steps)
         if undo is not None:
             self._runner.kvtxn_undo.callback(self._no_graph_saves)
@@ -317,13 +344,19 @@ class WindowsV2(Part):
         return config
 
     def outcomes_arrive(self) -> None:
-        """On an earlier pipeline stage, find the step whose acceptance the runner takes now."""
+        """On an earlier pipeline stage, find the step whose acceptance the runner takes now.
+
+        Other stages do nothing.
+        """
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
             steps.advance(*batches.arriving(self._runner))
 
     def outcomes_arrived(self) -> None:
-        """On an earlier pipeline stage, abort that step's window if no acceptance came for it."""
+        """On an earlier pipeline stage, abort that step's window if no acceptance came for it.
+
+        Other stages do nothing.
+        """
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
             steps.settle()
@@ -333,7 +366,10 @@ class WindowsV2(Part):
         self._graph = graph
 
     def planned(self, step: PlannedStep) -> None:
-        """Plan the step, now that its slots are in place."""
+        """Let the steps open a window over the step's drafts, now that its slots are in place.
+
+        They are told whether the replayed graph saves rows.
+        """
         steps = self._runner.kvtxn
         if isinstance(steps, PipelineSteps):
             steps.begin(*step.rows(), step.name())
@@ -342,16 +378,22 @@ class WindowsV2(Part):
             steps.begin(*step.rows(), replayed, step.alike(steps.query_len))
 
     def sampled(self, ids: Tensor | None, counts: Tensor | None) -> None:
-        """Commit at once if the engine has a KV connector.
+        """Commit at once if the engine has a KV connector; else ``outcome_known`` does.
 
         In any release the scheduler may hand a request's blocks on once it has the sampled tokens;
         so what a connector loads into them must not come before this step's last write.
+
+        Raises:
+            KVTxnError: there are no counts.
         """
         if self._runner.kvtxn is not None and self.connected:
             self._runner.kvtxn.commit(known(counts))
 
     def outcome_known(self, counts: Tensor) -> None:
-        """Commit the drafts that the counts accept, before the drafter runs."""
+        """Commit the drafts that the counts accept, if there are windows.
+
+        The drafter runs later.
+        """
         if self._runner.kvtxn is not None:
             self._runner.kvtxn.commit(counts)
 
@@ -361,7 +403,10 @@ class WindowsV2(Part):
 
 
 def rows_may_wait(runner: HookedRunner) -> bool:
-    """Tell, before caches exist, whether the policy may still become ``deferred``."""
+    """Tell, before caches exist, whether drafts may wait: the policy may become ``deferred``.
+
+    All target layers' attention has to read blocks of one row.
+    """
     if runner.kvtxn_config.policy not in ("auto", "deferred"):
         return False
     facts = engine_config.runner_facts(runner)
@@ -399,7 +444,7 @@ def hook_attention(
 
 
 def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
-    """Return the hook of a layer with FLASH_ATTN: ``hook``, and arguments of FlashAttention."""
+    """Return a layer's hook for FLASH_ATTN: ``hook`` with the arguments of its calls."""
     from .flash_backend import FlashHook
 
     size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
@@ -408,7 +453,7 @@ def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
 
 
 def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign]) -> None:
-    """Undo ``hook_attention``: the attention is vLLM's own again."""
+    """Take the hooks of ``hook_attention`` from layers and builders: vLLM's own code runs again."""
     for each in (*(layer.impl for layer in layers), *builders):
         each.kvtxn = None
         del each.kvtxn
@@ -417,9 +462,10 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
 def reserve_memory(wrapper: Foreign) -> None:
     """Let vLLM size the KV cache without the memory of the parts and of captured commits.
 
-    Where the user gives the size of the KV cache, that stays as it is. No memory is held in the
-    meantime: vLLM's profile run gets the addresses that it has without kvtxn. It reads memory of
-    Mamba-2 layers that nobody wrote, and ends the engine where that is NaN (FAULTS.md).
+    Where the user gives the size of the KV cache, that stays as it is. ``kvtxn_unhook`` undoes it.
+    No memory is held in the meantime: vLLM's profile run gets the addresses that it has without
+    kvtxn. It reads memory of Mamba-2 layers that nobody wrote, and ends the engine where that is
+    NaN (FAULTS.md).
     """
     runner: Any = workers.runner_of(wrapper)
 
@@ -433,7 +479,9 @@ def reserve_memory(wrapper: Foreign) -> None:
 
 
 def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
-    """Return the bytes that a runner's steps take, its model loaded; 0 (logged) if nobody can tell.
+    """Return the bytes that a runner's steps take, its model loaded.
+
+    If nobody can tell, 0, with a warning.
 
     Raises:
         Exception: whatever went wrong, if the user wants errors to be raised.

@@ -53,12 +53,15 @@ FIELDS: Final = (
 
 
 def is_aligned(runner: Runner) -> bool:
-    """Tell whether the prefix cache keeps states."""
+    """Tell whether the prefix cache keeps states at the ends of blocks: vLLM's mode "align"."""
     return str(runner.vllm_config.cache_config.mamba_cache_mode) == "align"
 
 
 def copies_differ() -> str | None:
-    """Say in a sentence how vLLM's copies differ from the known ones; None if they do not."""
+    """Say in a sentence how vLLM's class of copies differs from the known one.
+
+    None if it has the known fields, and methods with the known parameters.
+    """
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext as Own
 
     missing = [name for name in FIELDS if name not in Own.__annotations__]
@@ -68,7 +71,12 @@ def copies_differ() -> str | None:
 
 
 def block_tables(runner: Runner, groups: list[str]) -> BlockTables:
-    """Return the tables of a runner's groups, with a line for each place of a batch."""
+    """Return the block tables of a runner's groups, a line per place of a batch.
+
+    Args:
+        runner: a runner whose caches exist.
+        groups: names such as ``"group.0"``; the first one's block size counts for all.
+    """
     from ....backends.state_tables.block_boundaries import BlockTables
 
     tables = tables_of_batch(runner, groups)
@@ -78,7 +86,7 @@ def block_tables(runner: Runner, groups: list[str]) -> BlockTables:
 
 
 def tables_of_batch(runner: Runner, groups: list[str]) -> list[Tensor]:
-    """Return the block tables of a runner's groups, with a line for each place of a batch."""
+    """Return each group's block table, int32, with a line for each place of a batch."""
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 gathers the lines of the batch
         return [runner.block_tables.input_block_tables[number] for number in numbers]
@@ -100,8 +108,8 @@ class OneStateCopies:
         kvtxn_none: int32 ``[max_requests]``, zeros: columns between a state and the first one.
         kvtxn_one: int32 ``[max_requests]``, ones: accepted rows, by which vLLM finds a column.
         kvtxn_order: int32 ``[max_requests]``, 0, 1, ...: the places of a batch of the V1 runner.
-        kvtxn_ends: copy states that are at a block's end after their last kept row. Without, the
-            commits have written both.
+        kvtxn_ends: copy states that are at a block's end after their last kept row. Where this is
+            false, the commits have written them to both blocks.
     """
 
     kvtxn_pasts: Any
@@ -119,7 +127,11 @@ class OneStateCopies:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor | None,
     ) -> None:
-        """Copy pasts of convolutions from vLLM's columns, and each request's one state."""
+        """Before a step, copy pasts and states to the blocks that the step writes, as vLLM does.
+
+        Pasts are copied from the column of the accepted draft, states from the request's one
+        column.
+        """
         given = num_reqs, state_idx_gpu, src_col_gpu
         self.kvtxn_pasts.run_fused_precopy(*given, token_bias_gpu, idx_mapping)
         if self.kvtxn_states.num_states:
@@ -133,7 +145,10 @@ class OneStateCopies:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """Copy pasts to blocks that end within the step, and states that are at an end now."""
+        """After a V2 runner's step, copy to the blocks whose ends the kept rows reached.
+
+        Pasts are copied as by vLLM; states only with ``kvtxn_ends``, and only those at an end now.
+        """
         given = state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping
         self.kvtxn_pasts.run_fused_postprocess_align(num_reqs, num_accepted_tokens_gpu, *given)
         if self.kvtxn_ends and self.kvtxn_states.num_states:
@@ -148,10 +163,10 @@ class OneStateCopies:
         num_computed_tokens_gpu: Tensor,
         num_draft_tokens_gpu: Tensor,
     ) -> None:
-        """Copy pasts and states at the ends of blocks for the V1 runner.
+        """After a V1 runner's step, copy to the blocks whose ends the kept rows reached.
 
-        It counts the tokens after the step in the kernel.
-        Its next step reads a past at the count that is left in ``num_accepted_tokens_out``.
+        Pasts are copied as by vLLM; states only with ``kvtxn_ends``, and only those at an end now.
+        The counts by which the next step finds each past are left in ``num_accepted_tokens_out``.
         """
         pasts, accepted = self.kvtxn_pasts, num_accepted_tokens_gpu[:num_reqs]
         counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
@@ -166,10 +181,12 @@ class OneStateCopies:
 
 
 def part_of(context: Any, chosen: Tensor) -> Any:
-    """Return a copy of vLLM's context of copies that knows some of the states alone.
+    """Return a shallow copy of vLLM's context of copies that copies the chosen states alone.
+
+    Its ``num_accepted_tokens_out`` is a tensor of its own, of zeros.
 
     Args:
-        context: the context.
+        context: the context, which stays as it is.
         chosen: bool ``[num_states]``.
     """
     part = copy.copy(context)
@@ -181,10 +198,10 @@ def part_of(context: Any, chosen: Tensor) -> Any:
 
 
 def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
-    """Let vLLM copy the one state that each request has; return a function that undoes it.
+    """Let vLLM copy the one state that each request has, apart from pasts; return the undo.
 
     Args:
-        runner: a runner whose prefix cache keeps states.
+        runner: a runner whose prefix cache keeps states, and whose caches exist.
         ends: as for ``OneStateCopies.kvtxn_ends``.
     """
     context = context_of(runner)
@@ -203,12 +220,18 @@ def hook_copies(runner: Runner, *, ends: bool) -> Callable[[], None]:
 
 
 def context_of(runner: Runner) -> Any:
-    """Return the context of copies of a runner whose caches exist."""
+    """Return the object by which vLLM copies a runner's states; the V1 runner's is filled first.
+
+    The runner's caches exist.
+    """
     return runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
 
 
 def tables_of_requests(runner: Runner, groups: list[str]) -> list[Tensor]:
-    """Return the block tables whose lines the context of copies counts by."""
+    """Return each group's block table, int32, with the lines by which the context of copies counts.
+
+    These are the requests that a V2 runner knows, or the places of a V1 runner's batch.
+    """
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 has a line for each request that it knows
         return [runner.block_tables.block_tables[number].gpu for number in numbers]
@@ -216,7 +239,7 @@ def tables_of_requests(runner: Runner, groups: list[str]) -> list[Tensor]:
 
 
 def _v1_copies(runner: Any) -> Any:
-    """Return the V1 runner's context of copies, filled, for which it else waits until a step."""
+    """Return the V1 runner's context of copies, filled now rather than at the first step."""
     context = runner._get_mamba_bufs().postprocess_align
     context.initialize_from_forward_context(
         runner.kv_cache_config,
@@ -234,15 +257,18 @@ Carry = Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]
 
 @attrs.frozen(eq=False)
 class CopyTeller:
-    """Tells of the copies of vLLM's context before they are made; its methods have vLLM's names.
+    """Calls a function with the copies that vLLM's context is about to make, in block numbers.
+
+    Its methods have the names and parameters of vLLM's.
 
     Attributes:
         tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request that
             vLLM's kernels count by.
         carry: is called with the copies.
         size: tokens of a block.
-        held: kvtxn's windows hold one state per request, which is in the first column, whatever was
-            accepted; what is at the ends of blocks is left by their commits.
+        held: kvtxn's windows hold one state per request, in the first column whatever was accepted,
+            and their commits leave the states at the ends of blocks: copies to ends are not
+            reported.
     """
 
     tables: Mapping[str, Tensor]
@@ -258,7 +284,10 @@ class CopyTeller:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor | None,
     ) -> None:
-        """Tell of the copies of states to the blocks that their requests' steps write."""
+        """Report the copies of states to the blocks that their requests' steps write.
+
+        Requests of padding, and those whose column stays, count as not copied.
+        """
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         source, target = src_col_gpu[place].long(), state_idx_gpu[place].long()
         copied = live & (source >= 0) & (source != target)
@@ -273,7 +302,10 @@ class CopyTeller:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """Tell of the copies of states that are at the ends of blocks."""
+        """Report the copies of states to the ends of blocks that a V2 runner's step reached.
+
+        Nothing if ``held``.
+        """
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         after = new_num_computed_tokens_gpu[place].long()
         running = after - num_accepted_tokens_gpu[place] + 1
@@ -288,9 +320,10 @@ class CopyTeller:
         num_computed_tokens_gpu: Tensor,
         num_draft_tokens_gpu: Tensor,
     ) -> None:
-        """Tell of the copies of states at the ends of blocks, of the V1 runner.
+        """Report the copies of states to the ends of blocks that a V1 runner's step reached.
 
-        It counts the tokens after the step in the kernel.
+        It computes the tokens after the step, which the V1 runner has in its kernel only. Nothing
+        if ``held``.
         """
         place, live = _places(None, num_reqs, mamba_state_idx_gpu)
         counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
@@ -302,7 +335,7 @@ class CopyTeller:
     def _tell_ends(
         self, place: Tensor, live: Tensor, column: Tensor, running: Tensor, after: Tensor
     ) -> None:
-        """Tell of the copies of states that are at the ends of blocks.
+        """Report the copies of states that are at the ends of blocks; nothing if ``held``.
 
         Args:
             place: the lines of the requests.
@@ -320,7 +353,15 @@ class CopyTeller:
         self._tell(place, copied, column + further, target)
 
     def _tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
-        """Tell of copies from column to column of each group's table."""
+        """Call ``carry`` with the blocks of copies from column to column of each group's table.
+
+        Args:
+            place: int64 ``[num_requests]``, the lines of the requests.
+            copied: bool ``[num_requests]``; -1 stands for the blocks of the others.
+            source: int64 ``[num_requests]``, columns; outside of the table the nearest one is
+                taken.
+            target: the same of the blocks that are copied to.
+        """
         told = {}
         for name, table in self.tables.items():
             lines, last = table[place].long(), table.shape[1] - 1
@@ -333,7 +374,14 @@ class CopyTeller:
 
 
 def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lines of a batch's requests, int64 ``[num_requests]``, and which have one."""
+    """Return the lines of a batch's requests, int64 ``[num_requests]``, and which of them have one.
+
+    Args:
+        mapping: int ``[num_requests]`` at least, the line of each, negative for padding; None: each
+            request has the line of its number.
+        count: the number of requests.
+        like: a tensor on the device of the result if there is no ``mapping``.
+    """
     if mapping is None:
         every = torch.arange(count, device=like.device)
         return every, every >= 0
@@ -341,11 +389,11 @@ def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, T
 
 
 class HostCopies:
-    """The copies of a V1 runner that drafts nothing, whose columns are on the host.
+    """The copies of states by a V1 runner that drafts nothing, worked out on the host.
 
     Args:
         runner: the runner.
-        sizes: tokens of a block, by group of states.
+        sizes: tokens of a block, by group of states; one for all.
     """
 
     def __init__(self, runner: Any, sizes: Mapping[str, int]) -> None:
@@ -357,7 +405,7 @@ class HostCopies:
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Remember the column of each request's state; call it before vLLM prepares a step.
 
-        Requests that end, or begin anew in the step, are forgotten.
+        Requests that end, are put back, or are resumed in the step are forgotten.
         """
         self._columns = dict(self._runner.mamba_state_idx)
         told = scheduler_output
@@ -372,7 +420,8 @@ class HostCopies:
     def take(self) -> dict[str, tuple[list[int], list[int]]]:
         """Return the blocks that vLLM has copied states from and to since ``begin``, by group.
 
-        Two lists of equal length each; empty for a group without copies.
+        A request whose column changed was copied; of a forgotten one the last computed token's
+        column counts. Two lists of equal length each; empty for a group without copies.
         """
         runner = self._runner
         found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._numbers}
@@ -389,19 +438,19 @@ class HostCopies:
 
 
 def lacks_context(runner: Runner) -> bool:
-    """Tell whether a runner copies states without the context: V1 does where nothing is drafted."""
+    """Tell whether a runner copies states on the host: a V1 runner without speculation does."""
     return not hasattr(runner, "model_state") and runner.speculative_config is None
 
 
 def tell_copies(
     runner: Runner, groups: Iterable[str], carry: Carry, *, held: bool = False
 ) -> Callable[[], None]:
-    """Call a function before each copy of states that a runner's context makes.
+    """Let a function be called before each copy of states that a runner's context makes.
 
     Args:
         runner: a runner whose prefix cache keeps states, and whose caches exist.
         groups: names of the groups of states.
-        carry: the function, called with the copies.
+        carry: the function, called with the blocks copied from and to, by group.
         held: as for ``CopyTeller``.
 
     Returns:

@@ -55,7 +55,10 @@ def samples(runner: Runner) -> bool:
 
 
 def unwatched(config: VllmConfig) -> str | None:
-    """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can."""
+    """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can.
+
+    It depends on the device, the runner and context parallelism, see ``supported.cannot_watch``.
+    """
     parallel = config.parallel_config
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     runner = "v2" if config.use_v2_model_runner else "v1"
@@ -63,7 +66,11 @@ def unwatched(config: VllmConfig) -> str | None:
 
 
 def uncontained(config: VllmConfig) -> str | None:
-    """Return why a scheduler cannot contain what the audit finds, a sentence; None if it can."""
+    """Say in a sentence why a scheduler cannot contain what the audit finds; None if it can.
+
+    It cannot with pipeline stages, in pooling engines, and in classes that do not derive from
+    vLLM's ``Scheduler``.
+    """
     if config.parallel_config.pipeline_parallel_size > 1:
         return (
             "an engine with pipeline stages has begun its next step when the scheduler takes in "
@@ -75,7 +82,7 @@ def uncontained(config: VllmConfig) -> str | None:
 
 
 def foreign_scheduler(config: VllmConfig) -> str | None:
-    """Say that the engine's scheduler is a class of its own; None if it derives from vLLM's."""
+    """Say in a sentence that the scheduler's class does not derive from vLLM's; None if it does."""
     if config.scheduler_config.scheduler_cls is None:
         return None
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -87,7 +94,7 @@ def foreign_scheduler(config: VllmConfig) -> str | None:
 
 
 def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
-    """Name the KV-cache groups that are not watched, and vLLM's kind of each.
+    """Name the KV-cache groups that are not in ``groups``, as ``"group.0 (FullAttentionSpec)"``.
 
     The guide says of each kind why its rows are not compared.
     """
@@ -100,15 +107,16 @@ def groups_left_out(runner: Runner, groups: Iterable[str]) -> list[str]:
 
 
 def most_drafts(runner: Runner) -> int:
-    """Return the most drafts of a request in one step."""
+    """Return the most drafts of a request in one step; 0 if the engine does not speculate."""
     speculation = runner.speculative_config
     return 0 if speculation is None else int(speculation.num_speculative_tokens)
 
 
 def row_groups(runner: Runner) -> dict[str, RowGroup]:
-    """Return, by name, the KV-cache groups whose caches have one row per token.
+    """Return, by name, the KV-cache groups of attention whose caches have one row per token.
 
-    Rows of other kinds, such as those that stand for several tokens each, are left out.
+    Left out are recurrent states, encoder-only and cross attention, the kinds of some releases that
+    keep other rows, and caches whose rows stand for several tokens each.
     """
     from vllm.v1 import kv_cache_interface as kinds
 
@@ -142,7 +150,10 @@ def row_groups(runner: Runner) -> dict[str, RowGroup]:
 
 
 def room(runner: Runner) -> Room:
-    """Return the sizes of a runner's batch and requests."""
+    """Return the sizes that a ledger needs of a runner; see ``Room``.
+
+    A request's length is the model's longest, and one step's drafts and last token.
+    """
     return Room(
         int(runner.max_num_reqs),
         int(runner.max_model_len) + most_drafts(runner) + 1,
@@ -151,17 +162,25 @@ def room(runner: Runner) -> Room:
 
 
 def changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
-    """Read the changes of a step; call this after the runner has updated its states."""
+    """Read a step's changes: requests that end, come, come back or grow, and copied blocks.
+
+    Call this once per step, after the V1 runner has updated its states: what it remembers of the
+    requests that were put back, and of their images, depends on that.
+    """
     return _with_encoder(runner, scheduler_output, _changes(runner, scheduler_output))
 
 
 def _with_encoder(runner: Runner, told: SchedulerOutput, found: Changes) -> Changes:
-    """Add what the step's encoder does, if there is any."""
+    """Return the changes with what the step's encoder does; unchanged if no item is in use."""
     step = encoder_step(runner, told)
     return found if step is None else attrs.evolve(found, encoder=step)
 
 
 def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
+    """Read a V1 runner's changes, without the encoder's; ``NO_CHANGES`` if there are none.
+
+    Also notes which requests the step puts back.
+    """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
     put_back = _kept(runner, "kvtxn_put_back", PutBack)
@@ -198,12 +217,16 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
 
 
 def pair(copy: BlockCopy) -> tuple[int, int]:
-    """Return the source and the target of a copied block."""
+    """Return the numbers of the block that is copied, and of the one that gets its bytes."""
     return int(copy.src_block_id), int(copy.dst_block_id)
 
 
 def tokens_of(new: RequestContent) -> list[int]:
-    """Return a new request's token ids, with zeros for positions that have vectors instead."""
+    """Return a new request's token ids; one zero per vector if its prompt has no ids at all.
+
+    They are the ids to prefill, which of a preempted request include its outputs; else the
+    prompt's.
+    """
     tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
     return _placeholders(new) if tokens is None else list(tokens)
 
@@ -215,7 +238,7 @@ def _placeholders(state: RequestContent) -> list[int]:
 
 
 def own_tokens(runner: RunnerV1, name: str) -> list[int]:
-    """Return a request's token ids up to the first position whose token the runner lacks.
+    """Return a request's token ids, prompt and outputs, up to the first that the runner lacks.
 
     Vectors of a prompt without tokens are zeros.
     """
@@ -230,7 +253,7 @@ def own_tokens(runner: RunnerV1, name: str) -> list[int]:
 
 
 def returning(runner: RunnerV1, name: str) -> Arrival:
-    """Describe a request that the ledger has forgotten."""
+    """Describe a request that the ledger has forgotten, as the V1 runner has it now."""
     state = runner.requests[name]
     tokens = own_tokens(runner, name)
     return arrival_of(runner, state, name, tokens, state.num_computed_tokens, state.block_ids)
@@ -287,7 +310,10 @@ class PutBack:
         self._rows: Final[dict[str, int]] = {}
 
     def hear(self, told: SchedulerOutput) -> None:
-        """Note how many rows the requests have that a step puts back; call it for each step."""
+        """Note how many rows each request had that a step puts back; forget those that end.
+
+        Call it for each step.
+        """
         for name in told.finished_req_ids:
             self._rows.pop(name, None)
         for name in told.preempted_req_ids or ():
@@ -296,12 +322,20 @@ class PutBack:
         self._before.append(told)
 
     def take(self, name: str) -> int | None:
-        """Return the rows that a request which comes had; None if it was not put back."""
+        """Return the rows that a request had when it was put back, and forget it.
+
+        None if it was not put back; 0 if it took part in no step that is remembered.
+        """
         return self._rows.pop(name, None)
 
 
 def _rows_after(told: SchedulerOutput, name: str) -> int | None:
-    """Return the rows that a request has after a step, drafts included; None if it took no part."""
+    """Return the rows that a request has after a step, drafts included; None if it took no part.
+
+    Args:
+        told: the step.
+        name: the request's.
+    """
     cached = told.scheduled_cached_reqs
     if name not in told.num_scheduled_tokens:
         return None
@@ -315,7 +349,7 @@ def _rows_after(told: SchedulerOutput, name: str) -> int | None:
 
 
 def _kept(runner: Runner, name: str, make: Callable[[], T]) -> T:
-    """Return an object of kvtxn's that a runner keeps by name, made at the first call."""
+    """Return the object that a runner keeps in its attribute ``name``; made at the first call."""
     kept: T | None = vars(runner).get(name)
     if kept is None:
         kept = vars(runner)[name] = make()
@@ -323,7 +357,10 @@ def _kept(runner: Runner, name: str, make: Callable[[], T]) -> T:
 
 
 def follow_adapters(runner: Runner) -> Callable[[], None]:
-    """Hear of each adapter that a runner's worker loads; return the undo."""
+    """Note each LoRA adapter that a runner's worker loads; return the undo.
+
+    Both do nothing if the runner takes no adapters.
+    """
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         return lambda: None
@@ -331,10 +368,10 @@ def follow_adapters(runner: Runner) -> Callable[[], None]:
 
 
 def _embedded(state: RequestContent, media: Media) -> dict[int, int]:
-    """Hash the vectors that replace tokens in a request, by position.
+    """Return, by position, the hash of each vector or image that stands there for a token.
 
     All positions of an image have one hash. Which of them is meant follows from the positions, as a
-    digest is that of all positions before, too.
+    digest is that of all positions before, too. Positions that keep their tokens are left out.
     """
     found: dict[int, int] = {}
     if state.prompt_embeds is not None and len(state.prompt_embeds):
@@ -372,7 +409,9 @@ class EncoderSteps:
     def read(self, told: SchedulerOutput) -> EncoderStep | None:
         """Return which outputs a step encodes, drops and uses. Call this for each step.
 
-        None as long as no request has an item, and nothing is dropped.
+        None as long as no request has an item, and nothing is dropped. What the step uses is found
+        when it is asked for, by the requests known by then. Items of requests that ended are
+        forgotten.
         """
         for name in told.finished_req_ids:
             self._items.pop(name, None)
@@ -393,7 +432,10 @@ class EncoderSteps:
 
 
 def _parts(items: dict[str, Sequence[Feature]], told: SchedulerOutput) -> Iterator[EncodedPart]:
-    """Yield which rows of a step are computed of which item."""
+    """Yield each part of an item whose positions lie among the step's rows.
+
+    A part is a range of the item's own positions. Vectors that no encoder computes are left out.
+    """
     cached = told.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in told.scheduled_new_reqs}
     computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -407,9 +449,10 @@ def _parts(items: dict[str, Sequence[Feature]], told: SchedulerOutput) -> Iterat
 
 
 def encoder_step(runner: Runner, told: SchedulerOutput) -> EncoderStep | None:
-    """Read what the encoder of a runner's model does in a step; None without any item.
+    """Read what the encoder of a runner's model does in a step; call this once per step.
 
-    Rows of an encoder-decoder model stand for no positions of the encoder's input.
+    None without any item, and of an encoder-decoder model, whose rows stand for no positions of the
+    encoder's input.
     """
     if runner.model_config.is_encoder_decoder:
         return None
@@ -428,6 +471,9 @@ def own_blocks(
         count: requests of the batch.
         block_size: the scheduler's.
         blocks: a table in its place, with blocks of the same size; None: the runner's own.
+
+    Returns:
+        int32 ``[count, blocks]``: a view if kernels have blocks of that size, else a new tensor.
     """
     parts = block_size // int(table.block_size)
     found = (table.block_table.gpu if blocks is None else blocks)[:count]
@@ -438,7 +484,10 @@ def own_blocks(
 
 
 def lacking(runner: RunnerV2) -> str | None:
-    """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
+    """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can.
+
+    It cannot watch a diffusion model.
+    """
     if int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1)) != 1:
         return "a diffusion model writes the rows of one position again and again"
     return None
@@ -450,7 +499,10 @@ def is_last_stage(runner: RunnerV2) -> bool:
 
 
 def lines(runner: RunnerV2) -> int:
-    """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
+    """Return the lines that the ledger needs for a V2 runner's requests: its most, and one.
+
+    A V2 runner forgets preempted requests.
+    """
     return int(runner.max_num_reqs) + 1
 
 
@@ -460,11 +512,18 @@ def runner_device(runner: Runner) -> torch.device:
 
 
 def changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
-    """Read the changes of a step. A request that was preempted comes again as a new one."""
+    """Read a V2 runner's changes in a step; call this once per step.
+
+    A request that was preempted has gone, and comes again as a new one.
+    """
     return _with_encoder(runner, scheduler_output, _changes_v2(runner, scheduler_output))
 
 
 def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
+    """Read a V2 runner's changes, without the encoder's; ``NO_CHANGES`` if there are none.
+
+    Also notes which requests the step puts back.
+    """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
     put_back = _kept(runner, "kvtxn_put_back", PutBack)
@@ -496,6 +555,7 @@ def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
 
 
 def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Arrival:
+    """Describe a new request of a V2 runner to the ledger; ``had`` as for ``arrival_of``."""
     return arrival_of(
         *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids), had
     )

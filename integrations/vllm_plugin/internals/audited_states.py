@@ -31,11 +31,12 @@ _READ: Final = ("MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV")
 
 
 def state_groups(runner: Runner) -> dict[str, StateGroup]:
-    """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
+    """Return, by name, the KV-cache groups of recurrent layers that the ledger can watch.
 
-    Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
-    device which states it copies. Left out are kinds of layers that kvtxn cannot read, and, if vLLM
-    speculates by a state block per draft, groups without such blocks.
+    With a prefix cache that keeps states, all of them or none: the runner has to say which states
+    it copies, which it does on a GPU in vLLM's mode "align". Left out are kinds of layers that
+    kvtxn cannot read, and, if vLLM speculates by a state block per draft, groups without such
+    blocks.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -56,18 +57,21 @@ def state_groups(runner: Runner) -> dict[str, StateGroup]:
 
 
 def holds_states(runner: Runner) -> bool:
-    """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a GPU."""
+    """Tell whether kvtxn's windows hold a runner's states, one block per request, on a GPU."""
     held = getattr(runner, "kvtxn_states", None) is not None
     return held and torch.device(runner.device).type == "cuda"
 
 
 def has_single_states(runner: Runner) -> bool:
-    """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a CPU."""
+    """Tell whether kvtxn's windows hold a runner's states, one block per request, on a CPU."""
     return bool(getattr(runner, "kvtxn_one_state", False))
 
 
 def copies_are_told(runner: Runner) -> bool:
-    """Tell whether a runner whose prefix cache keeps states can say which it copies."""
+    """Tell whether kvtxn can see which states a runner copies for its prefix cache.
+
+    That takes a GPU, and vLLM's code of copies as it is known.
+    """
     if torch.device(runner.device).type != "cuda":
         return False
     if aligned_states.lacks_context(runner):  # the host knows the columns
@@ -76,7 +80,10 @@ def copies_are_told(runner: Runner) -> bool:
 
 
 def block_sizes(runner: Runner, groups: Iterable[str]) -> dict[str, int]:
-    """Return the tokens of a block by group, where the prefix cache keeps states at their ends."""
+    """Return the tokens of a block by group; empty unless the prefix cache keeps states.
+
+    With "align" it keeps them at the ends of these blocks.
+    """
     if not groups or not aligned_states.is_aligned(runner):
         return {}
     every = runner.kv_cache_config.kv_cache_groups
@@ -85,7 +92,7 @@ def block_sizes(runner: Runner, groups: Iterable[str]) -> dict[str, int]:
 
 
 def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
-    """Describe the recurrent layers of some groups, and their caches, for the library."""
+    """Describe the recurrent layers of some groups, with all of their caches, for the library."""
     layers = runner.compilation_config.static_forward_context
     refs = []
     for group in groups:
@@ -99,7 +106,8 @@ def state_refs(runner: Runner, groups: Iterable[str]) -> list[LayerRef]:
 def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
     """Return, by layer, the part of a convolution's past that a step with drafts reads.
 
-    Layers without a convolution are left out.
+    That is the first state without as many last places as a step has drafts. Kinds of layers that
+    ``state_layers`` does not know are left out.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -113,7 +121,9 @@ def past_windows(runner: Runner, refs: Iterable[LayerRef]) -> dict[str, Window]:
 
 
 def states(runner: RunnerV1, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:
-    """Read the states of the forward that is about to run.
+    """Read which blocks of states the forward that is about to run reads and writes.
+
+    Groups whose metadata kvtxn cannot read are left out.
 
     Args:
         runner: a V1 runner on a CPU, in its forward context.
@@ -125,10 +135,11 @@ def states(runner: RunnerV1, groups: Iterable[str], starts: Tensor, first: Tenso
 
 
 def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States:
-    """Read the states of a forward whose windows hold one state per request, on a CPU.
+    """Read which blocks of states a forward on a CPU uses whose windows hold one per request.
 
-    Each request has one block. A request without drafts continues its state there and leaves the
-    state after its last row; with drafts, the state is written once it is known which of them stay.
+    A request without drafts continues its state there and leaves the state after its last row; with
+    drafts, the state is written once it is known which of them stay, and counts among ``leaves``. A
+    request that begins has no source.
     """
     count = len(rows.names)
     assert rows.first is not None  # on a CPU the host knows it
@@ -146,7 +157,10 @@ def single_states(runner: RunnerV1, groups: Sequence[str], rows: Rows) -> States
 
 
 def forward_metadata() -> object:
-    """Return the attention metadata of the forward that is about to run, by layer."""
+    """Return the attention metadata of the forward that is about to run, by layer.
+
+    None, or a list, in forwards without it, or in microbatches, as vLLM has it.
+    """
     from vllm.forward_context import get_forward_context
 
     found: object = get_forward_context().attn_metadata
@@ -177,7 +191,8 @@ class DeviceStateReader:
     def read(self, metadata: object, rows: Rows, total: int) -> States:
         """Return the states of a forward, on the device; does not wait.
 
-        Its tensors are those of the step before: they are filled anew.
+        Its tensors are those of the step before: they are filled anew. Groups whose metadata kvtxn
+        cannot read are left out.
 
         Args:
             metadata: the forward's, by layer.
@@ -211,7 +226,15 @@ class DeviceStateReader:
         return self._known[key]
 
     def _put_ends(self, leaves: Mapping[str, Tensor], first: Tensor) -> list[str]:
-        """Name the blocks that get states at the ends of blocks; returns the groups with some."""
+        """Name the blocks that get states at the ends of blocks; return the groups with some.
+
+        Fills ``_ends``, -1 for none, and ``_end_at``, the tokens at each end. The list is empty
+        unless windows hold states and the prefix cache keeps them.
+
+        Args:
+            leaves: by group, int64 ``[num_requests]``, the block that a commit writes; -1 for none.
+            first: int64 ``[num_requests]``, the position of each request's first row.
+        """
         if not leaves or not self._sizes:
             return []
         names, count = [*leaves], len(first)
@@ -235,7 +258,19 @@ def _read(
     first: Tensor,
     total: int,
 ) -> States:
-    """Read the states of a forward from its attention metadata, without waiting for a device."""
+    """Read which blocks of states a forward uses from its metadata, without waiting.
+
+    Groups whose metadata is of no known kind are left out. Where groups disagree on a request's
+    accepted drafts, ``told`` has a number beyond any.
+
+    Args:
+        runner: the worker's runner.
+        groups: names of the groups to read.
+        metadata_of: attention metadata by layer; anything but a mapping has none.
+        starts: int ``[num_requests + 1]``, each request's first row, and the end.
+        first: int64 ``[num_requests]``, the position of each request's first row.
+        total: rows, padding included.
+    """
     slots, sources, leaves, told = {}, {}, {}, None
     held = holds_states(runner)
     aligned = getattr(runner.cache_config, "mamba_cache_mode", "none") == "align"
@@ -264,7 +299,11 @@ def _read(
 
 
 def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Tensor:
-    """Return the block that gets the state after each row, int64 ``[total]``; -1 for none."""
+    """Return the block that gets the state after each row, int64 ``[total]``; -1 for none.
+
+    Of a request that speculates row j leaves a state in column j; of others only the last row, in
+    column 0.
+    """
     row = torch.arange(total, device=starts.device)
     owner = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(starts) - 2)
     within, lengths = row - starts[owner], starts.diff()
@@ -276,7 +315,13 @@ def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Te
 
 
 def _add_checkpoints(slots: Tensor, metadata: SelectiveMetadata, starts: Tensor) -> None:
-    """Note the blocks that get states in the middle of prompts, for the prefix cache."""
+    """Write into ``slots`` the blocks that get states in the middle of prompts, if there are any.
+
+    Args:
+        slots: int64 ``[num_rows]``, the block after each row, changed in place.
+        metadata: of a layer; its ``checkpoint_meta`` names the rows.
+        starts: int64 ``[num_requests + 1]``.
+    """
     found = getattr(metadata, "checkpoint_meta", None)
     if found is None:
         return
@@ -306,7 +351,10 @@ def _columns(metadata: Any, count: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _gated_delta(metadata: GatedDeltaMetadata, count: int) -> tuple[Tensor, Tensor]:
-    """Read the metadata of a gated delta net, whose requests with drafts are masked."""
+    """Read the blocks and kept rows of a batch, as ``_columns``, of a gated delta net.
+
+    Its requests with drafts are marked by a mask.
+    """
     mask, others = metadata.spec_sequence_masks, metadata.non_spec_state_indices_tensor
     if mask is None:
         assert others is not None  # the requests are all there
@@ -323,15 +371,19 @@ def _gated_delta(metadata: GatedDeltaMetadata, count: int) -> tuple[Tensor, Tens
 
 
 def _spread(mask: Tensor, values: Tensor) -> Tensor:
-    """Return values that stand one after the other at the places where a mask is set."""
+    """Put values, which stand one after the other, at the places where a mask is set.
+
+    The other places get any of the values.
+    """
     number = (mask.cumsum(0) - 1).clamp(0, len(values) - 1)
     return values.index_select(0, number)
 
 
 def _selective(metadata: SelectiveMetadata, count: int) -> tuple[Tensor, Tensor]:
-    """Read the metadata of Mamba or a short convolution: decodes come first, then prompts.
+    """Read the blocks and kept rows of a batch, as ``_columns``, of Mamba or a short convolution.
 
-    Behind the requests may stand padding, which vLLM counts among either of them.
+    Decodes come first, then prompts. Behind the requests may stand padding, which vLLM counts among
+    either of them.
     """
     decodes, table = min(int(metadata.num_decodes), count), metadata.state_indices_tensor_d
     width = 1 if table is None else table.shape[1]

@@ -27,7 +27,11 @@ from .runner_protocols import (
 
 
 def ids_and_positions(inputs: Mapping[str, object]) -> tuple[object, object]:
-    """Return the ids and the positions that a model is called with, given its arguments."""
+    """Return the ids and the positions among the arguments of a model's call; None if missing.
+
+    Args:
+        inputs: its keyword arguments.
+    """
     return inputs.get("input_ids"), inputs.get("positions")
 
 
@@ -95,12 +99,14 @@ class StepReader:
         self._input.copy_step(source, self._own, self._first, self._drafts, 0)
 
     def _table(self, name: str) -> BlockTable:
+        """Return the runner's block table of a group."""
         return self._runner.input_batch.block_table[self._numbers[name]]
 
     def rows(self, prepared: Prepared, tokens: object = None, positions: object = None) -> Rows:
         """Return the rows of the forward that comes next; call it in the forward's context.
 
-        Its tensors are those of the step before: they are filled anew.
+        Its tensors are those of the step before: they are filled anew. ``lengths`` has those groups
+        alone whose layers are given a wrong length.
 
         Args:
             prepared: what vLLM's ``_prepare_inputs`` returned.
@@ -170,7 +176,10 @@ class StepReader:
         return self._source, odd
 
     def _metadata(self, context: ForwardContext, name: str) -> Sequence[BatchMetadata]:
-        """Return the metadata of a group's layers that say what its requests read."""
+        """Return the metadata of a group's layers that say what its requests read.
+
+        None of layers that attend by chunks.
+        """
         if name in self._chunked:
             return ()
         starts = self._runner.query_start_loc.gpu
@@ -179,7 +188,7 @@ class StepReader:
     def _wrong_lengths(
         self, names: Sequence[str] | Mapping[str, int], rows: Rows
     ) -> dict[str, Tensor]:
-        """Return, by group, the lengths that its layers are given, if some are wrong."""
+        """Return, by group, the lengths that its layers are given, of groups with a wrong one."""
         context, found = forward_context(), {}
         ends = (self._first[: len(rows.names)] + rows.starts.diff()).numpy()
         starts = self._runner.query_start_loc.gpu
@@ -190,7 +199,7 @@ class StepReader:
         return found
 
     def _rows(self, number: int, drafts: bool) -> Rows:
-        """Return the rows of steps with a number of requests."""
+        """Make the rows of steps with a number of requests, without names: views of the buffers."""
         own = self._own
         return Rows(
             names=[],
@@ -228,6 +237,9 @@ def forward_context() -> ForwardContext:
 def given_argument(given: object, own: Tensor, total: int) -> Tensor:
     """Return the tokens or positions that the model is called with, int ``[num_rows]`` at least.
 
+    That is ``given`` if it is a vector of the same dtype with other values in the forward's rows;
+    else ``own``.
+
     Args:
         given: the model's argument; None, or of more dimensions, where it takes something else.
         own: the runner's buffer, of which the argument is a part as a rule.
@@ -243,7 +255,7 @@ def given_slots(context: ForwardContext, layers: Sequence[str], own: Tensor, tot
     """Return the slots that layers write a forward's rows to, int ``[total]`` at least.
 
     Those of the first layer that has other ones than the runner, ``own``; else ``own``. Rows that a
-    layer is given no slot for are written nowhere, -1.
+    layer is given no slot for are written nowhere, -1. In microbatches it is ``own``.
     """
     by_layer = context.slot_mapping
     last: Tensor | None = own
@@ -266,8 +278,9 @@ def given_metadata(
 ) -> list[BatchMetadata]:
     """Return the metadata of layers that say plainly what the requests of the batch read.
 
-    Left out are metadata without tables and lengths of requests, and metadata of other requests:
-    of parts of requests, or of the sampling requests alone.
+    In order, each once; none in microbatches. Left out are metadata without tables and lengths of
+    requests, and metadata of other requests: of parts of requests, or of the sampling requests
+    alone.
     """
     found: list[BatchMetadata] = []
     by_layer, last = context.attn_metadata, None
@@ -286,11 +299,12 @@ def given_metadata(
 
 
 def _is_own(given: Tensor, own: Tensor) -> bool:
+    """Tell whether two tensors begin at the same address."""
     return given.data_ptr() == own.data_ptr()
 
 
 def _is_whole(given: Tensor, starts: Tensor) -> bool:
-    """Return True if first rows are those of the batch from its first request on.
+    """Tell whether first rows are those of the batch from its first request on.
 
     The metadata of a part of the batch, such as of its prompts, count rows from 0 anew.
     """
@@ -301,7 +315,8 @@ def _is_whole(given: Tensor, starts: Tensor) -> bool:
 def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) -> Tensor:
     """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
 
-    That of the first layer which has another one than the runner, ``own``; else ``own``.
+    That of the first layer which has another one than the runner, ``own``; else ``own``. Tables of
+    another width are passed over: their blocks have another size.
     """
     for each in metadata:
         given: Tensor = each.block_table
@@ -314,7 +329,10 @@ def given_blocks(metadata: Sequence[BatchMetadata], own: Tensor, number: int) ->
 
 
 def given_lengths(metadata: Sequence[BatchMetadata], own: Tensor, starts: Tensor) -> Tensor | None:
-    """Return the runner's lengths, if all metadata have them; None if some may have others."""
+    """Return the runner's lengths, ``own``, if all metadata have them; ``NO_LENGTHS`` without any.
+
+    None if some have others, or rows that begin elsewhere than ``starts``.
+    """
     for each in metadata:
         if not (_is_own(each.seq_lens, own) and _is_own(each.query_start_loc, starts)):
             return None

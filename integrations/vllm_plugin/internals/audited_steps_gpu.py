@@ -46,14 +46,19 @@ class GpuStepReader:
         self._drafts = b""
 
     def _forget_unless(self, lasting: tuple[object, ...]) -> None:
-        """Forget what is remembered, unless the runner's buffers are those of the last step."""
+        """Forget the remembered rows if the runner's buffers changed, or if there are too many.
+
+        Args:
+            lasting: the runner's buffers in this step, compared by identity with those of the last
+                one.
+        """
         changed = len(lasting) != len(self._lasting) or any(map(is_not, lasting, self._lasting))
         if changed or len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
         self._lasting = lasting
 
     def _put_drafts(self, there: Tensor, drafts: Array) -> None:
-        """Put the drafts of each request in place, unless they are there.
+        """Write the drafts of each request into ``there``, unless they are there already.
 
         Args:
             there: the beginning of ``_there``, int32 ``[num_requests]``.
@@ -74,7 +79,7 @@ class GpuStepReader:
 
 
 def num_rows_v1(runner: RunnerV1) -> int:
-    """Return the rows of the step that a V1 runner has prepared."""
+    """Return the rows of the step that a V1 runner has prepared, without padding."""
     return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
 
 
@@ -109,7 +114,9 @@ class StepReaderV1(GpuStepReader):
     def rows(self, prepared: Prepared) -> Rows:
         """Return the rows of the forward that comes next, after ``_prepare_inputs``.
 
-        The tensors are vLLM's own, which every step fills anew; nothing waits for the device.
+        The tensors are vLLM's own, which every step fills anew, but for tables in smaller blocks
+        than the scheduler's, which are copied. Nothing waits for the device. ``first`` is None: the
+        device has it.
 
         Args:
             prepared: what ``_prepare_inputs`` returned.
@@ -151,7 +158,10 @@ class StepReaderV1(GpuStepReader):
         return rows
 
     def _drafts_of(self, metadata: DraftCounts | None, number: int) -> Tensor | None:
-        """Return the drafts of each request, int32 ``[num_requests]``; None without drafts."""
+        """Return the drafts of each request, int32 ``[num_requests]``; None without drafts.
+
+        No request has more than it has rows. The tensor is filled anew in each step.
+        """
         if metadata is None or not any(metadata.num_draft_tokens):
             return None
         there = self._there[:number]
@@ -178,6 +188,7 @@ class SampledReader:
         """Return the number of sampled tokens of each request, and their ids.
 
         Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
+        Both are buffers that the next call fills anew; no call waits for the device.
 
         Args:
             ids: that were sampled, int ``[num_requests, n]``.
@@ -194,7 +205,7 @@ class SampledReader:
         return found
 
     def _buffers_of(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return buffers for counts and ids of all requests, so many ids each."""
+        """Return buffers for counts and ids of all requests, with ``width`` ids each; made once."""
         if width not in self._buffers:
             number = int(self._runner.max_num_reqs)
             with torch.inference_mode(False):
@@ -210,7 +221,7 @@ def num_rows_v2(batch: InputBatchV2) -> int:
 
 
 def sampled_outputs(hidden_states: Tensor, batch: InputBatchV2) -> tuple[Tensor, Tensor]:
-    """Return the outputs that a step samples from, float ``[n, hidden]``, and their rows."""
+    """Return the outputs that a step samples from, ``[n, hidden]``, and their row numbers."""
     rows = batch.logits_indices
     return hidden_states[rows], rows
 
@@ -232,6 +243,7 @@ class StepReaderV2(GpuStepReader):
         """Return the rows of the forward that comes next.
 
         The tensors are vLLM's own, which every step fills anew; nothing waits for the device.
+        ``first`` is None: the device has it.
 
         Args:
             batch: the step's.
@@ -264,7 +276,11 @@ class StepReaderV2(GpuStepReader):
         return rows
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
-        """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
+        """Return the drafts of each request, int32 ``[num_requests]``; None without drafts.
+
+        A request whose prompt goes on has none, whatever was drafted for it. With adaptive
+        verification the device says how many each has. The tensor is filled anew in each step.
+        """
         there = self._views.get(number)
         if there is None:
             there = self._views[number] = self._there[:number]

@@ -54,7 +54,7 @@ def register(name: str, path: str) -> Callable[[], None]:
     """Let vLLM find the class at ``path`` under the name of one of its attention backends.
 
     Returns:
-        A function that undoes it; if the class was registered before, one that does nothing.
+        A function that undoes it; if the same class was registered before, one that does nothing.
 
     Raises:
         KVTxnError: another class is registered under that name.
@@ -94,14 +94,14 @@ def takes_slots(impl: object) -> bool:
 
 @cache
 def flash_module() -> Foreign:
-    """Return the module of the FlashAttention backend."""
+    """Return vLLM's module of the FlashAttention backend, imported at the first call."""
     from vllm.v1.attention.backends import flash_attn
 
     return flash_attn
 
 
 def flash_attention() -> tuple[type, type, type]:
-    """Return the classes of metadata builders, of layers' attention, and of the backend."""
+    """Return FLASH_ATTN's classes of metadata builders, of layers' attention, of the backend."""
     own = flash_module()
     return own.FlashAttentionMetadataBuilder, own.FlashAttentionImpl, own.FlashAttentionBackend
 
@@ -120,7 +120,7 @@ def flash_version(named: int | None = None) -> int | None:
 
 
 def flash_version_of(impl: object) -> int | None:
-    """Return the version of FlashAttention of a layer's attention; None if it is another one."""
+    """Return the version of FlashAttention of a layer's attention; None for other backends."""
     return getattr(impl, "vllm_flash_attn_version", None)
 
 
@@ -133,7 +133,7 @@ def has_schedule(metadata: FlashMetadata) -> bool:
 
 
 def drop_schedule(metadata: FlashMetadata) -> None:
-    """Remove vLLM's schedule from the metadata, so that FlashAttention makes one itself."""
+    """Set vLLM's schedule in the metadata to None, so that FlashAttention makes one itself."""
     metadata.scheduler_metadata = None
 
 
@@ -147,14 +147,14 @@ def write_by_flash(
     caches: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> None:
-    """Write a batch's keys and values with vLLM's own writer.
+    """Write a batch's keys and values into the caches, with vLLM's own writer.
 
     Args:
         impl: vLLM's attention of the layer.
         layer: vLLM's layer.
         rows: keys and values, ``[num_rows, num_kv_heads, head_size]`` each.
         caches: the layer's keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]``.
-        slots: int64 ``[num_rows]``.
+        slots: int64 ``[num_rows]``; rows with a negative slot are not written.
     """
     flash_module().reshape_and_cache_flash(
         *(*rows, *caches, slots, impl.kv_cache_dtype, layer._k_scale, layer._v_scale)
@@ -173,8 +173,8 @@ def fixed_arguments(impl: FlashImpl, key: Tensor, value: Tensor) -> dict[str, ob
         value: the layer's values, ``[num_slots, 1, num_kv_heads, head_size]``.
 
     Returns:
-        The arguments; None if vLLM adds others for this layer, so that its own code must make the
-        call.
+        The arguments; None for caches in eight bits and for ALiBi, where vLLM adds others, so that
+        its own code must make the call.
     """
     if impl.kv_cache_dtype not in ("auto", "float16", "bfloat16") or impl.alibi_slopes is not None:
         return None
@@ -204,9 +204,9 @@ class BatchArguments:
 
 
 def batch_arguments(metadata: FlashMetadata) -> BatchArguments | None:
-    """Return the arguments that all layers share; None if vLLM passes each layer its own.
+    """Return the arguments of FlashAttention that all layers share in one step.
 
-    That is the case where a batch is not causal.
+    None if the batch is not causal, or says so by a tensor: vLLM passes each layer its own then.
     """
     if metadata.causal is not True:
         return None
@@ -271,21 +271,27 @@ class Tables(Protocol):
     """A way in which metadata names blocks; each backend has its own metadata and builder."""
 
     def arguments(self, metadata: Any) -> TableArguments:
-        """Return what the table by slot is made of."""
+        """Return the rows, lengths and blocks of which a batch's table by slot is made."""
 
     def by_slot(self, metadata: Any, table: Tensor, builder: Any) -> object:
-        """Copy a batch's metadata for blocks of one row."""
+        """Copy a batch's metadata for blocks of one row; ``metadata`` itself stays as it is.
+
+        Args:
+            metadata: vLLM's.
+            table: the table by slot, of which the copy names the blocks.
+            builder: vLLM's builder of this metadata, which may make a schedule.
+        """
 
 
 class BatchTables:
     """Metadata of a whole batch: TRITON_ATTN's."""
 
     def arguments(self, metadata: TritonMetadata) -> TableArguments:
-        """Return what the table by slot is made of."""
+        """Return the rows, lengths and blocks of which the batch's table by slot is made."""
         return _of_batch(metadata)
 
     def by_slot(self, metadata: TritonMetadata, table: Tensor, builder: object) -> TritonMetadata:
-        """Copy a batch's metadata for blocks of one row."""
+        """Copy a batch's metadata with ``table`` as its block table; ``builder`` is not used."""
         return _batch_by_slot(metadata, table)
 
 
@@ -293,13 +299,17 @@ class FlashTables:
     """FLASH_ATTN's metadata, with the schedule of FlashAttention 3."""
 
     def arguments(self, metadata: FlashMetadata) -> TableArguments:
-        """Return what the table by slot is made of."""
+        """Return the rows, lengths and blocks of which the batch's table by slot is made."""
         return _of_batch(metadata)
 
     def by_slot(
         self, metadata: FlashMetadata, table: Tensor, builder: SchedulingBuilder
     ) -> FlashMetadata:
-        """Copy a batch's metadata; the copy has a schedule if vLLM makes one for such a batch."""
+        """Copy a batch's metadata with ``table`` as its block table.
+
+        If ``builder.schedules``, the copy has a new schedule of FlashAttention, for blocks of one
+        row.
+        """
         found = _batch_by_slot(metadata, table)
         if builder.schedules:
             found.scheduler_metadata = self._schedule(builder, metadata)
@@ -309,7 +319,8 @@ class FlashTables:
         """Make FlashAttention's schedule of a batch over blocks of one row, in one launch.
 
         vLLM's metadata builder makes schedules for blocks of its own size only; of large blocks
-        FlashAttention reads otherwise, and may divide the work differently.
+        FlashAttention reads otherwise, and may divide the work differently. The builder's size is 1
+        during the call.
         """
         size, builder.block_size = builder.block_size, 1
         try:
@@ -335,11 +346,15 @@ class TritonLatentTables:
     """
 
     def arguments(self, metadata: LatentMetadata) -> TableArguments:
-        """Return what the table by slot is made of, with a line for each decoding row."""
+        """Return the parts of which the table by slot is made: a line for each decoding row."""
         return attrs.evolve(_of_decoding(metadata), lines=self._lines(metadata))
 
     def by_slot(self, metadata: LatentMetadata, table: Tensor, builder: object) -> LatentMetadata:
-        """Copy a batch's metadata as if each decoding row were a request."""
+        """Copy a batch's metadata as if each decoding row were a request.
+
+        Each row's length ends with that row. Where requests have different numbers of rows, or
+        attention is not causal, the lines are left to vLLM's code. ``builder`` is not used.
+        """
         found, lines = _decoding_by_slot(metadata, table), self._lines(metadata)
         if lines > 1 and found.decode is not None:
             lengths = found.decode.seq_lens
@@ -349,7 +364,11 @@ class TritonLatentTables:
 
     @staticmethod
     def _lines(metadata: LatentMetadata) -> int:
-        """Return the decoding rows of each request; 1 leaves the lines to vLLM's own code."""
+        """Return the decoding rows of each request; 1 leaves the lines to vLLM's own code.
+
+        1 if nothing decodes, if attention is not causal, or if requests have different numbers of
+        rows.
+        """
         if metadata.decode is None or not metadata.causal:
             return 1
         each, rest = divmod(metadata.num_decode_tokens, metadata.decode.seq_lens.shape[0])
@@ -360,13 +379,17 @@ class FlashLatentTables:
     """FLASH_ATTN_MLA's metadata, with the schedule of FlashAttention 3."""
 
     def arguments(self, metadata: FlashLatentMetadata) -> TableArguments:
-        """Return what the table by slot is made of."""
+        """Return the rows, lengths and blocks of the decoding requests, for the table by slot."""
         return _of_decoding(metadata)
 
     def by_slot(
         self, metadata: FlashLatentMetadata, table: Tensor, builder: FlashLatentBuilder
     ) -> FlashLatentMetadata:
-        """Copy a batch's metadata; the copy has a schedule if vLLM makes one."""
+        """Copy a batch's metadata with ``table`` as the block table of its decoding part.
+
+        If vLLM made a schedule, the copy has one for blocks of one row; the builder's page size is
+        1 during that call.
+        """
         found = _decoding_by_slot(metadata, table)
         decode = found.decode
         if decode is not None and decode.scheduler_metadata is not None:
@@ -387,7 +410,7 @@ class FlashLatentTables:
 
 
 def _of_batch(metadata: TritonMetadata) -> TableArguments:
-    """Return what the table by slot of a whole batch is made of."""
+    """Return the rows, lengths and blocks of a whole batch, for its table by slot."""
     return TableArguments(
         *(metadata.query_start_loc, metadata.seq_lens),
         *(metadata.block_table, metadata.max_seq_len),
@@ -395,17 +418,18 @@ def _of_batch(metadata: TritonMetadata) -> TableArguments:
 
 
 def _batch_by_slot(metadata: BatchLike, table: Tensor) -> BatchLike:
+    """Copy a batch's metadata, with ``table`` as its block table."""
     found = copy(metadata)
     found.block_table = table
     return found
 
 
 def _of_decoding(metadata: LatentMetadata) -> TableArguments:
-    """Return what the table by slot of a latent batch is made of.
+    """Return the rows, lengths and blocks of a latent batch's decoding part, for its table by slot.
 
-    Of latent attention's metadata the part for decoding alone reads the step's rows from the cache.
-    Requests that vLLM counts among prompts read them from the forward, and from the cache older
-    rows, none of which waits.
+    No request if nothing decodes. Of latent attention's metadata the part for decoding alone reads
+    the step's rows from the cache. Requests that vLLM counts among prompts read them from the
+    forward, and from the cache older rows, none of which waits.
     """
     starts, decode = metadata.query_start_loc, metadata.decode
     if decode is None:
@@ -415,6 +439,7 @@ def _of_decoding(metadata: LatentMetadata) -> TableArguments:
 
 
 def _decoding_by_slot(metadata: LatentLike, table: Tensor) -> LatentLike:
+    """Copy a batch's metadata, with ``table`` as the block table of its decoding part, if any."""
     found = copy(metadata)
     if metadata.decode is not None:
         found.decode = copy(metadata.decode)

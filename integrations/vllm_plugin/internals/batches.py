@@ -79,7 +79,7 @@ def vocab_size(runner: RunnerV1) -> int:
 
 
 def query_len(runner: RunnerV1 | RunnerV2) -> int:
-    """Return the most rows of a request with drafts: the last sampled token and all drafts."""
+    """Return the most rows of a request with drafts: one, and the most drafts."""
     if hasattr(runner, "uniform_decode_query_len"):
         return runner.uniform_decode_query_len
     return runner.decode_query_len
@@ -105,8 +105,8 @@ def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Te
 
     Returns:
         The engine's own tensors of slots by group, int64 ``[num_rows]`` each, padding (-1)
-        included. Or why the step cannot have a window, as a counter's label: "microbatches",
-        "decoded_from_the_cache" or "not_causal".
+        included. Or why the step cannot have a window, as a counter's label: "microbatches", and
+        with ``reads_window`` "decoded_from_the_cache" or "not_causal".
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
@@ -145,7 +145,7 @@ class Batch:
 
 
 def batch_of(metadata: BatchMetadata) -> Batch:
-    """Read the batch from a backend's attention metadata."""
+    """Read rows, lengths and block table of a batch from a backend's attention metadata."""
     return Batch(
         metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
         int(metadata.num_actual_tokens),
@@ -158,7 +158,7 @@ def batch_of(metadata: BatchMetadata) -> Batch:
 def steps_until_known(runner: Runner) -> int | None:
     """Return after how many steps a pipeline stage learns what was accepted.
 
-    None if the runner samples, or has no stages.
+    None if the stage is the last one, or the runner has no stages: it samples itself.
     """
     handler: StageHandler | None = getattr(runner, "pp_handler", None)
     if handler is None or handler.is_last_rank:
@@ -168,6 +168,8 @@ def steps_until_known(runner: Runner) -> int | None:
 
 def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
     """Return the batch whose acceptance a pipeline stage takes from its queue next.
+
+    The queue stays as it is.
 
     Returns:
         ``PlannedV2.name`` of the batch, and numpy bool ``[num_requests]``, True for requests whose
@@ -185,7 +187,7 @@ def arriving(runner: RunnerV2) -> tuple[object, Array | None]:
 def num_sampled(output: object) -> Tensor | None:
     """Return how many tokens the V2 runner's ``sample`` got for each request, int32.
 
-    None of a release whose ``sample`` does not say so; windows have none there.
+    None if its output does not say so, as in some releases; windows have none there.
     """
     return output[1] if isinstance(output, tuple) else None
 
@@ -197,6 +199,9 @@ def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> Batch
         runner: the runner.
         prepared: what ``_prepare_inputs`` returned.
         lengths: numpy int ``[num_requests]``, the rows of each request; returned as they are.
+
+    Returns:
+        Drafts of each request, None without any; ``lengths``; and bool ``[num_requests]``.
     """
     metadata, batch = prepared[1], runner.input_batch
     count = len(lengths)
@@ -209,7 +214,11 @@ def prepared_rows(runner: RunnerV1, prepared: Prepared, lengths: Array) -> Batch
 
 
 def has_prompts(rows: BatchRows) -> bool:
-    """Tell whether a request of the V1 runner's batch has more rows than one, and its drafts."""
+    """Tell whether a request is at its prompt, or has more rows than one and its drafts.
+
+    Args:
+        rows: drafts, rows, and who is at its prompt, as ``prepared_rows`` returns them.
+    """
     drafts, lengths, prefilling = rows
     settled = lengths if drafts is None else lengths - drafts
     return bool((prefilling | (settled > 1)).any())
@@ -230,7 +239,7 @@ class PlannedV1:
     lengths: Array
 
     def rows(self) -> BatchRows:
-        """Return which rows each request has."""
+        """Return each request's drafts, None without any, and rows, and who is at its prompt."""
         return prepared_rows(self.runner, self.prepared, self.lengths)
 
     def alike(self, rows: int) -> int:
@@ -242,7 +251,7 @@ class PlannedV1:
         return None
 
     def outputs(self) -> Tensor:
-        """Return the rows whose outputs are sampled."""
+        """Return the numbers of the rows whose outputs are sampled, int ``[num_outputs]``."""
         return self.prepared[0]
 
 
@@ -254,7 +263,7 @@ class PlannedV2:
     prepared: tuple[Sequence[Tensor], *tuple[object, ...]]
 
     def rows(self) -> BatchRows:
-        """Return which rows each request has."""
+        """Return each request's drafts, None without any, and rows, and who is at its prompt."""
         batch = self.batch
         drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
         return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
@@ -275,7 +284,7 @@ class PlannedV2:
         return self.batch.idx_mapping_np
 
     def outputs(self) -> Tensor:
-        """Return the rows whose outputs are sampled."""
+        """Return the numbers of the rows whose outputs are sampled, int ``[num_outputs]``."""
         return self.batch.logits_indices
 
 
@@ -293,22 +302,25 @@ class StepRows:
 
     @classmethod
     def of(cls, runner: RunnerV1) -> StepRows:
-        """Read a runner's."""
+        """Return a runner's own buffers."""
         return cls(runner.seq_lens, runner.query_start_loc.gpu)
 
 
 def metadata_by_layer(
     built: tuple[Mapping[str, object], *tuple[object, ...]] | Mapping[str, object],
 ) -> Mapping[str, object]:
-    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made.
+    """Return the metadata by layer from the result of V1's ``_build_attention_metadata``.
 
-    Not every release makes a tuple; it is the same in each that has windows over states.
+    Releases return a tuple that begins with it, or the mapping alone.
     """
     return built[0] if isinstance(built, tuple) else built
 
 
 def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> None:
-    """Move the requests with drafts to the front of the V1 runner's batch."""
+    """Move the requests with drafts to the front of the V1 runner's batch, in place.
+
+    These keep their order among themselves; other requests may not.
+    """
     batch, drafts = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
     leading = 0
     for place, request in enumerate(list(batch.req_ids)):
@@ -319,7 +331,10 @@ def lead_with_drafts(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Non
 
 
 def slots_of_groups(runner: RunnerV1, groups: Sequence[str]) -> list[Tensor]:
-    """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each."""
+    """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each, on the device.
+
+    They are the runner's own buffers, which each step fills anew.
+    """
     tables = runner.input_batch.block_table
     return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
 
@@ -347,7 +362,7 @@ def slot_mappings(runner: RunnerV2, groups: Sequence[str]) -> Tensor:
 
 
 def metadata_builders(runner: Runner, names: set[str]) -> list[MetadataBuilder]:
-    """Return the builders that make the attention metadata of the layers with these names."""
+    """Return the builders of all attention groups that have one of the layers ``names``."""
     return [
         builder
         for groups in runner.attn_groups
@@ -358,7 +373,10 @@ def metadata_builders(runner: Runner, names: set[str]) -> list[MetadataBuilder]:
 
 
 def metadata_of(module: AttentionLayer) -> object | None:
-    """Return a layer's attention metadata in the forward that is under way; None without any."""
+    """Return a layer's attention metadata in the forward that is under way.
+
+    None without any, and in microbatches.
+    """
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().attn_metadata

@@ -49,7 +49,7 @@ def drafts(config: VllmConfig) -> int:
 
 
 def most_window_rows(config: VllmConfig) -> int:
-    """Return the most rows that requests with drafts can have in one step."""
+    """Return the most rows that requests with drafts can have in one step, by the configuration."""
     return (drafts(config) + 1) * int(config.scheduler_config.max_num_seqs)
 
 
@@ -72,8 +72,8 @@ def window_rows(config: VllmConfig) -> int:
 def config_facts(config: VllmConfig) -> EngineFacts:
     """Return a ``VllmConfig``'s facts; ``layers.target_layers`` adds those of the loaded model.
 
-    Of a release that is not listed, nothing but its number and the device is read, unless the
-    user sets ``unchecked``.
+    Of a release that is not listed, nothing but its number and the device is read, unless the user
+    sets ``unchecked``. What ``recurrent="auto"`` chooses by is read where it is set on a GPU.
     """
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
     if not supported.is_listed(number) and not unchecked:
@@ -111,7 +111,10 @@ def config_facts(config: VllmConfig) -> EngineFacts:
 
 
 def _room(config: VllmConfig) -> dict[str, Any]:
-    """Read the facts by which ``recurrent="auto"`` chooses on a GPU."""
+    """Read the facts by which ``recurrent="auto"`` chooses on a GPU, as fields of ``EngineFacts``.
+
+    The gain in requests is computed for gated delta nets alone.
+    """
     model = config.model_config
     found: dict[str, Any] = {
         "model": model.hf_text_config.model_type,
@@ -126,7 +129,11 @@ def _room(config: VllmConfig) -> dict[str, Any]:
 
 
 def _writes_elsewhere(config: VllmConfig, *, mla: bool) -> bool:
-    """Tell whether rows are written where kvtxn cannot give them other slots."""
+    """Tell whether rows are written where kvtxn cannot give them other slots.
+
+    They are in breakable graphs, in Inductor's partition, and, of latents, fused with the rotary
+    embedding.
+    """
     from vllm import envs
 
     compilation = config.compilation_config
@@ -138,7 +145,7 @@ def _writes_elsewhere(config: VllmConfig, *, mla: bool) -> bool:
 
 
 def runner_facts(runner: Runner) -> EngineFacts:
-    """Read the facts that a runner knows before it has caches."""
+    """Return the facts that a runner knows before it has caches, with its pipeline stage."""
     last = bool(getattr(runner, "is_last_pp_rank", True))
     return attrs.evolve(config_facts(runner.vllm_config), last_stage=last)
 
@@ -153,23 +160,30 @@ _STATES: Final[Mapping[str, str]] = {
 
 
 def _states(model: ModelConfig) -> str | None:
-    """Name the kind of a model's recurrent layers; None without any."""
+    """Name the kind of a model's recurrent layers by its type; None without any.
+
+    ``OTHER_STATES`` for a type that is not in ``_STATES``.
+    """
     if not (model.is_hybrid or getattr(model, "has_inner_state", False)):
         return None
     return _STATES.get(model.hf_text_config.model_type, OTHER_STATES)
 
 
 def _head_size(model: ModelConfig) -> int | None:
-    """Return the numbers of a head; None for latent rows, and for models without attention."""
+    """Return the numbers of an attention head.
+
+    None for latent rows, and for models without attention.
+    """
     without_attention = _states(model) is not None and not model.is_hybrid
     return None if model.use_mla or without_attention else int(model.get_head_size())
 
 
 def connector_names(transfer: TransferConfig | None) -> Iterator[str]:
-    """Name the KV connectors of a ``KVTransferConfig``, those that a MultiConnector has for it.
+    """Name the KV connectors of a ``KVTransferConfig``; a MultiConnector's own in its place.
 
     A connector that is known by its name has another one if a module outside of vLLM has it, or if
-    it stores elsewhere, or hands over other rows, than kvtxn was checked with.
+    it stores elsewhere, or hands over other rows, than kvtxn was checked with. No name without a
+    connector.
     """
     name = getattr(transfer, "kv_connector", None)
     if name is None:
@@ -191,7 +205,7 @@ def connector_names(transfer: TransferConfig | None) -> Iterator[str]:
 
 
 def _adapts(speculation: SpeculativeConfig | None) -> bool:
-    """Tell whether the number of drafts changes from step to step."""
+    """Tell whether an engine may change the number of drafts from step to step."""
     return speculation is not None and bool(
         speculation.enable_adaptive_verification
         or speculation.num_speculative_tokens_per_batch_size is not None
@@ -216,9 +230,11 @@ FROM_MODEL: Final[Mapping[str, Callable[[TextConfig], bool]]] = {
 
 
 def expected_facts(config: VllmConfig) -> EngineFacts:
-    """Return the facts of a ``VllmConfig`` whose model is not loaded, by ``FROM_MODEL``.
+    """Return the facts of a ``VllmConfig`` whose model is not loaded.
 
-    Of a release that is not listed, as ``config_facts``.
+    Facts of the model are guessed by ``FROM_MODEL`` and ``expected_states``; on a GPU those of
+    attention and of the cache's layout are added. Of a release that is not listed, they are those
+    of ``config_facts``.
     """
     facts = config_facts(config)
     if not supported.is_listed(facts.version) and not facts.unchecked:
@@ -241,6 +257,7 @@ def _rows_in_line(config: VllmConfig) -> bool:
 
     ``cache_layout.has_rows_in_line`` reads it off the caches themselves. Rows are in line in the
     layout that vLLM chooses, but the user's environment or a KV connector may ask for another one.
+    A connector that kvtxn was not checked with is not asked.
     """
     from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
@@ -253,7 +270,10 @@ def _rows_in_line(config: VllmConfig) -> bool:
 
 
 def plain_facts() -> EngineFacts:
-    """Return the facts of the plainest speculating engine on this machine, with this vLLM."""
+    """Return the facts of the plainest speculating engine on this machine, with this vLLM.
+
+    The runner is vLLM's choice for the device; FlashAttention's version is there on a listed GPU.
+    """
     device, number = workers.device_type(), workers.version()
     runner = supported.RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
     on_gpu = device == "cuda" and number in supported.GPU_RELEASES
@@ -281,15 +301,16 @@ OWN_REPLAY: Final = "vLLM's own replay of Mamba-2 layers is on: leave use_replay
 
 
 def too_many(kind: str | None) -> str:
-    """Say that requests have more drafts than kvtxn's kernels of a kind of layer take."""
+    """Return the sentence that requests have more drafts than kvtxn's kernels of a kind take."""
     return f"kvtxn's kernels of {kind} take at most {MOST_REPLAYED - 1} drafts"
 
 
 def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
-    """Read the facts of a model's recurrent layers.
+    """Read the facts of a model's recurrent layers off its configuration.
 
     Returns:
-        Fields of ``EngineFacts``; empty unless windows would hold states.
+        Fields of ``EngineFacts``; empty unless windows would hold states. On a CPU the dtype alone,
+        of gated delta nets and Mamba-2 layers.
     """
     if facts.recurrent is None or facts.states == "off":
         return {}
@@ -307,7 +328,8 @@ def expected_states(config: VllmConfig, facts: EngineFacts) -> dict[str, Any]:
 def _leaves_inner_states(config: VllmConfig, facts: EngineFacts) -> bool:
     """Tell whether prompts will leave states in their middle for the prefix cache.
 
-    vLLM takes FlashInfer's kernel by the setting and by the GPU.
+    They do since vLLM 0.33 in mode "align", if vLLM takes FlashInfer's kernel, by the setting
+    ``gdn_prefill_backend`` and by the GPU.
     """
     given = config.additional_config
     asked = given.get("gdn_prefill_backend", "auto") if isinstance(given, dict) else "auto"
@@ -334,7 +356,10 @@ def _takes_flashinfer(config: VllmConfig) -> bool:
 
 
 def _odd(config: VllmConfig, facts: EngineFacts) -> str | None:
-    """Say in a sentence what rules these layers out; None if nothing does."""
+    """Say in a sentence what rules out windows over these layers, by the configuration.
+
+    None if nothing does.
+    """
     if not config.model_config.is_hybrid:
         return NO_ATTENTION
     if facts.recurrent == MAMBA2 and config.mamba_config.backend.value != "triton":
@@ -353,7 +378,10 @@ _TOKENS: Final = 16
 
 
 def configured_state_dtype(config: VllmConfig) -> str:
-    """Name the dtype of a gated delta net's or a Mamba-2 layer's states, by the configuration."""
+    """Name the dtype of the states of gated delta nets or Mamba-2 layers, by the configuration.
+
+    "auto" is the dtype of convolutions' pasts.
+    """
     asked = str(config.cache_config.mamba_ssm_cache_dtype)
     return _past_dtype(config) if asked == "auto" else asked
 
@@ -397,9 +425,11 @@ def one_state_gain(config: VllmConfig, drafts: int, tokens: int) -> float:
 
 
 def _past_dtype(config: VllmConfig) -> str:
+    """Name the dtype of convolutions' pasts, by the configuration; "auto" is the model's."""
     asked = str(config.cache_config.mamba_cache_dtype)
     return _model_dtype(config) if asked == "auto" else asked
 
 
 def _model_dtype(config: VllmConfig) -> str:
+    """Name the model's dtype, such as "bfloat16"."""
     return str(config.model_config.dtype).removeprefix("torch.")

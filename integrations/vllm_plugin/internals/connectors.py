@@ -52,14 +52,15 @@ def connector() -> object | None:
 
 
 def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
-    """Tell the worker's half of the engine's KV connectors that the caches have spare blocks.
+    """Give the worker's half of the engine's KV connectors the configuration with spare blocks.
 
     A connector gets the caches' configuration before kvtxn adds blocks to it, and some compute
     addresses from it: the layers of most layouts lie further apart with the blocks. The scheduler's
-    half has a copy of its own, so it never hands the blocks out.
+    half has a copy of its own, so it never hands the blocks out. Replaced is every attribute that
+    is ``before``, in the connector and the objects that it consists of.
 
     Returns:
-        The number of objects that held ``before`` and now hold ``after``.
+        The number of attributes that held ``before`` and now hold ``after``.
     """
     todo, seen, told = [connector()], set[int](), 0
     while todo:
@@ -83,7 +84,7 @@ def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Tran
 
     Blocks that are loaded without a request's name are left out: they are of one that still waits,
     which the connector names when its rows have come. ``opaque`` is set if some part of the
-    metadata is of a connector that kvtxn cannot read.
+    metadata is of a connector that kvtxn cannot read. Stores that the step flushes are ``at_once``.
 
     Args:
         runner: the worker's runner.
@@ -111,7 +112,7 @@ def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Tran
 
 
 def _parts(metadata: object) -> Iterator[object]:
-    """Take metadata of several connectors apart."""
+    """Yield the metadata of each connector, from those of several in one; nothing for None."""
     several = getattr(metadata, "metadata", None)
     if isinstance(several, Sequence):
         for part in several:
@@ -121,14 +122,17 @@ def _parts(metadata: object) -> Iterator[object]:
 
 
 def _has_jobs(part: object) -> TypeGuard[OffloadingJobs]:
+    """Tell whether metadata have offloading jobs, which store or load blocks by group."""
     return hasattr(part, "store_jobs") and hasattr(part, "load_jobs")
 
 
 def _has_blocks(part: object) -> TypeGuard[LooseBlocks]:
+    """Tell whether metadata name the blocks to store without their requests."""
     return hasattr(part, "store_gpu_blocks")
 
 
 def _names_slots(part: object) -> TypeGuard[SlotTransfers]:
+    """Tell whether metadata have a list of requests, each with its tokens and slots."""
     requests = getattr(part, "requests", None)
     fields = ("token_ids", "slot_mapping", "is_store")
     return isinstance(requests, list) and all(
@@ -144,10 +148,19 @@ def _job(
     spec: BlockList,
     store: object,
 ) -> Iterator[Handed]:
-    """Read the blocks of an offloading job, which has them group by group.
+    """Yield the blocks of an offloading job, in runs of columns without a gap, group by group.
 
-    It says which number the first block of a group has. Blocks that the store has already, and
-    those that nobody could load from there, are left out in between.
+    The job says which column the first block of a group has. Blocks that the store has already, and
+    those that nobody could load from there, are left out in between. Blocks have keys if the store
+    names one place for each, and nothing but kvtxn's engine fills it.
+
+    Args:
+        runner: the worker's runner.
+        requests: by which the columns of blocks are found.
+        part: the number of the connector, which makes its keys differ from those of others.
+        job: vLLM's.
+        spec: the job's blocks in the KV cache.
+        store: its places in the store.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
@@ -182,14 +195,17 @@ def _runs(columns: Sequence[int]) -> Iterator[range]:
 
 
 def _has_tiers(settings: object) -> bool:
-    """Tell whether something behind a connector's memory fills it, too, by the user's settings."""
+    """Tell whether a connector's settings name ``secondary_tiers``, at any depth.
+
+    Such a tier fills the connector's memory, too.
+    """
     if isinstance(settings, Mapping):
         return bool(settings.get("secondary_tiers")) or any(map(_has_tiers, settings.values()))
     return isinstance(settings, list | tuple) and any(map(_has_tiers, settings))
 
 
 def _loose(requests: RequestBlocks, blocks: Iterable[int]) -> Iterator[Handed]:
-    """Find the requests whose blocks these are; blocks that are nobody's are left out."""
+    """Yield blocks with their owners, in runs of columns; those of nobody are left out."""
     owners = ((requests.owner(int(block)), int(block)) for block in {*blocks})
     found = sorted((*owner, block) for owner, block in owners if owner is not None)
     runs = itertools.groupby(enumerate(found), lambda at: (*at[1][:2], at[1][2] - at[0]))
@@ -199,9 +215,11 @@ def _loose(requests: RequestBlocks, blocks: Iterable[int]) -> Iterator[Handed]:
 
 
 def _slots(runner: Runner, requests: RequestBlocks, each: SlotTransfer) -> Iterator[Handed]:
-    """Find the request behind a list of slots of the first group, which begin at its first row.
+    """Yield the blocks of a list of slots of the first group, which begin at a request's first row.
 
-    They are stored in a folder that engines may share.
+    The request is the owner of the last block; nothing is yielded if that is nobody's. Such blocks
+    are stored in a folder that engines may share. If the list's tokens are not the request's, the
+    blocks come with a request that has them.
     """
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
@@ -216,7 +234,10 @@ def _slots(runner: Runner, requests: RequestBlocks, each: SlotTransfer) -> Itera
 
 
 def hear(requests: RequestBlocks, scheduler_output: SchedulerOutput) -> None:
-    """Bring a runner's requests and their blocks up to date; call it once for each step."""
+    """Bring a runner's requests and their blocks up to date; call it once for each step.
+
+    Blocks that a connector fills in the step belong to nobody until their request comes.
+    """
     filled: list[int] = []
     for part in _parts(metadata_of(scheduler_output)):
         if _has_jobs(part):
@@ -228,12 +249,12 @@ def hear(requests: RequestBlocks, scheduler_output: SchedulerOutput) -> None:
 
 
 def metadata_of(scheduler_output: SchedulerOutput) -> object:
-    """Return what the scheduler's half of the connector tells the worker's half in a step."""
+    """Return the metadata that the scheduler's half of the connector sends in a step, or None."""
     return scheduler_output.kv_connector_metadata
 
 
 def came(results: ConnectorOutput) -> set[str]:
-    """Return the requests whose rows have come, from what a connector says at the end of a step."""
+    """Return the names of requests whose rows have come, by a connector's output of a step."""
     return set(results.finished_recving or ())
 
 
@@ -243,9 +264,10 @@ def of_runner(runner: RunnerV2) -> object:
 
 
 def block_layout(runner: Runner, group: str) -> list[object]:
-    """Return what the order and the meaning of a block's bytes depend on, as JSON can hold it.
+    """Return all that the order and the meaning of a block's bytes depend on, as JSON can hold it.
 
-    It does not depend on the number of blocks, which differs with the memory that an engine has.
+    That is the group, the cache's format, and each cache's dtype, shape and order of a block. It
+    does not depend on the number of blocks, which differs with the memory that an engine has.
     """
     blocks = runner.kv_cache_config.num_blocks
     shapes: list[object] = [group, str(runner.cache_config.cache_dtype)]
@@ -256,7 +278,7 @@ def block_layout(runner: Runner, group: str) -> list[object]:
 
 
 def _caches(runner: Runner, group: str) -> list[Tensor]:
-    """Return the caches of a group's layers, in vLLM's order."""
+    """Return the caches of a group's layers, in vLLM's order; all of a layer that has several."""
     layers = runner.compilation_config.static_forward_context
     caches: list[Tensor] = []
     number = int(group.partition(".")[2])
@@ -267,7 +289,7 @@ def _caches(runner: Runner, group: str) -> list[Tensor]:
 
 
 def _block_dimension(cache: Tensor, blocks: int) -> int:
-    """Return the dimension of a cache in which its blocks lie."""
+    """Return the dimension of a cache, 0 or 1, in which its blocks lie."""
     return 0 if cache.shape[0] == blocks else 1
 
 
@@ -285,7 +307,7 @@ class BlockBytes:
         self._known: dict[str, tuple[list[Tensor], list[Tensor], BlockSums | None]] = {}
 
     def checksums(self, group: str, blocks: Sequence[int]) -> Tensor:
-        """Return a hash of the bytes of each block; does not wait for the device.
+        """Return a hash of the bytes of each block, in all layers of the group; does not wait.
 
         Returns:
             int64 ``[len(blocks), 2]`` on the device, see ``kvtxn.audit.checksum.block_checksums``.
@@ -295,7 +317,10 @@ class BlockBytes:
         return block_checksums(self._key, pages, some) if sums is None else sums.of(some)
 
     def _of_group(self, group: str) -> tuple[list[Tensor], list[Tensor], BlockSums | None]:
-        """Return a group's caches, their bytes, and how a GPU sums them."""
+        """Return a group's caches, their bytes, and a GPU's sums of them; None for those of torch.
+
+        Found anew where the runner has other caches than at the last call.
+        """
         caches, known = _caches(self._runner, group), self._known.get(group)
         if known is None or [*map(id, known[0])] != [*map(id, caches)]:
             number = self._runner.kv_cache_config.num_blocks
@@ -309,7 +334,7 @@ class BlockBytes:
 
 
 def _kernel(key: Key, pages: Sequence[Tensor]) -> BlockSums | None:
-    """Return what sums blocks in one launch; None where only torch can."""
+    """Make the launch that sums blocks; None on a CPU, and for pages that it cannot sum."""
     if not pages[0].is_cuda:
         return None
     from ....backends.audit.block_sums import BlockSums

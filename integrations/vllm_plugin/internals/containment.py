@@ -33,7 +33,10 @@ _WHY_ENDED: Final = (
 
 
 def mark(output: object, wrong: Wrong) -> None:
-    """Add wrong reads to the output of their step."""
+    """Add the ranks' wrong reads to the output of their step, as an attribute that ``marks`` finds.
+
+    Nothing is added to an output without sampled ids. An asynchronous output's inner one gets it.
+    """
     inner = output
     for name in ("_model_runner_output", "model_runner_output"):  # V1's, V2's asynchronous output
         inner = getattr(output, name, inner)
@@ -42,13 +45,13 @@ def mark(output: object, wrong: Wrong) -> None:
 
 
 def marks(output: object) -> Wrong | None:
-    """Return what ``mark`` added to an output; None if nothing was added."""
+    """Return the wrong reads that ``mark`` added to an output; None if nothing was added."""
     found: Wrong | None = getattr(output, _MARK, None)
     return found
 
 
 def scheduled(scheduler_output: SchedulerOutput) -> Mapping[str, int]:
-    """Return how many tokens of each request a step has."""
+    """Return the number of tokens of each request that a step has, by name."""
     return scheduler_output.num_scheduled_tokens
 
 
@@ -65,13 +68,13 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
     is computed again, with no row of any cache. If it reads a wrong row then, it ends with an
     error; one that only shares a block with a reader, or whose rows earlier weights have computed,
     is computed again as often as that happens.
-    At once ends a request with a block whose bytes changed, since its earlier tokens may be wrong;
+
+    A request with a block whose bytes changed ends at once, since its earlier tokens may be wrong;
     and as any cached row may come from such a block, the prefix cache is emptied then.
 
     Of a request of the step that has left meanwhile, or lost its blocks, nobody knows which blocks
     it has read and computed; nor of reads that were counted and not kept. Then the prefix cache is
-    emptied, too, and every request that runs is computed again. A request that did not read a wrong
-    row itself may be computed again any number of times.
+    emptied, too, and every request that runs is computed again.
 
     vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
 
@@ -81,7 +84,8 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
         scheduled: by name of each request of the step, its rows.
 
     Returns:
-        The names of the requests that are computed again, as far as the scheduler still has them.
+        The names of the requests that are computed again or end with an error, as far as the
+        scheduler still has them.
     """
     manager = scheduler.kv_cache_manager
     sizes = [int(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups]
@@ -118,9 +122,10 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
 
 
 def _away(scheduler: Scheduler, names: Collection[str]) -> dict[str, Request | _Left]:
-    """Return the requests, by name, of a step that do not run any more as they did in it.
+    """Return, by name, the requests of a step that no longer run as they did in it.
 
-    A request that has left for good has a placeholder as its object.
+    Those are not running any more, or have stale output. A request that has left for good has a
+    placeholder as its object.
     """
     running = {each.request_id for each in scheduler.running}
     found: dict[str, Request | _Left] = {}
@@ -141,7 +146,7 @@ class _Left:
 
 
 def _end_with_error(scheduler: Scheduler, name: str) -> None:
-    """Let a request end with an error when the scheduler has taken in the step's output."""
+    """Let the scheduler end a request with an error when it takes in the step's output."""
     ending = scheduler.grammar_compile_error_reqs
     if isinstance(ending, set):  # up to 0.32
         ending.add(name)
@@ -174,7 +179,7 @@ class _Reader:
         return int(self.request.num_computed_tokens) - max(self.scheduled, under_way)
 
     def since(self, begin: int) -> set[int]:
-        """Return the blocks with rows of position ``begin`` or later."""
+        """Return the blocks with rows of position ``begin`` or later; below 0 counts as 0."""
         begin = max(begin, 0)
         found = {block for table, size in self.tables for block in table[begin // size :]}
         return found - {_NOBODYS}
@@ -187,7 +192,7 @@ def _readers(
 
     Args:
         running: all requests that run.
-        names: requests that are known to be among them.
+        names: requests that are found in any case.
         blocks: the blocks.
         whole: every row of a found request may be wrong, not only those of the step.
 

@@ -91,7 +91,15 @@ class _Call:
     out: Tensor
 
     def run(self, layer: object, rows: Tensor, **metadata: object) -> None:
-        """Compute these rows of the batch over the states of ``layer``."""
+        """Compute these rows of the batch over the states of ``layer``, and put them into ``out``.
+
+        The states are changed in place.
+
+        Args:
+            layer: has the states.
+            rows: int64 ``[n]``, their places in the batch.
+            metadata: fields of vLLM's metadata; counts that are not given are 0.
+        """
         none = dict.fromkeys(
             ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens"), 0
         )
@@ -102,7 +110,7 @@ class _Call:
         self.out[rows] = out
 
     def decode(self, layer: object, rows: Tensor, slots: Tensor) -> None:
-        """Compute one row of each request, over the states in ``slots`` of ``layer``."""
+        """Compute one row of each request over the states in ``slots`` of ``layer``, as ``run``."""
         count = rows.numel()
         self.run(
             layer,
@@ -114,7 +122,7 @@ class _Call:
         )
 
     def prompts(self) -> None:
-        """Compute the rows of requests whose prompt is not done."""
+        """Compute the rows of requests whose prompt is not done, over their states; if any."""
         found = self.metadata
         if not found.num_prefills:
             return
@@ -132,7 +140,8 @@ class _Call:
     def verify(self) -> StateRows | None:
         """Compute the rows of the other requests; return their drafts, None without any.
 
-        The parts of a draft row are the input and the output of the convolution, a and b.
+        The first row of each advances its state in place; drafts run over copies of the states. The
+        parts of a draft row are the input and the output of the convolution, a and b.
         """
         found = self.metadata
         ends = found.spec_query_start_loc[: found.num_spec_decodes + 1].tolist()
@@ -175,7 +184,10 @@ class _Call:
 
 
 def core_differs() -> str | None:
-    """Return how vLLM's function differs from the known one, a sentence; None if it does not."""
+    """Say in a sentence how vLLM's function differs from the known one; None if it does not.
+
+    Compared are its name, its parameters, and that it is called.
+    """
     from inspect import signature, unwrap
 
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
@@ -214,7 +226,10 @@ def hook_core() -> Callable[[], None]:
 
 
 def _with_hook(own: Callable[..., None]) -> Any:
-    """Return a function that runs vLLM's ``own``, or, for drafts of hooked layers, its parts."""
+    """Return a function that runs vLLM's ``own``, or, in verify steps of hooked layers, its parts.
+
+    The hook of a layer is called with the drafts, if the step has some.
+    """
 
     def core(
         layer: GatedDeltaLayer,
@@ -240,7 +255,7 @@ def _with_hook(own: Callable[..., None]) -> Any:
 
 
 def hook_layer(layer: StateLayer, verify: Callable[[StateRows], None]) -> None:
-    """Let a layer hand the draft rows of each step to ``verify``."""
+    """Let a gated delta net hand the draft rows of each step to ``verify``; see ``hook_core``."""
     layer.module.kvtxn = verify
 
 
@@ -280,16 +295,16 @@ class StateBatch:
 
     @property
     def decoding(self) -> Tensor:
-        """Return the requests that have one settled row, and a state that takes it in."""
+        """The requests, int64 ``[n]``, that have one settled row, and a state that takes it in."""
         return (self.begun & (self.settled == 1)).nonzero().squeeze(1)
 
     @property
     def prompting(self) -> Tensor:
-        """Return the other requests."""
+        """The requests, int64 ``[n]``, that have several settled rows, or no state yet."""
         return (~self.begun | (self.settled != 1)).nonzero().squeeze(1)
 
     def settled_rows(self, requests: Tensor) -> Tensor:
-        """Return the settled rows of these requests, request by request."""
+        """Return the numbers of these requests' settled rows, int64, request by request."""
         pairs = zip(self.starts[requests].tolist(), self.settled[requests].tolist(), strict=True)
         return torch.cat([torch.arange(start, start + count) for start, count in pairs])
 
@@ -324,7 +339,7 @@ class _Rows:
 
     @classmethod
     def decode(cls, found: SelectiveMetadata, rows: Tensor, slots: Tensor) -> _Rows:
-        """Make a call for one row of each request."""
+        """Make a call for one row of each request, over the states in ``slots``, int ``[n]``."""
         count = rows.numel()
         changes = _NOTHING | {
             **dict.fromkeys(("num_reqs", "num_decodes", "num_decode_tokens"), count),
@@ -336,7 +351,14 @@ class _Rows:
     def prompts(
         cls, found: SelectiveMetadata, batch: StateBatch, requests: Tensor, slots: Tensor
     ) -> _Rows:
-        """Make a call for the settled rows of requests whose prompt is not done."""
+        """Make a call for the settled rows of ``requests``, over the states in ``slots``.
+
+        Args:
+            found: vLLM's metadata of the step, which stays as it is.
+            batch: the step's requests.
+            requests: int64 ``[n]``, those that prefill.
+            slots: int64 ``[n]``, the block of each one's state.
+        """
         rows, begun = batch.settled_rows(requests), batch.begun[requests]
         ends = batch.settled[requests].cumsum(0)
         changes = _NOTHING | {
@@ -365,7 +387,7 @@ _NOTHING: Final[dict[str, Any]] = {
 
 @contextmanager
 def _given(layer: str, metadata: object) -> Iterator[None]:
-    """Let a layer find this metadata in vLLM's forward context."""
+    """Let this metadata stand in vLLM's forward context for a layer's, then put that back."""
     from vllm.forward_context import get_forward_context
 
     found: Any = get_forward_context().attn_metadata
@@ -388,7 +410,10 @@ class _Mamba2:
         self.convolved: list[Tensor] = []
 
     def run(self, given: _Rows, states: tuple[Tensor, ...] | None = None) -> None:
-        """Compute rows over the layer's own states, or over ``states``."""
+        """Compute rows over the layer's own states, or over ``states``, which change in place.
+
+        Outputs of the convolution over ``states`` are remembered for ``parts``.
+        """
         target: object = self.module
         if states is not None:
             target = Substitute(
@@ -400,11 +425,17 @@ class _Mamba2:
         self.output[given.rows] = out
 
     def _remembered(self, convolved: Tensor) -> tuple[Tensor, ...]:
+        """Note the output of a convolution, and split it as the layer does."""
         self.convolved.append(convolved)
         return self.module.split_hidden_states_B_C_fn(convolved)
 
     def parts(self, rows: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-        """Return what draft rows stage; ``order`` puts the rows computed so far into theirs."""
+        """Return what draft rows stage: the input and the output of the convolution, and dt.
+
+        Args:
+            rows: int64 ``[num_drafts]``, their places in the batch.
+            order: int64 ``[num_drafts]``, puts the rows in the order of computation into theirs.
+        """
         module = self.module
         widths = [module.tped_conv_size, module.tped_dt_size]
         given = self.projected[rows, module.tped_intermediate_size :]
@@ -427,7 +458,10 @@ class _ShortConv:
         self.gated = self.projected.new_zeros(hidden.shape[0], self.projected.shape[1] // 3)
 
     def run(self, given: _Rows, states: tuple[Tensor, ...] | None = None) -> None:
-        """Compute rows over the layer's own state, or over ``states``."""
+        """Compute rows over the layer's own state, or over ``states``, which change in place.
+
+        The outputs wait for ``finish``.
+        """
         projected = self.projected[given.rows]
         target = Substitute(
             self.module,
@@ -441,12 +475,12 @@ class _ShortConv:
         self.gated[given.rows] = out
 
     def parts(self, rows: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-        """Return what draft rows stage."""
+        """Return what draft rows stage: the input of the convolution; ``order`` is not used."""
         first, _, last = self.projected[rows].chunk(3, dim=-1)
         return (first * last,)
 
     def finish(self) -> None:
-        """Compute the output's projection."""
+        """Project the rows of the whole batch and write them to the output."""
         self.output[: self.gated.shape[0]] = self.module.out_proj(self.gated)[0]
 
 
@@ -456,7 +490,10 @@ _COMPUTING: Final = {MAMBA2: _Mamba2, SHORT_CONV: _ShortConv}
 def _verify(
     layer: StateLayer, found: SelectiveMetadata, batch: StateBatch, one: _Mamba2 | _ShortConv
 ) -> StateRows | None:
-    """Compute a step of one layer; return its draft rows, None without any."""
+    """Compute a step of one layer; return its draft rows, None without any.
+
+    Settled rows advance the requests' states in place; drafts run over copies of the states.
+    """
     slots = batch.slots[layer.group]
     if (prompting := batch.prompting).numel():
         one.run(_Rows.prompts(found, batch, prompting, slots[prompting]))
@@ -494,6 +531,8 @@ def hook_mixer(
 ) -> None:
     """Let a layer verify drafts over copies of its states, and hand its rows to ``verify``.
 
+    vLLM's own forward runs where the step or the layer's metadata is missing.
+
     Args:
         layer: a layer whose forward computes in place.
         batch: returns the present step; None: vLLM's own forward runs.
@@ -520,7 +559,7 @@ def hook_mixer(
 
 
 def unhook_mixers(layers: Sequence[StateLayer]) -> None:
-    """Undo ``hook_mixer``; other layers stay as they are."""
+    """Undo ``hook_mixer``; layers that are not hooked stay as they are."""
     for layer in layers:
         if layer.kind in FORWARDS and FORWARDS[layer.kind][0] in vars(layer.module):
             delattr(layer.module, FORWARDS[layer.kind][0])

@@ -62,7 +62,11 @@ def sizes(runner: Any) -> Sizes:
 
 
 def begin(runner: Any, request: Dummy) -> dict[str, list[int]]:
-    """Compute the prompt of a new request in one step; return the sampled token by name."""
+    """Compute the prompt of a new request in one step, with greedy sampling.
+
+    Returns:
+        By the request's name, the sampled token.
+    """
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
@@ -99,6 +103,9 @@ def verify(
         requests: of the step.
         sampled: by name, what ``begin`` returned.
         drafts: by name; a request without an entry has none.
+
+    Returns:
+        By name, the accepted drafts and one more token.
     """
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -119,7 +126,7 @@ def verify(
 
 
 def end(runner: Any, requests: Sequence[Dummy]) -> None:
-    """Let the runner forget these requests, in whatever state a failed step left them."""
+    """Let the runner forget these requests by an empty step, whatever a failed step has left."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     if getattr(runner, "execute_model_state", None) is not None:
@@ -130,7 +137,13 @@ def end(runner: Any, requests: Sequence[Dummy]) -> None:
 
 
 def _run(runner: Any, output: Any, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
-    """Run a step of the runner, and return the sampled tokens by request."""
+    """Run a step of the runner; return the sampled tokens by request, none without ``scheduled``.
+
+    Args:
+        runner: the runner.
+        output: vLLM's ``SchedulerOutput``, into which the counts of tokens are written.
+        scheduled: tokens of each request, by name.
+    """
     output.num_scheduled_tokens = dict(scheduled)
     output.total_num_scheduled_tokens = sum(scheduled.values())
     if hasattr(output, "num_spec_tokens_to_schedule"):
@@ -151,6 +164,10 @@ def borrowed(runner: Any, blocks: Collection[int]) -> Iterator[None]:
     """Put the bytes of these blocks back, in every layer's cache, when the ``with`` block ends.
 
     Also if it raises. The bytes are kept on each cache's device.
+
+    Args:
+        runner: a runner whose layers have one cache each.
+        blocks: numbers of the scheduler's blocks, of which kernels may have several in each.
     """
     config, modules = runner.kv_cache_config, runner.compilation_config.static_forward_context
     chosen = torch.tensor(sorted(blocks))

@@ -36,6 +36,8 @@ def hook_engines(
 ) -> Callable[[], None]:
     """Call functions around the start of every ``LLMEngine`` and ``AsyncLLM`` of this process.
 
+    Classes that are not imported yet are hooked when they are.
+
     Args:
         before_init: gets the engine's ``VllmConfig`` before any worker starts, or None if it is no
             argument; an exception of it stops the start.
@@ -72,14 +74,17 @@ def config_of(engine: VllmEngine) -> VllmConfig:
 
 
 def client_of(engine: VllmEngine | OfflineEngine) -> Client:
-    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; it outlives the core."""
+    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``: its ``engine_core``.
+
+    It outlives the engine's core.
+    """
     inner = engine.llm_engine if hasattr(engine, "llm_engine") else engine
     client: Client = inner.engine_core
     return client
 
 
 def find_client(engine: object) -> Client | None:
-    """Return the client of an engine; None if the object is no engine."""
+    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; None of other objects."""
     return getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
 
 
@@ -92,7 +97,7 @@ def ask_engine(engine: object, operation: str, method: str) -> Any:
         method: the method's name.
 
     Raises:
-        ConfigError: it is no engine, or one that answers in coroutines alone.
+        ConfigError: it is no engine, or an ``AsyncLLM``, which answers in coroutines alone.
     """
     client = find_client(engine)
     try:
@@ -124,9 +129,9 @@ def is_async(client: Client) -> TypeGuard[AsyncClient]:
 
 
 def publishes(client: AsyncClient, engine: VllmEngine) -> bool:
-    """Tell whether this process shows the engines' statistics.
+    """Tell whether this process shows the engines' statistics, if the user wants any.
 
-    The first of the server processes that share the engines does, if the user wants any.
+    Of server processes that share the engines, the first one does.
     """
     return int(client.client_index) == 0 and engine.log_stats
 
@@ -142,12 +147,16 @@ def is_dead(client: AsyncClient) -> bool:
 
 
 def ask_workers(client: Client, method: str) -> list[Any]:
-    """Call a worker's method in every rank of an ``LLM``'s engine; returns the answers by rank."""
+    """Call a worker's method in every rank of an ``LLM``'s engine; return the answers by rank."""
     return list(client.collective_rpc(method))
 
 
 async def ask_all_workers(client: AsyncClient, method: str) -> dict[int, list[Any]]:
-    """Call a worker's method in every rank of every engine; returns the answers by engine."""
+    """Call a worker's method in every rank of every engine, at the same time.
+
+    Returns:
+        By the engine's number, the answers by rank.
+    """
     numbers = list(client.engine_ranks_managed)
     calls = (
         client._call_utility_async("collective_rpc", method, None, (), None, engine=engine)
@@ -168,14 +177,17 @@ def async_config(engine_args: Mapping[str, object]) -> VllmConfig:
 
 
 def says_nothing(config: VllmConfig) -> str | None:
-    """Say why an engine with this ``VllmConfig`` generates no tokens; None if it does."""
+    """Say in a sentence why an engine with this ``VllmConfig`` generates no tokens.
+
+    None if it does: all but pooling engines.
+    """
     if config.model_config.runner_type == "pooling":
         return "it is a pooling engine, which gives one vector for a text"
     return None
 
 
 def engine_sizes(config: VllmConfig) -> EngineSizes:
-    """Read an engine's sizes from its ``VllmConfig``."""
+    """Read an engine's vocabulary, longest request and block size from its ``VllmConfig``."""
     from ...serving.engine_sizes import EngineSizes
 
     model = config.model_config
@@ -185,7 +197,10 @@ def engine_sizes(config: VllmConfig) -> EngineSizes:
 
 
 def engine_description(config: VllmConfig) -> dict[str, str]:
-    """Describe an engine in words, by the names under which a report shows them."""
+    """Describe an engine for a report: strings by name, such as "drafts": "3 by ngram".
+
+    These are model, device, runner, drafts, prefix caching and connector.
+    """
     speculation, transfer = config.speculative_config, config.kv_transfer_config
     return {
         "model": str(config.model_config.served_model_name),
@@ -198,12 +213,25 @@ def engine_description(config: VllmConfig) -> dict[str, str]:
 
 
 def _drafts(speculation: SpeculativeConfig) -> str:
+    """Describe speculation as "3 by ngram": the most drafts, and the method."""
     return f"{speculation.num_speculative_tokens} by {speculation.method}"
 
 
 @attrs.define
 class StepCounts:
-    """The steps of a running engine, by vLLM's own counts."""
+    """The steps of a running engine, by vLLM's own counts.
+
+    Attributes:
+        steps: the steps that the scheduler reported.
+        tokens: generated tokens.
+        preempted: requests put back, each as often as it was.
+        drafted: drafts that were verified.
+        accepted: drafts that were accepted.
+        cached: tokens that the prefix cache had.
+        loaded: tokens that a connector had.
+        requests: requests that ran or waited at the last step.
+        used: part of the KV cache in use at the last step, 0 to 1.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -216,7 +244,7 @@ class StepCounts:
     used: float = 0.0
 
     def add(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
-        """Count one step.
+        """Add one step; ``requests`` and ``used`` are replaced by the step's.
 
         Args:
             scheduler: vLLM's ``SchedulerStats``; None without any.
@@ -238,7 +266,12 @@ class StepCounts:
 
 
 def start_async(config: VllmConfig, counts: StepCounts | None = None) -> AsyncEngine:
-    """Start an ``AsyncLLM``; its engine core has a process of its own."""
+    """Start an ``AsyncLLM``; its engine core has a process of its own.
+
+    Args:
+        config: the engine's.
+        counts: each step is added to it; None: the engine counts nothing.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine: AsyncEngine
@@ -267,7 +300,7 @@ class _Listener:
         *others: Any,
         **more: Any,
     ) -> None:
-        """Count a step."""
+        """Add a step to the counts; further arguments of vLLM's are not used."""
         self._counts.add(scheduler, iteration)
 
     def log(self) -> None:
@@ -281,12 +314,12 @@ class _Listener:
 
 
 def usable_blocks(engine: AsyncEngine) -> int:
-    """Return the number of an ``AsyncLLM``'s blocks that requests can have."""
+    """Return the number of an ``AsyncLLM``'s blocks that requests can have: all but one."""
     return int(engine.vllm_config.cache_config.num_gpu_blocks or 0) - 1  # one belongs to nobody
 
 
 def session_input(tokens: Sequence[int], sampling: object) -> object:
-    """Make the input of one turn of a streaming session."""
+    """Make vLLM's ``StreamingInput`` of one turn of a session, from its token ids."""
     from vllm import TokensPrompt
     from vllm.engine.protocol import StreamingInput
 

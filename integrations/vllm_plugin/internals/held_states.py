@@ -68,11 +68,13 @@ _FUSED_COLUMNS: Final = 8
 
 
 def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
-    """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
+    """Say in a sentence why a model's states cannot be held one per request; None if they can.
 
-    Of vLLM's backends of Mamba-2 only Triton's, on a GPU, skips a request whose table names no
-    block.
-    With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
+    Checked are the signatures of vLLM's methods and the names that ``hook`` replaces in them,
+    layers that are not the target's, and settings: Mamba-2 on another backend than Triton's (of
+    vLLM's it alone skips a request whose table names no block), vLLM's own replay, more drafts than
+    the kernels take. With a prefix cache that keeps states, vLLM's copies of states are checked,
+    too. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
     from .hooks import check_methods
 
@@ -107,9 +109,10 @@ def launches_differ(runner: Runner, *, fast: bool = False) -> str | None:
 
 
 def _unused(owner: type, kind: str, *split: str) -> str | None:
-    """Say in a sentence that vLLM's code of a layer does not use a name that ``hook`` replaces.
+    """Say in a sentence that a layer's code does not use a name that ``hook`` replaces.
 
-    None if it uses all of them.
+    None if each method of ``LAUNCHES`` and of ``split`` is called in its module, and uses its
+    kernel.
     """
     for method in (*LAUNCHES[kind], *split):
         function = getattr(owner, method)
@@ -193,26 +196,29 @@ class HeldStates(StateSupplier):
         self._first = next((each for each in self.layers if each.kind in LAUNCHES), None)
 
     def hook(self) -> None:
-        """Let the layers verify without writing a state."""
+        """Let the layers verify without writing a state, and keep each step's rows."""
         for rows in self._verified:
             rows.hook()
 
     def unhook(self) -> None:
-        """Give the layers their own methods back."""
+        """Give the layers vLLM's own methods back: they write states in each step again."""
         for rows in self._verified:
             rows.unhook()
 
     def forget_caches(self) -> None:
-        """Hold no cache, so that vLLM can give its memory back."""
+        """Drop the references to caches that commits keep, so that vLLM can free their memory.
+
+        The next commit finds the layers' caches anew.
+        """
         for rows in self._replayed:
             rows.forget_caches()
 
     def warm_up(self) -> None:
-        """Compile the kernels of a commit, and kvtxn's own of a verify step.
+        """Compile the kernels of a commit and of a verify step, and capture the commits.
 
-        Each is launched over rows whose requests have no block.
-
-        If commits are to be captured, capture them; where that fails, they stay layer by layer.
+        The kernels are launched over rows whose requests have no block, so no state changes.
+        Commits are captured if the supplier was given ``make``; where that fails, a warning is
+        logged, and each commit stays layer by layer.
         """
         device, metadata = self.tables.whole.device, None
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
@@ -239,17 +245,21 @@ class HeldStates(StateSupplier):
     def begin(
         self, metadata: Any, batch: Any = None, *, captured: bool = False, replayed: bool = False
     ) -> None:
-        """Note a step whose metadata is ready, and whose forward comes next.
+        """Note a step whose metadata is ready, and name its requests' blocks to the kernels.
 
         A step that was noted before and not committed is forgotten: its states are as they were
-        before it.
+        before it. Tables in ``metadata`` are changed in place to have one column per row. Without
+        ``replayed``, metadata that is no dict makes a step without anything to commit.
 
         Args:
             metadata: vLLM's, by layer.
-            batch: vLLM's input batch, or the V1 runner's ``StepRows``; not read unless the prefix
-                cache keeps states.
+            batch: vLLM's input batch, or the V1 runner's ``StepRows``; its requests are counted if
+                ``replayed``, and its lengths and starts are read if the prefix cache keeps states.
             captured: the forward will be captured, in a graph that names the blocks by itself.
             replayed: the forward is the replay of such a graph, so the host has no block to name.
+
+        Raises:
+            LayerError: the step has more requests than the tables have lines.
         """
         self._known, self._done = None, 0
         self.metadata, self.batch = metadata, batch
@@ -272,7 +282,7 @@ class HeldStates(StateSupplier):
 
     @property
     def _step(self) -> VerifyStep | None:
-        """The step that is under way, if it verifies."""
+        """The requests that the present step verifies; None if it verifies none."""
         metadata = self.metadata
         if metadata is None:
             return None
@@ -284,10 +294,14 @@ class HeldStates(StateSupplier):
         return known
 
     def _prepare(self, layer: StateLayer, metadata: object, *, captured: bool) -> None:
-        """Name the blocks of a group's requests to its kernels.
+        """Name the blocks of a group's requests to its kernels; nothing without a table of them.
 
-        vLLM takes the most rows of a request from the number of columns of its own table, which
-        has one here: all columns are the first one, of which alone there is anything to read.
+        vLLM takes the most rows of a request from the number of columns of its table, which has one
+        here. So the table in ``metadata`` is replaced by one in which each column is the first one.
+        If ``captured``, the table is remembered for the graph.
+
+        Raises:
+            LayerError: the table has more lines than ``StateTables``.
         """
         name = _TABLES[layer.kind]
         table = getattr(metadata, name)
@@ -315,7 +329,11 @@ class HeldStates(StateSupplier):
         return step is not None and step.requests > 0
 
     def commit(self, sampled: Tensor) -> None:
-        """Write the states after the last kept row of each request; see ``StateSupplier``."""
+        """Write the states after the last kept row of each request that verified, if any did.
+
+        Args:
+            sampled: int ``[num_requests]``, the tokens sampled for each request of the batch.
+        """
         step = self._step
         if step is None or not step.requests:
             return
@@ -329,7 +347,7 @@ class HeldStates(StateSupplier):
             self._commit(step, sampled)
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit the step's other layers, one after another, after a commit that raised.
+        """Commit the layers that a commit which raised had left, one after another.
 
         Args:
             sampled: as for ``commit``.
@@ -340,29 +358,30 @@ class HeldStates(StateSupplier):
         self._commit(step, sampled)
 
     def _name_ends(self, step: VerifyStep, batch: Any) -> None:
-        """Name the blocks that keep the states at the ends of blocks, if any are kept."""
+        """Name the blocks that are to keep states at the ends of blocks, if any are kept."""
         if self._blocks is not None:
             lengths, starts = batch.seq_lens, batch.query_start_loc
             self.tables.name_snapshots(self._blocks, lengths, starts, step)
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
-        """Launch the commits of the layers that are not committed yet, one after another."""
+        """Commit the layers that are not committed yet, one by one, and count them as done."""
         self.tables.name_commits(counts_of_step(step, sampled), step.starts)
         for rows in self._verified[self._done :]:
             rows.commit(step)
             self._done += 1
 
     def abandon(self) -> None:
-        """Forget the step; its states stay as they were before it."""
+        """Forget the step, so that nothing is committed; its states stay as they were before it."""
         self.metadata = self._known = self.batch = None
         self._done = self.replays = 0
 
     # -- together with the step's rows ------------------------------------------------------
 
     def launches(self, sampled: Tensor, num_requests: int) -> Callable[[], None] | None:
-        """Return the launches of the step's commit; see ``StateSupplier``.
+        """Return a function that makes the launches of the step's commit, to be captured.
 
-        None if some request does not verify, or if commits are launched layer by layer.
+        None if some of the ``num_requests`` does not verify, if ``sampled`` is not int32, or if
+        commits are launched layer by layer.
         """
         step, batch, alone, graphs = self._step, self.batch, self._alone, self.graphs
         if step is None or step.places is not None or step.requests != num_requests:
@@ -383,7 +402,7 @@ class HeldStates(StateSupplier):
 
     @property
     def capture(self) -> Capture | None:
-        """The capture of ``launches``; None leaves it to the executor: they allocate nothing."""
+        """The capture for ``launches``; None without graphs: any will do, they allocate nothing."""
         return None if self.graphs is None else self.graphs.make
 
 
@@ -396,7 +415,10 @@ def model_state(runner: RunnerV2) -> object:
 
 
 def bytes_of_buffers(runner: Runner, *, fast: bool = False) -> int:
-    """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
+    """Return the bytes of ``HeldStates``: buffers, tables, and outputs of captured commits.
+
+    The runner's KV caches need not exist yet.
+    """
     kinds = list(found_kinds(modules_of(runner)).values())
     sizes = most_rows(runner), most_requests(runner), width(runner)
     found = bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize), fast=fast)
@@ -407,8 +429,8 @@ def bytes_of_buffers(runner: Runner, *, fast: bool = False) -> int:
 def bytes_of_graphs(runner: Runner, kinds: Sequence[tuple[Any, str]]) -> int:
     """Return the bytes of outputs that captured commits write and nobody reads.
 
-    vLLM's Triton kernels of gated delta nets make them anew for each layer; those of the layers in
-    one branch of a graph take each other's place.
+    vLLM's Triton kernels of gated delta nets allocate them for each layer. Layers in one branch of
+    a graph share them, so the first ``BRANCHES`` layers of ``kinds`` count.
     """
     makes = (GATED_DELTA, OLMO_DELTA)
     sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind in makes]
@@ -425,7 +447,7 @@ def bytes_by_formula(
     *,
     fast: bool = False,
 ) -> int:
-    """Return the bytes of buffers and tables; of the tables at most so many.
+    """Return the bytes of buffers and tables; for the tables it is an upper bound.
 
     Args:
         kinds: module and kind of each layer with a state.
@@ -433,7 +455,8 @@ def bytes_by_formula(
         requests: the most requests of a step.
         width: columns of a table, one per row of a request.
         size: bytes of one number of the model's dtype.
-        fast: gated delta nets and Mamba-2 are replayed: they stage rows, and have no buffers.
+        fast: layers of ``REPLAYED`` kinds count with the rows that they stage, not with the buffers
+            that vLLM's kernels need.
     """
     own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
     replayed = [(module, kind) for module, kind in kinds if fast and kind in REPLAYED]
@@ -445,7 +468,10 @@ def bytes_by_formula(
 
 
 def _scratch_elements(module: Any, kind: str) -> int:
-    """Return how many numbers per row the commits write that nobody reads."""
+    """Return how many numbers per row a layer's commit writes that nobody reads.
+
+    0 for kinds other than gated delta nets and Mamba-2.
+    """
     if kind == GATED_DELTA:
         return 2 * int(module.value_dim // module.tp_size)
     if kind == MAMBA2:
@@ -454,13 +480,13 @@ def _scratch_elements(module: Any, kind: str) -> int:
 
 
 def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return the layers that have states, beside the past of a convolution, with their kinds."""
+    """Select layers with a state beside a convolution's past: by name, module and kind."""
     found = {name: (module, kind_of(module) or "") for name, module in modules.items()}
     return {name: (module, kind) for name, (module, kind) in found.items() if kind in LAUNCHES}
 
 
 def width(runner: Runner) -> int:
-    """Return the most rows of a request: the last sampled token, and the drafts."""
+    """Return the most rows of a request in a verify step: one, and the drafts."""
     return int(runner.vllm_config.num_speculative_tokens) + 1
 
 
@@ -470,9 +496,9 @@ def most_rows(runner: Runner) -> int:
 
 
 def most_requests(runner: Runner) -> int:
-    """Return the most requests in one table of vLLM's, padding included.
+    """Return the most requests in one table of vLLM's, padding of captured graphs included.
 
-    It is a multiple of 64, so that the table of each group is as well aligned as an own tensor.
+    It is rounded up to a multiple of 64, so that each group's table is aligned like a tensor alone.
     """
     captured = runner.compilation_config.max_cudagraph_capture_size or 0
     return -(-max(int(runner.max_num_reqs), int(captured)) // 64) * 64

@@ -60,7 +60,7 @@ _STEP: Final = ("execute_model", "sample_tokens")
 
 
 def _of(owner: str, methods: Iterable[str]) -> tuple[str, ...]:
-    """Return the dotted names of a class's methods."""
+    """Return the dotted names of a class's methods, each once."""
     return tuple(f"{owner}.{method}" for method in dict.fromkeys(methods))
 
 
@@ -238,6 +238,9 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def places_of(device: str) -> tuple[str, ...]:
-    """Return the places that concern a device; both devices' for a device that is neither."""
+    """Return the places of ``HOOK_POINTS`` that concern a device, "all" first.
+
+    Those of both devices for one that is neither "cpu" nor "cuda".
+    """
     own = {"cpu": ("cpu", "states"), "cuda": PLACES[2:]}.get(device, PLACES[1:])
     return ("all", *own)

@@ -41,12 +41,14 @@ def _subclass(own: Any, mixins: tuple[Any, ...]) -> Any:
 
 
 def is_swapped(target: object) -> bool:
-    """Tell whether the object has a class that ``swap_class`` made."""
+    """Tell whether the object has a class that ``swap_class`` made, or a subclass of one."""
     return hasattr(target, "kvtxn_own_class")
 
 
 def swap_class(target: object, *mixins: type) -> None:
     """Put mixins before an object's own class in its method resolution order.
+
+    The object gets a private subclass; objects of one class with the same mixins share it.
 
     Args:
         target: an object of a class with ``__dict__``; its class itself stays as it is.
@@ -83,7 +85,7 @@ def restore_class(target: object) -> None:
 
 
 def give_back(target: object) -> None:
-    """Call ``restore_class``, then take away the attributes that kvtxn has given an object.
+    """Call ``restore_class``, then delete the object's attributes that begin with ``kvtxn``.
 
     Raises:
         KVTxnError: as ``restore_class``; the object keeps what its hooks need.
@@ -97,7 +99,10 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
     """Put mixins before an object's class, and set the attributes that they need.
 
     Returns:
-        A function that undoes both.
+        A function that undoes both: the attributes are deleted.
+
+    Raises:
+        KVTxnError: the object's class was swapped before.
     """
     swap_class(target, *mixins)
     vars(target).update(own)
@@ -111,10 +116,10 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
 
 
 def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[], None]:
-    """Give an object a method of its own.
+    """Set a method on an object itself, in place of its class's; it gets no ``self``.
 
     Returns:
-        A function that takes it away again, and puts back one that the object had before.
+        A function that takes it away again, and puts back one that the object itself had before.
     """
     before = vars(target).get(name)
     setattr(target, name, method)
@@ -147,7 +152,13 @@ def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[],
 
 
 def follow_async(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each result of a coroutine method; else as ``follow``."""
+    """Call a function with each result of an object's coroutine method, once it is awaited.
+
+    The caller gets the result, or the error if the method or ``after`` raises.
+
+    Returns:
+        A function that undoes it.
+    """
     own = getattr(target, name)
 
     async def call(*args: Any, **kwargs: Any) -> object:
@@ -159,7 +170,13 @@ def follow_async(target: Any, name: str, after: Callable[[Any], None]) -> Callab
 
 
 def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
-    """Call a function with the arguments of an object's method, before it; else as ``follow``."""
+    """Call a function before an object's method, with its arguments.
+
+    The method is not called if ``before`` raises: the caller gets that error.
+
+    Returns:
+        A function that undoes it.
+    """
     own = getattr(target, name)
 
     def call(*args: Any, **kwargs: Any) -> object:
@@ -170,7 +187,9 @@ def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[],
 
 
 def follow_end(target: Any, name: str, then: Callable[..., None]) -> Callable[[], None]:
-    """Call a function with the arguments of an object's method, after it, even if it raised.
+    """Call a function after an object's method, with its arguments, even if the method raised.
+
+    The caller gets the method's result or error, or an error of ``then`` instead.
 
     Returns:
         A function that undoes it.
@@ -213,12 +232,14 @@ def replace_method(
 
 
 def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
-    """Return how a class's methods differ from the expected ones, a sentence; None if they do not.
+    """Say in a sentence how a class's methods differ from the expected ones; None if they do not.
+
+    The first difference counts: a method that is missing, or has other parameters or another order.
 
     Args:
         owner: the class.
         methods: each method's parameters after ``self``, by the method's name; "?" after a name
-            marks a parameter that some releases lack.
+            marks a parameter that some releases lack, all of them together.
     """
     for name, parameters in methods.items():
         method = inspect.getattr_static(owner, name, None)
@@ -233,13 +254,18 @@ def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | No
 
 
 def method_of(layer: object, name: str) -> Callable[..., object]:
-    """Return a method as a layer's class has it, without the layer."""
+    """Return a method as a layer's class has it, as a plain function that takes the layer first.
+
+    Hooks on the layer itself do not count.
+    """
     method: Callable[..., object] = getattr(type(layer), name)
     return method
 
 
 def with_globals(function: Any, **own: object) -> FunctionType:
-    """Copy a function; in the copy some global names stand for other objects.
+    """Copy a function; in the copy, some global names stand for other objects.
+
+    Its other globals are those of the moment of the copy.
 
     Raises:
         LayerError: the function's code does not use one of the names.
@@ -284,6 +310,7 @@ def _globals_of(code: CodeType) -> frozenset[str]:
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and that of all functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -291,7 +318,7 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
 
 
 def not_called(function: Any) -> str | None:
-    """Say in a sentence that the module which defines a function never uses it; None if it does."""
+    """Say in a sentence that a function's own module never uses its name; None if it does."""
     if function.__name__ in _used_in(function.__module__):
         return None
     return f"nothing in {function.__module__} uses {function.__qualname__}"
@@ -299,7 +326,7 @@ def not_called(function: Any) -> str | None:
 
 @cache
 def _used_in(module: str) -> frozenset[str]:
-    """Return the names and attributes that a module's source reads."""
+    """Return the names and attributes that an imported module's source reads."""
     return frozenset(
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
@@ -348,7 +375,10 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec, its execution followed by the hook; None of other modules."""
+        """Return the module's spec, with the hook to follow its execution; None of other modules.
+
+        Also None once nothing waits any more, and if no other finder knows the module.
+        """
         if fullname != self._name or not self._waits:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -360,6 +390,7 @@ class _Waiting(MetaPathFinder):
         return spec
 
     def _follow(self, loader: Any) -> None:
+        """Let a loader run the hook after the module's execution; an error of it is logged."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -377,7 +408,7 @@ class _Waiting(MetaPathFinder):
         loader.exec_module = exec_module
 
     def run(self, module: ModuleType) -> None:
-        """Call the hook, once."""
+        """Call the hook with the module, unless it was called or stopped before; wait no longer."""
         with self._lock:
             if not self._waits:
                 return
@@ -394,5 +425,6 @@ class _Waiting(MetaPathFinder):
             self._undo = None
 
     def _leave(self) -> None:
+        """Wait no longer: leave the list of finders."""
         self._waits = False
         sys.meta_path.remove(self)

@@ -62,7 +62,7 @@ class TargetLayer:
 
 
 def draft_layers(runner: Runner) -> set[str]:
-    """Return the names of the drafter's attention layers; V1 and V2 runners keep them apart."""
+    """Return the names of the drafter's attention layers, of a V1 or a V2 runner; may be empty."""
     v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
     return set(v1 or getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ()))
 
@@ -79,6 +79,8 @@ def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
 
     Left out are layers with a state, the drafter's, and those that share another one's cache. A
     layer that kvtxn cannot address is left out, too, and named in the facts as ``foreign_layer``.
+    Of facts that differ between layers, the least known attention backend counts, the newest
+    version of FlashAttention and the largest block.
     """
     mine = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
@@ -114,9 +116,10 @@ def target_layers(runner: Runner) -> tuple[list[TargetLayer], EngineFacts]:
 
 
 def attention_of(runner: Runner, device: str) -> str | None:
-    """Return the name of the attention backend of a loaded model's layers; None without attention.
+    """Return the attention backend of a loaded model's layers by name; None without attention.
 
-    If they differ, it is one that kvtxn does not know, if there is one. Draft layers do not count.
+    If they differ, it is one that kvtxn does not know on ``device``, if there is one. Draft layers
+    do not count.
     """
     by_name, others = runner.compilation_config.static_forward_context, draft_layers(runner)
     found = [
@@ -129,14 +132,17 @@ def attention_of(runner: Runner, device: str) -> str | None:
 
 
 def _is_attention(module: object) -> TypeGuard[AttentionLayer]:
-    """Tell whether a layer is vLLM's own attention, and no subclass of it."""
+    """Tell whether a layer's class is vLLM's ``Attention`` or ``MLAAttention``, and no subclass."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     return type(module) in (Attention, MLAAttention)
 
 
 def rows_of_drafters(runner: Runner) -> list[TargetLayer]:
-    """Find the drafter's layers whose rows can be addressed, in the order of their groups."""
+    """Find the drafter's layers whose rows can be addressed, in the order of their groups.
+
+    Layers that share another one's cache are left out; the list is empty without a drafter.
+    """
     names, by_name = draft_layers(runner), runner.compilation_config.static_forward_context
     if not names:
         return []
@@ -152,7 +158,10 @@ def rows_of_drafters(runner: Runner) -> list[TargetLayer]:
 
 
 def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLayer | None:
-    """Describe a layer of attention; None for a layer of another kind."""
+    """Describe a layer of attention; None for a layer that kvtxn cannot address.
+
+    It can address latent rows, unless sparse, and decoders' keys and values of one size.
+    """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.v1.attention.backend import AttentionType
 
@@ -170,24 +179,30 @@ def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLaye
 
 
 def all_take_slots(runner: Runner) -> bool:
-    """Tell whether ``backends.takes_slots`` holds for every target layer of a loaded model."""
+    """Tell whether every target layer's attention is kvtxn's, and reads blocks of one row.
+
+    See ``backends.takes_slots``.
+    """
     return all(map(backends.takes_slots, _target_impls(runner)))
 
 
 def lines_by_row(runner: Runner) -> bool:
-    """Tell whether some target layers' attention wants a line of the table for each row."""
+    """Tell whether some target layer's attention wants a line of the table for each row."""
     return any(getattr(impl, "kvtxn_line_per_row", False) for impl in _target_impls(runner))
 
 
 def _target_impls(runner: Runner) -> Iterator[object]:
-    """Yield the attention of each target layer that has rows; None for one without any."""
+    """Yield the attention of each layer that is neither the drafter's nor has a state.
+
+    None for a layer without attention of its own.
+    """
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
     return (getattr(modules[name], "impl", None) for name in modules if name not in others)
 
 
 def depend_on_order(layers: Sequence[TargetLayer]) -> bool:
-    """Return True if some layer's attention sums depend on the order of the batch's requests."""
+    """Tell whether some layer's attention sums depend on the order of the batch's requests."""
     return any(getattr(layer.impl, "kvtxn_keeps_order", False) for layer in layers)
 
 
@@ -204,18 +219,18 @@ class Scores:
 
 
 def scores_of(impl: ScaledImpl) -> Scores:
-    """Read a layer's settings; vLLM says -1 for "no window" and 0 for "no cap"."""
+    """Read a layer's scale, sliding window and cap of scores; no window and no cap are None."""
     window, cap = int(impl.sliding_window), float(impl.logits_soft_cap)
     return Scores(float(impl.scale), window if window > 0 else None, cap if cap > 0 else None)
 
 
 def stored_scales(module: AttentionLayer) -> tuple[float, float]:
-    """Return the scales of a layer's 8-bit keys and values."""
+    """Return the scales of a layer's 8-bit keys, and of its values."""
     return float(module._k_scale_float), float(module._v_scale_float)
 
 
 def kernel_of(layer: TargetLayer) -> str:
-    """Name the CPU instruction set for which vLLM packs a layer's rows.
+    """Name the CPU instruction set for which vLLM packs a layer's rows; "" if it says none.
 
     Releases keep the name in the layer or in its attention.
     """

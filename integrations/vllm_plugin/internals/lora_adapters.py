@@ -71,21 +71,27 @@ class Adapters:
         self._loading = 0
 
     def follow(self, manager: WorkerAdapters) -> Callable[[], None]:
-        """Hear of each adapter that a worker loads, for a request or not; return the undo."""
+        """Hash each adapter that a worker loads, for a request or not; return the undo."""
         undo = ExitStack()
         undo.callback(precede(manager, "_load_adapter", self._begin_load))
         undo.callback(follow(manager, "_load_adapter", self._end_load))
         return undo.close
 
     def _begin_load(self, lora_request: LoRARequest) -> None:
+        """Hash the files that vLLM is about to load, and await them no longer."""
         self._loading = self._read(lora_request).identity
         self._awaited.pop(int(lora_request.lora_int_id), None)
 
     def _end_load(self, loaded: object) -> None:
+        """Note the hash of the files of which vLLM has made ``loaded``."""
         self._loaded[loaded] = self._loading
 
     def identity(self, lora: LoRARequest, runner: Runner) -> int:
-        """Return a hash of an adapter's weights; where they cannot be read, of name and path."""
+        """Return 64 bits that stand for an adapter's weights, as vLLM has or will have loaded them.
+
+        Of files that cannot be read, they stand for the adapter's name and path. An adapter that is
+        not loaded, or is to be loaded in place, is read from its files now.
+        """
         if getattr(lora, "load_inplace", False):
             return self._read(lora).identity
         number = int(lora.lora_int_id)
@@ -98,7 +104,10 @@ class Adapters:
         return self._loaded[loaded]
 
     def _read(self, lora: LoRARequest) -> _Read:
-        """Return an adapter's files, which vLLM loads now or for the coming step."""
+        """Return what an adapter's files are now; remembered by its number until they are loaded.
+
+        The files are read again only if their stamps, or the adapter's name or path, are new.
+        """
         number, name = int(lora.lora_int_id), (str(lora.lora_name), str(lora.lora_path))
         known, stamps = self._awaited.get(number), _stamps(name[1])
         if known is None or (known.name, known.stamps) != (name, stamps):
@@ -108,7 +117,10 @@ class Adapters:
         return known
 
     def _content(self, path: str, stamps: Stamps) -> bytes:
-        """Return a hash of an adapter's files, which are read if they are new."""
+        """Return a hash of an adapter's files, which are read if their stamps are new.
+
+        It is remembered unless the files changed in the last seconds; of too many, the oldest goes.
+        """
         known = self._contents.pop(path, None)
         if known is None or known[0] != stamps:
             known = stamps, _content(path)
@@ -121,12 +133,16 @@ class Adapters:
 
 
 def hash_of(content: bytes | memoryview) -> int:
-    """Return 64 bits that stand for some bytes."""
+    """Return 64 bits that stand for some bytes, equal in every process."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def _files(path: str) -> tuple[Path, Path]:
-    """Return the weights and the settings that vLLM loads of an adapter."""
+    """Return the paths of the weights and of the settings that vLLM loads of an adapter.
+
+    Raises:
+        LookupError: the folder has no weights.
+    """
     folder = Path(path).expanduser()
     for name in _WEIGHTS:
         if (folder / name).is_file():
@@ -135,7 +151,7 @@ def _files(path: str) -> tuple[Path, Path]:
 
 
 def _stamps(path: str) -> Stamps:
-    """Return what tells, without reading them, that an adapter's files change; [] without any."""
+    """Return the stamps of an adapter's two files, by which changes show; [] if one is missing."""
     try:
         facts = [(file.name, file.stat()) for file in _files(path)]
     except (OSError, ValueError, RuntimeError, LookupError):
@@ -147,7 +163,10 @@ def _stamps(path: str) -> Stamps:
 
 
 def _content(path: str) -> bytes:
-    """Return a hash of an adapter's files; nothing where they cannot be read here."""
+    """Return a hash of an adapter's weights and of the settings that matter.
+
+    Empty where the files cannot be read here.
+    """
     found = hashlib.blake2b(digest_size=16)
     try:
         weights, settings = _files(path)

@@ -32,7 +32,7 @@ from .state_layers import one_block_each
 def together(engine: VllmEngine, add: Callable[[], None]) -> float:
     """Let requests begin in one step, however long it takes to add them.
 
-    The engine goes on even if ``add`` raises.
+    The engine goes on even if ``add`` raises; the error reaches the caller.
 
     A core in a process of its own begins with the first request that reaches it. How many of the
     others join its first steps is then a race, and times to first token differ by a third between
@@ -56,7 +56,7 @@ def together(engine: VllmEngine, add: Callable[[], None]) -> float:
 
 
 def set_acceptance(worker: Worker, rates: tuple[float, ...]) -> None:
-    """Change the synthetic acceptance of a running engine.
+    """Change the synthetic acceptance of a running engine, in the sampler's own tensors.
 
     Args:
         worker: vLLM's worker.
@@ -71,7 +71,10 @@ def set_acceptance(worker: Worker, rates: tuple[float, ...]) -> None:
 
 
 def reported_requests(engine: VllmEngine) -> float:
-    """Return how many requests of the longest length fit into the cache, as vLLM reports it."""
+    """Return how many requests of the longest length fit into the cache, as vLLM reports it.
+
+    The engine's core is in this process.
+    """
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config as most
 
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -79,15 +82,19 @@ def reported_requests(engine: VllmEngine) -> float:
 
 
 def running_requests(engine: VllmEngine) -> int:
-    """Return how many requests have their blocks now, and take part in steps."""
+    """Return the number of requests that run: they have blocks, and take part in steps.
+
+    The engine's core is in this process.
+    """
     return len(engine.engine_core.engine_core.scheduler.running)
 
 
 def switch_windows(worker: Worker, on: bool) -> None:
     """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
 
-    Either way the random numbers drawn from now on are the same, and with them the drafts that
-    synthetic acceptance accepts.
+    A step that is under way is abandoned; the worker keeps the steps meanwhile. Either way numpy's
+    and torch's random numbers begin anew, and with them the drafts that synthetic acceptance
+    accepts.
     """
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -118,7 +125,7 @@ def occupied(worker: Worker) -> dict[str, int]:
 
 
 def give_back() -> None:
-    """Give memory of this process back that Python and the C library have freed already."""
+    """Collect garbage, and let the C library give freed memory back to the system, if it can."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than GNU's
         ctypes.CDLL(None).malloc_trim(0)
@@ -134,6 +141,7 @@ _ATTENTION: Final = {
 
 @cache
 def _of_vllm(name: str) -> Any:
+    """Import one of vLLM's modules, by its name without ``vllm.``."""
     return import_module(f"vllm.{name}")
 
 
@@ -143,7 +151,7 @@ def _of_vllm(name: str) -> Any:
 def write_rows(
     rows: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], slots: Tensor, scale: Tensor
 ) -> None:
-    """Write keys and values to their slots, in the dtype that they have."""
+    """Write keys and values to their slots of the caches, in the dtype that they have."""
     ops = _of_vllm("_custom_ops")
     ops.reshape_and_cache_flash(*rows, *caches, slots, "auto", scale, scale)
 
@@ -151,7 +159,7 @@ def write_rows(
 def write_latents(
     rows: tuple[Tensor, Tensor], latents: Tensor, slots: Tensor, scale: Tensor
 ) -> None:
-    """Write latents and their rotary parts to their slots, in the dtype that they have."""
+    """Write latents and their rotary parts to their slots of the cache, in their own dtype."""
     _of_vllm("_custom_ops").concat_and_cache_mla(*rows, latents, slots, "auto", scale)
 
 
@@ -159,7 +167,7 @@ def write_latents(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: object, **how: object) -> None:
-    """Call FlashAttention; arguments are those of ``flash_attn_varlen_func``."""
+    """Call FlashAttention with arguments of ``flash_attn_varlen_func``; drop what it returns."""
     _of_vllm("vllm_flash_attn").flash_attn_varlen_func(query, key, value, *sizes, **how)
 
 
@@ -170,7 +178,7 @@ def schedule(*sizes: object, **how: object) -> Tensor:
 
 
 def attention_of(backend: str) -> Any:
-    """Return the class of a layer's attention, by the backend's name: one of ``_ATTENTION``."""
+    """Return vLLM's class of a layer's attention, by the name of a backend in ``_ATTENTION``."""
     module, name = _ATTENTION[backend]
     return getattr(_of_vllm(f"v1.attention.backends.{module}"), name)
 
@@ -184,18 +192,21 @@ def num_compute_units() -> int:
 
 
 def verify_gated_delta(**given: object) -> None:
-    """Call the Triton kernel that verifies gated delta nets."""
+    """Call vLLM's Triton kernel that verifies gated delta nets, with its own arguments."""
     own = _of_vllm("model_executor.layers.mamba.gdn.qwen_gdn_linear_attn")
     own.fused_sigmoid_gating_delta_rule_update(**given)
 
 
 def verify_gated_delta_fused(**given: object) -> None:
-    """Call the kernel that verifies gated delta nets and applies their gated norm."""
+    """Call vLLM's kernel that verifies gated delta nets and applies their gated norm.
+
+    The arguments are the kernel's own.
+    """
     _of_vllm("_custom_ops").fused_gdn_decode_post_conv_mtp(**given)
 
 
 def has_gated_delta_fused() -> bool:
-    """Tell whether this release has the fused kernel."""
+    """Tell whether this release has the fused kernel of gated delta nets; loads its libraries."""
     for library in ("_C_stable_libtorch", "_C"):
         with contextlib.suppress(ImportError):
             _of_vllm(library)
@@ -203,7 +214,10 @@ def has_gated_delta_fused() -> bool:
 
 
 def choose_mamba2_kernel() -> None:
-    """Let vLLM choose its kernel of Mamba-2 layers, as an engine does for its caches."""
+    """Let vLLM choose its kernel of Mamba-2 layers, as an engine does for its caches.
+
+    The choice holds for this process.
+    """
     spec = _of_vllm("v1.kv_cache_interface").MambaSpec(
         block_size=1, shapes=((1,),), dtypes=(torch.float32,)
     )
@@ -214,7 +228,7 @@ def choose_mamba2_kernel() -> None:
 
 
 def verify_mamba2(*given: object, **more: object) -> None:
-    """Call the Triton kernel that verifies Mamba-2 layers."""
+    """Call vLLM's Triton kernel that verifies Mamba-2 layers, with its own arguments."""
     own = _of_vllm("model_executor.layers.mamba.mamba_mixer2")
     own.selective_state_update(*given, **more)
 
@@ -253,7 +267,13 @@ class Layers:
 
 @attrs.frozen(kw_only=True)
 class Ran:
-    """The scheduler's treatment of requests that came at once."""
+    """The scheduler's treatment of requests that came at once.
+
+    Attributes:
+        most: the most requests that ran at once.
+        preempted: how often a request was put back.
+        finished: the number of requests, all of which ended.
+    """
 
     most: int
     preempted: int
@@ -298,7 +318,9 @@ class Scheduled:
         return float(most(self._config, self._plan))
 
     def run(self, count: int, prompt: int, tokens: int, at_once: int) -> Ran:
-        """Run requests that come at once.
+        """Schedule requests that come at once until all have ended; no model runs.
+
+        Each accepts some of its drafts by chance, the same in every call.
 
         Args:
             count: of requests.
@@ -330,7 +352,10 @@ class Scheduled:
         return Ran(most=most, preempted=preempted, finished=count)
 
     def _scheduler(self) -> Any:
-        """Make vLLM's scheduler over empty caches."""
+        """Make vLLM's scheduler over empty caches, and the hash of its requests' blocks.
+
+        The hash is None without a prefix cache.
+        """
         from vllm.utils.hashing import sha256
         from vllm.v1.core import kv_cache_utils as planning
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -346,6 +371,7 @@ class Scheduled:
         )
 
     def _request(self, number: int, prompt: int, tokens: int, draw: random.Random) -> object:
+        """Make a request with a random prompt, drawn from ``draw``, which generates ``tokens``."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -356,7 +382,10 @@ class Scheduled:
 
 
 def _specs(layers: Layers, config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Make the specifications of a hybrid's caches as stock has them."""
+    """Make the specifications of a hybrid's caches, by layer, as stock has them.
+
+    Layers with a state have one block more for each draft.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
     full = FullAttentionSpec(
@@ -380,6 +409,7 @@ def _specs(layers: Layers, config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _output(names: list[str], sampled: list[list[int]]) -> object:
+    """Make the output of a model runner that sampled these tokens."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     places = {name: number for number, name in enumerate(names)}

@@ -60,10 +60,11 @@ class ContentHashes(BeforeInputs):
     mm_uuid_items: Mapping[str, Sequence[str | None]] | None
 
     def get_mm_hashes(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        """Return vLLM's name of each item by modality, with its content if a client named it.
+        """Return vLLM's name of each item by modality; as a ``Named`` if a client named it.
 
-        If contents cannot be hashed, that is logged, once as a warning, and the names are vLLM's
-        own.
+        A ``Named`` has the hash of the item's content; an item that was sent by its name alone has
+        none. If contents cannot be hashed, that is logged, once as a warning, and the names are
+        vLLM's own.
         """
         names = super().get_mm_hashes(*args, **kwargs)  # type: ignore[safe-super]
         given = self.mm_uuid_items
@@ -96,7 +97,7 @@ class ContentHashes(BeforeInputs):
 
 
 def _named(name: str, content: str) -> str:
-    """Return a name with its content; the name as it is if that is a hash of the content."""
+    """Return a ``Named`` with the content's hash; the name as it is if that is the hash."""
     if name == content:
         return name
     named = Named(name)
@@ -105,7 +106,10 @@ def _named(name: str, content: str) -> str:
 
 
 def follow_media(engine: VllmEngine) -> None:
-    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it."""
+    """Let an engine's front end hash the items that clients name; ``unfollow_media`` undoes it.
+
+    Nothing is done for a model that takes text alone.
+    """
     processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
     if processor is None:  # the model takes text alone
         return
@@ -132,10 +136,10 @@ def unfollow_media() -> None:
 
 
 def send_contents(request: EngineCoreRequest) -> None:
-    """Put the hashes of a request's named items into its sampling parameters.
+    """Put the hashes of a request's named items into its sampling parameters, in place.
 
-    The names become plain text. Two contents under one name become one, of both. Without sampling
-    parameters nothing is sent.
+    The names in its items become plain strings. Two contents under one name become one, of both.
+    Without sampling parameters, as for pooling, nothing is sent.
     """
     contents: dict[str, str] = {}
     for feature in request.mm_features or ():
@@ -185,7 +189,7 @@ class Media:
 
 
 def _remember(known: OrderedDict[T, str], key: T, content: str) -> None:
-    """Remember an item's content; what was used first is forgotten."""
+    """Set an item's content; if there are too many, the one that was set first is forgotten."""
     known[key] = content
     known.move_to_end(key)
     if len(known) > _REMEMBERED:

@@ -28,14 +28,14 @@ class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
         self._ended: list[object] = []
 
     def submit_store(self, job_id: int, src_spec: BlockList, dst_spec: BlockList) -> bool:
-        """Copy blocks out of the caches."""
+        """Copy blocks out of the caches at once; return True. ``get_finished`` reports the job."""
         pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
         self._copy(self._caches, self._store, src_spec.group_sizes, list(pairs))
         self._ended.append(TransferResult(job_id, True))
         return True
 
     def submit_load(self, job_id: int, src_spec: BlockList, dst_spec: BlockList) -> bool:
-        """Copy blocks into the caches."""
+        """Copy blocks into the caches at once; return True. ``get_finished`` reports the job."""
         pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
         self._copy(self._store, self._caches, dst_spec.group_sizes, list(pairs))
         self._ended.append(TransferResult(job_id, True))
@@ -48,7 +48,14 @@ class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
         sizes: Sequence[int],
         pairs: Sequence[tuple[int, int]],
     ) -> None:
-        """Copy pairs of blocks, of which each group of layers has ``sizes`` many, in order."""
+        """Copy pairs of blocks in all layers of their group; the first ``sizes[0]`` are group 0's.
+
+        Args:
+            source: by number of a cache.
+            target: by number of a cache.
+            sizes: pairs of each group.
+            pairs: a block of ``source``, and the one of ``target``.
+        """
         begin = 0
         with torch.inference_mode():
             for tensors, size in zip(self._tensors, sizes, strict=True):
@@ -72,7 +79,7 @@ class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
     _worker: MemoryStoreWorker | None
 
     def get_worker(self, kv_caches: CacheTensors) -> MemoryStoreWorker:
-        """Return the worker, always the same one.
+        """Return the worker, always the same one; the first call makes it over ``kv_caches``.
 
         Raises:
             ValueError: a chunk has several blocks.

@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 
 def _group() -> RankGroup:
+    """Return vLLM's group of the ranks that share each layer (tensor parallelism)."""
     from vllm.distributed import get_tp_group
 
     group: RankGroup = get_tp_group()
@@ -20,6 +21,7 @@ def _group() -> RankGroup:
 
 
 def _stages() -> RankGroup:
+    """Return vLLM's group of pipeline stages."""
     from vllm.distributed import get_pp_group
 
     group: RankGroup = get_pp_group()
@@ -32,13 +34,13 @@ def number_of_ranks() -> int:
 
 
 def from_first(value: T) -> T:
-    """Return the first rank's ``value``; every rank of the group must call this."""
+    """Return the ``value`` of the first of the ranks that share each layer; all must call this."""
     found: T = _group().broadcast_object(value if _group().rank_in_group == 0 else None, src=0)
     return found
 
 
 def of_all(value: T) -> list[T]:
-    """Return the ``value`` of each rank; every rank of the group must call this."""
+    """Return the ``value`` of each rank that shares these layers, in order; all must call this."""
     from torch.distributed import all_gather_object
 
     group = _group()
@@ -48,7 +50,10 @@ def of_all(value: T) -> list[T]:
 
 
 def highest(level: int, *, stages: bool) -> int:
-    """Return the largest ``level`` of the ranks, all of which must call this, or of all stages'."""
+    """Return the largest ``level`` of the ranks that share each layer; all must call this.
+
+    With ``stages`` it is that of all pipeline stages' ranks.
+    """
     import torch
     from torch.distributed import ReduceOp, all_reduce
 
@@ -69,7 +74,7 @@ def number_of_stages() -> int:
 
 
 def own_number() -> int:
-    """Return this rank's number in its group."""
+    """Return this rank's number among those that share each layer, from 0."""
     return int(_group().rank_in_group)
 
 
@@ -85,7 +90,8 @@ def are_asked_together(runner: Runner) -> bool:
 def is_heard(runner: Runner) -> bool:
     """Tell whether vLLM hears of an error of this rank's step.
 
-    Its executor of several processes awaits the first rank of the last pipeline stage alone.
+    An executor of several processes awaits the first rank of the last pipeline stage alone; others
+    hear of all.
     """
     if runner.vllm_config.parallel_config.distributed_executor_backend != "mp":
         return True
@@ -93,7 +99,10 @@ def is_heard(runner: Runner) -> bool:
 
 
 def end_process() -> None:
-    """End this process at once: an orderly end would wait for collectives with the other ranks."""
+    """Flush the standard streams, and end this process at once with status 1.
+
+    An orderly end would wait for collectives with the other ranks.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

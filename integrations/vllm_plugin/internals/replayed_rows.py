@@ -48,15 +48,24 @@ class ReplayedLayer(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
-        """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
+        """Return this rank's heads of keys and heads, and the sizes of a key and a value."""
 
     def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
+        """Let kvtxn's kernel run in the layer's place: it writes no state, and keeps the rows."""
         state_layers.hook_kernel(self.module, self.kind, self.verify)
 
     @abc.abstractmethod
     def verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
-        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
+        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel.
+
+        Args:
+            kernel: vLLM's.
+            given: its positional arguments.
+            named: its keyword arguments; without ``num_accepted_tokens`` no drafts are verified.
+
+        Returns:
+            What the kernel returns.
+        """
 
     def unhook(self) -> None:
         """Give the layer its own methods back."""
@@ -70,7 +79,9 @@ class ReplayedLayer(abc.ABC):
         """
 
     def name_sources(self, starts: Tensor) -> Tensor:
-        """Return the slots of a step's requests; where a forward is captured, name them there.
+        """Return the blocks of a step's requests, int32 ``[requests]``, for kernels to read.
+
+        In a forward that is captured, they are copied there within the graph.
 
         Args:
             starts: int32 ``[requests + 1]``, the first row of each request, and the end.
@@ -87,13 +98,16 @@ class ReplayedDelta(ReplayedLayer):
 
     @staticmethod
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
-        """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
+        """Return this rank's heads of keys and heads, and the sizes of a key and a value."""
         ranks = module.tp_size
         heads = module.num_k_heads // ranks, module.num_v_heads // ranks
         return (*heads, int(module.head_k_dim), int(module.head_v_dim))
 
     def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
+        """Let kvtxn's kernel run in place of vLLM's two, and rows be split into views.
+
+        It writes no state, and keeps the rows.
+        """
         state_layers.hook_kernel(self.module, self.kind, self.verify)
         if getattr(self.module, "enable_fused_gdn_spec_decode", False):
             setattr(self.module, state_layers.FUSED, self.verify_fused)
@@ -101,7 +115,10 @@ class ReplayedDelta(ReplayedLayer):
             setattr(self.module, name, self.views)
 
     def verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
-        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
+        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel.
+
+        vLLM's kernel is given contiguous copies, as it needs them.
+        """
         if given.get("num_accepted_tokens") is None:
             return kernel(**given | {name: given[name].contiguous() for name in ("q", "k", "v")})
         query, key, value = (given[name][0] for name in ("q", "k", "v"))
@@ -119,14 +136,20 @@ class ReplayedDelta(ReplayedLayer):
         core_attn_out: Tensor,
         attn_metadata: GatedDeltaMetadata,
     ) -> None:
-        """Verify in place of vLLM's fused kernel, then apply the layer's gated norm."""
+        """Verify in place of vLLM's fused kernel, and apply the layer's gated norm.
+
+        The outputs are written to ``core_attn_out``.
+        """
         query, key, value = self.split(mixed_qkv)
         starts = attn_metadata.spec_query_start_loc[: attn_metadata.num_spec_decodes + 1]
         self.launch(query, key, value, a, b, starts, core_attn_out)
         self.norm(core_attn_out, output_gate)
 
     def norm(self, out: Tensor, gate: Tensor) -> None:
-        """Apply the layer's gated norm in place; in one launch, if it is one that is known."""
+        """Apply the layer's gated norm to ``out`` in place.
+
+        On a GPU in one launch of kvtxn's, if it knows this norm; else by vLLM's method.
+        """
         norm = self.module.norm
         known = (
             norm.norm_before_gate
@@ -142,7 +165,7 @@ class ReplayedDelta(ReplayedLayer):
         gated_norm(out, gate, norm.weight, norm.eps, sigmoid=norm.activation == "sigmoid")
 
     def split(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of rows that have query, key and value in one piece."""
+        """Return views of rows in one piece: query, key and value, ``[rows, heads, size]`` each."""
         key_heads, heads, key_size, value_size = self.sizes_of(self.module)
         widths = [key_heads * key_size] * 2 + [heads * value_size]
         query, key, value = mixed_qkv.split(widths, dim=-1)
@@ -150,10 +173,10 @@ class ReplayedDelta(ReplayedLayer):
         return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
 
     def views(self, mixed_qkv: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Split rows as the layer's own method does, but into views; None thrice for None.
+        """Return views of query, key and value, ``[1, rows, heads, size]``; None thrice for None.
 
-        kvtxn's kernel needs no copies. vLLM's does; ``verify`` makes them where it launches that
-        one.
+        The layer's own method makes copies. vLLM's kernel needs them, so ``verify`` makes them
+        where it launches that one.
         """
         if mixed_qkv is None:
             return None, None, None
@@ -169,7 +192,17 @@ class ReplayedDelta(ReplayedLayer):
         starts: Tensor,
         out: Tensor,
     ) -> None:
-        """Launch the kernel over the states that the tables name."""
+        """Verify rows from the states that the tables name; write the outputs to ``out``.
+
+        Args:
+            query: ``[rows, key_heads, key_size]``.
+            key: ``[rows, key_heads, key_size]``.
+            value: ``[rows, heads, value_size]``.
+            a: ``[rows, heads]``.
+            b: ``[rows, heads]``.
+            starts: int32 ``[requests + 1]``, the first row of each request, and the end.
+            out: ``[rows, heads, value_size]``, written; what the commit needs of rows is kept, too.
+        """
         module = self.module
         sources = self.name_sources(starts)
         verify_gated_delta(
@@ -184,7 +217,7 @@ class ReplayedDelta(ReplayedLayer):
         )
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernel that verifies, for the layouts of rows that vLLM's two paths have."""
+        """Compile the kernel for the layouts of rows of vLLM's two paths, and the gated norm."""
         key_heads, heads, key_size, value_size = self.sizes_of(self.module)
         keys, values, device = key_heads * key_size, heads * value_size, self.tables.whole.device
         mixed = torch.zeros(self.longest, 2 * keys + values, dtype=dtype, device=device)
@@ -208,13 +241,16 @@ class ReplayedMamba2(ReplayedLayer):
 
     @staticmethod
     def sizes_of(module: Any) -> tuple[int, int, int, int]:
-        """Return a layer's groups, its heads, and the sizes of a head's state and of a head."""
+        """Return this rank's groups and heads, and the sizes of a state and of a head."""
         ranks = module.tp_size
         heads = module.n_groups // ranks, module.num_heads // ranks
         return (*heads, int(module.ssm_state_size), int(module.head_dim))
 
     def verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
-        """Verify in place of vLLM's Triton kernel; in steps without drafts launch that kernel."""
+        """Verify in place of vLLM's Triton kernel, into its ``out``, and return None.
+
+        In steps without drafts launch that kernel, and return what it returns.
+        """
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given
@@ -224,7 +260,16 @@ class ReplayedMamba2(ReplayedLayer):
     def launch(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor, out: Tensor
     ) -> None:
-        """Launch the kernel over the states that the tables name."""
+        """Verify rows from the states that the tables name; write the outputs to ``out``.
+
+        Args:
+            x: ``[rows, heads, head_size]``.
+            dt: ``[rows, heads]``.
+            b: ``[rows, groups, state_size]``.
+            c: ``[rows, groups, state_size]``.
+            starts: int32 ``[requests + 1]``, the first row of each request, and the end.
+            out: ``[rows, heads, head_size]``, written; what the commit needs of rows is kept, too.
+        """
         module = self.module
         sources = self.name_sources(starts)
         verify_mamba2(
@@ -258,7 +303,7 @@ REPLAYED: Final[Mapping[str, type[ReplayedLayer]]] = {
 
 
 def staged_bytes(module: Any, kind: str) -> int:
-    """Return the bytes that a row of a layer takes until the commit."""
+    """Return the bytes that a row of a layer takes until the commit, on this rank."""
     return DeltaRows.row_bytes(*REPLAYED[kind].sizes_of(module))
 
 
@@ -292,7 +337,7 @@ class ReplayedRows(StateCommits):
             self.layers.append(replayed(module, tables, group, room, width))
 
     def hook(self) -> None:
-        """Let the layers verify without writing a state, and keep their rows."""
+        """Let kvtxn's kernel run in each layer's place: it writes no state, and keeps the rows."""
         for layer in self.layers:
             layer.hook()
 
@@ -302,7 +347,7 @@ class ReplayedRows(StateCommits):
             layer.unhook()
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernel that verifies; see ``ReplayedLayer.warm_up``."""
+        """Compile the kernel that verifies, by the first layer; see ``ReplayedLayer.warm_up``."""
         self.layers[0].warm_up(dtype)
 
     def forget_caches(self) -> None:
@@ -310,7 +355,7 @@ class ReplayedRows(StateCommits):
         self._found, self._recurring = None, None
 
     def _layers(self) -> DeltaLayers:
-        """Return where the states and rows of all layers are."""
+        """Return where the states and rows of all layers are; found at the first commit."""
         if self._found is None:
             self._found = DeltaLayers.build(
                 [layer.module.kv_cache[1] for layer in self.layers],
@@ -320,7 +365,7 @@ class ReplayedRows(StateCommits):
         return self._found
 
     def commit_sampled(self, step: VerifyStep, sampled: Tensor) -> None:
-        """Write the states after what was sampled, in one launch and nothing beside it.
+        """Write the states after what was sampled; on a GPU in one launch and nothing beside it.
 
         Args:
             step: the step.
@@ -345,7 +390,10 @@ class ReplayedRows(StateCommits):
         self._recurring.run(sampled, step.starts, requests)
 
     def commit(self, step: VerifyStep) -> None:
-        """Write the states of all layers in one launch; a raise has written none."""
+        """Write the states of all layers in one launch; a raise has written none.
+
+        Each request keeps the rows that ``StateTables.counts`` says.
+        """
         count = step.requests
         tables = self._tables
         boundary, snapshots = tables.boundary, tables.snapshots

@@ -42,9 +42,13 @@ class RequestBlocks:
     def hear(self, told: SchedulerOutput, filled: Iterable[int] = ()) -> None:
         """Take over a step, in which requests come, grow, end or are put back.
 
+        A request that ended or was put back has no blocks, but its old ones stay its own until
+        others get them.
+
         Args:
             told: the step.
-            filled: blocks that a connector fills for requests of which the runner is told later.
+            filled: blocks that a connector fills for requests of which the runner is told later;
+                they belong to nobody until then.
         """
         cached = told.scheduled_cached_reqs
         for name in told.finished_req_ids:
@@ -66,7 +70,7 @@ class RequestBlocks:
                 self._give(self._requests[name], more)
 
     def _give(self, request: _Told, more: Sequence[Sequence[int]]) -> None:
-        """Add blocks to a request's, by group."""
+        """Add blocks to a request's, by group, and make it their owner; block 0 has none."""
         request.tables = request.tables or [[] for _ in more]
         for group, (own, blocks) in enumerate(zip(request.tables, more, strict=True)):
             for column, block in enumerate(blocks, len(own)):
@@ -75,24 +79,37 @@ class RequestBlocks:
             own += blocks
 
     def tables(self, name: str) -> Sequence[Sequence[int]]:
-        """Return the blocks of a request by group; nothing of one that is not in the cache."""
+        """Return the blocks of a request by group; () of one that has ended or is not known.
+
+        Also empty of one that was put back.
+        """
         return self._requests[name].tables if name in self._requests else ()
 
     def content(self, name: str) -> NewRequest | None:
-        """Return a request as it came last; None if it has ended."""
+        """Return a request as it came last; None if it has ended or never came."""
         return self._requests[name].came if name in self._requests else None
 
     def owner(self, block: int) -> tuple[str, int, int] | None:
-        """Return the request, the group's number and the column of a block; None: nobody's."""
+        """Return the name of a block's request, the group's number and the column; None: nobody's.
+
+        Nobody's are also blocks of a request whose name another one has used since.
+        """
         request, group, column = self._owners.get(block, (None, 0, 0))
         if request is None or self._latest.get(request.name) is not request:
             return None
         return request.name, group, column
 
     def column(self, name: str, group: int, block: int, after: int) -> int:
-        """Return the next column behind another one in which a request has a block.
+        """Return the first column behind ``after`` in which a request has a block.
 
-        Without any it is the very next: somebody names a block that is not the request's.
+        Of a request that has ended, the column that the block had counts. If the block is not the
+        request's, it is ``after + 1``.
+
+        Args:
+            name: the request's.
+            group: number of the KV-cache group.
+            block: the block.
+            after: the column before.
         """
         tables = self.tables(name)
         if group < len(tables):

@@ -47,7 +47,8 @@ def hook_schedulers(
 ) -> Callable[[], None]:
     """Call a function with every new scheduler of this process and its ``VllmConfig``.
 
-    From the import of vLLM's module on; the configuration is None if the scheduler keeps none.
+    The module of vLLM's scheduler is hooked once it is imported. The configuration is None if the
+    scheduler keeps none.
 
     Returns:
         A function that undoes it.
@@ -82,10 +83,10 @@ class Found:
     ends: Sequence[tuple[str, int]]
 
     def unused(self, used: int) -> dict[str, int]:
-        """Return, by reason, the rows that are computed again.
+        """Return, by reason, how many cached rows are computed again; zeros are left out.
 
         Args:
-            used: the rows that the request begins with, those included that a connector brings.
+            used: the rows that the request begins with, including those that a connector brings.
         """
         found, left = {}, self.rows
         for reason, end in self.ends:
@@ -106,11 +107,11 @@ def caches(scheduler: Scheduler) -> bool:
 
 
 def look(manager: CacheManager, request: Request, found: Sequence[object]) -> None:
-    """Note on a request what the prefix cache has of it, for ``tell``.
+    """Note on a request what the prefix cache has of it, and what vLLM takes off, for ``tell``.
 
     Args:
         manager: the scheduler's manager of the cache.
-        request: the request.
+        request: the request, which gets an attribute.
         found: vLLM's result of looking it up; the second is the number of rows that it can use.
     """
     used = found[1]
@@ -119,7 +120,7 @@ def look(manager: CacheManager, request: Request, found: Sequence[object]) -> No
 
 
 def spec_of(group: KVCacheGroup) -> KVCacheSpec:
-    """Return the kind of a group; that of its first layer, where layers differ in their sizes."""
+    """Return a group's cache specification; where layers differ in size, the first layer's."""
     spec = group.kv_cache_spec
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
@@ -146,7 +147,10 @@ class _Cache:
                 (self._states if isinstance(spec, MambaSpec) else self._windows).append(each)
 
     def _has(self, group: CacheGroupManager, number: int) -> bool:
-        """Tell whether the cache has a block of the request, by its number."""
+        """Tell whether the cache has a group's block of the request, by the block's number from 0.
+
+        False for blocks that the request has not filled.
+        """
         pool, hashes = group.block_pool, self._request.block_hashes
         at = (number + 1) * group.block_size // pool.hash_block_size - 1
         if at >= len(hashes):
@@ -154,9 +158,10 @@ class _Cache:
         return pool.get_cached_block(hashes[at], [group.kv_cache_group_id]) is not None
 
     def _rows(self, used: int) -> int:
-        """Return the rows that the cache has, of all groups that keep every row.
+        """Return the rows of the request that the cache has, at least ``used``.
 
-        Without such a group, these are the rows up to the last block that it has.
+        The groups that keep every row count, as far as all of them have blocks without a gap after
+        ``used``. Without such a group, these are the rows up to the last block that each has.
         """
         ends = []
         for group in self._whole:
@@ -172,7 +177,10 @@ class _Cache:
         return min(ends, default=used)
 
     def found(self, used: int) -> Found:
-        """Return the cached rows of the request, and what vLLM takes off, in vLLM's order.
+        """Return the cached rows of the request, and by reason where vLLM ends them.
+
+        The reasons are in vLLM's order; there are none if vLLM can use all rows. Of a request that
+        reads no prefix cache, the one reason is why.
 
         Args:
             used: the rows that vLLM can use.
@@ -196,14 +204,17 @@ class _Cache:
         return Found(rows, ends)
 
     def _dropped(self) -> int:
-        """Return the rows of the last block, which a drafter such as EAGLE computes anew."""
+        """Return the rows of the last block if a drafter such as EAGLE computes it anew; else 0."""
         own = self._coordinator
         groups = getattr(own, "drop_eagle_group_ids", own.eagle_group_ids)
         sizes = (each.block_size for each in own.single_type_managers)
         return max((size for number, size in enumerate(sizes) if number in groups), default=0)
 
     def _lacking(self, end: int) -> str:
-        """Name the kind of group that lacks what a request needs to go on from a position."""
+        """Name the kind of group that lacks the block before a position: "states" or "window".
+
+        If none lacks it, the first of these kinds that the model has, or "other".
+        """
         kinds = {"states": self._states, "window": self._windows}
         lacks = [
             kind
@@ -215,7 +226,7 @@ class _Cache:
 
 
 def _why_skipped(request: Request) -> str:
-    """Return why a request looks for nothing."""
+    """Say why a request reads no prefix cache: "contained", "prompt_logprobs" or "skipped"."""
     if hasattr(request, CONTAINED):
         return "contained"
     asked = getattr(request.sampling_params, "prompt_logprobs", None)
@@ -223,7 +234,11 @@ def _why_skipped(request: Request) -> str:
 
 
 def tell(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """Add to a step, for the workers, how many cached rows its requests compute again, and why."""
+    """Add to a step, for the workers, how many cached rows its requests compute again, and why.
+
+    Counted are the requests that the step begins or resumes; what ``look`` noted of them is taken
+    away. Nothing is added if there are no such rows.
+    """
     cached = output.scheduled_cached_reqs
     begin = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     if cached.resumed_req_ids:
@@ -239,6 +254,6 @@ def tell(scheduler: Scheduler, output: SchedulerOutput) -> None:
 
 
 def unused_prefixes(output: SchedulerOutput) -> Mapping[str, int]:
-    """Return the rows that a step computes again although they are in the cache, by reason."""
+    """Return, by reason, the cached rows that a step computes again, as ``tell`` added them."""
     found: Mapping[str, int] = getattr(output, _UNUSED, {})
     return found

@@ -79,7 +79,7 @@ class StateTables:
         replay: bool = False,
         aligned: bool = False,
     ) -> StateTables:
-        """Make tables for so many requests, with at most ``rows`` rows each.
+        """Make tables for so many requests, with at most ``rows`` rows each; no line names a block.
 
         Args:
             groups: of layers with states.
@@ -87,7 +87,8 @@ class StateTables:
             rows: the most of a request.
             device: of the tables.
             replay: there is no table of commits: nothing but ``counts`` is read there.
-            aligned: the prefix cache keeps states at the ends of blocks.
+            aligned: the prefix cache keeps states at the ends of blocks, so ``boundary`` and
+                ``snapshots`` exist.
         """
         sources, commits = (
             torch.zeros(groups, lines, rows + 1, dtype=torch.int32, device=device)
@@ -109,33 +110,39 @@ class StateTables:
         return int(self.sources.shape[1])
 
     def name_sources(self, group: int, table: Tensor) -> None:
-        """Let a group's kernels read the state in the first block of each line of vLLM's table."""
+        """Let a group's kernels read the state in the first block of each line of vLLM's table.
+
+        Args:
+            group: number of the group; the last column of its ``sources`` is written.
+            table: int32 ``[num_requests, columns]``.
+        """
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
 
     def name_in_graph(self, group: int, layer: object) -> None:
-        """In a forward that is captured, name the blocks in the graph, once for each group.
+        """In a forward that is captured, copy the group's blocks within the graph, once per group.
 
-        So the host names none in the steps that replay it.
+        The first layer that asks for a group does so; in other forwards, and for other layers,
+        nothing happens. The host names no blocks in the steps that replay the graph.
         """
         table = self.captured.get(group)
         if table is not None and self.first.setdefault(group, layer) is layer:
             self.name_sources(group, table)
 
     def begin_forward(self) -> None:
-        """Forget the tables of a forward that was captured."""
+        """Forget a captured forward's tables, and which layer came first in each group."""
         self.captured.clear()
         self.first.clear()
 
     def name_snapshots(
         self, blocks: BlockTables, lengths: Tensor, starts: Tensor, step: VerifyStep
     ) -> None:
-        """Name the blocks that are to keep the states at the ends of blocks.
+        """Fill ``boundary`` and ``snapshots``: the blocks to keep states at the ends of blocks.
 
         Args:
             blocks: the batch's block tables.
             lengths: int32 ``[places]``, tokens of each request of the batch, the step's included.
             starts: int32 ``[places + 1]``, the first row of each.
-            step: the step whose requests ``name_sources`` was told.
+            step: the step whose requests ``name_sources`` was given.
         """
         from ....backends.state_tables.block_boundaries import name_snapshots
 
@@ -151,7 +158,9 @@ class StateTables:
         """Fill ``counts``, ``commits``, ``kept``: the state after each last kept row is written.
 
         A request keeps as many rows as tokens were sampled for it, but at least one, as in vLLM,
-        and at most ``most_rows``. Nothing waits for the device.
+        and at most ``most_rows``. With ``boundary``, a state at a block's end is named, too.
+        Without a table of commits (``replay``) only ``counts`` and ``first`` are filled. Nothing
+        waits for the device.
 
         Args:
             sampled: int ``[num_requests]``, the number of tokens sampled for each.
@@ -195,10 +204,15 @@ class StateTables:
         return self._names[0]
 
     def _name_kept_ends(self, lines: Tensor, rows: Tensor) -> None:
-        """Let the state after the row at a block's end be written, where that row is kept.
+        """Name in ``lines`` the block that keeps the state at a block's end, if that row is kept.
 
-        A state that is at the end after its last kept row has one column for two blocks: there the
-        request's own block comes later and takes its place, and vLLM copies that one.
+        Changes ``lines`` in place; nothing without ``boundary``. Where the end is also the
+        request's last kept row, the request's own block takes that column later, and vLLM copies
+        that block.
+
+        Args:
+            lines: int32 ``[num_groups, num_requests, most_rows + 1]``.
+            rows: int32 ``[num_requests]``, the rows that each request keeps.
         """
         if self.boundary is None or self.snapshots is None:
             return
@@ -239,13 +253,13 @@ class StateCommits(abc.ABC):
     may_fuse = False
 
     def was_fused(self, step: VerifyStep) -> bool:
-        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+        """Tell whether vLLM's fused kernel verified a step; without such a kernel, False."""
         return False
 
     def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
-        """Make metadata of a step that the fused kernel verifies, and the layer's name.
+        """Make the layer's name and the metadata of a step that the fused kernel verifies.
 
-        None where there is no such kernel.
+        None where there is no such kernel, as here.
         """
         return None
 
@@ -259,7 +273,7 @@ class StateCommits(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, step: VerifyStep) -> None:
-        """Write the states after the rows that ``StateTables.name_commits`` was told."""
+        """Write the states after the rows that ``StateTables.name_commits`` has named as kept."""
 
 
 # -- the requests of a step, read from vLLM's metadata ------------------------------------
@@ -274,14 +288,20 @@ MODEL_STATE_METHODS: Final = {
 
 
 def counts_of_step(step: VerifyStep, sampled: Tensor) -> Tensor:
-    """Select the counts of the step's requests from those of the batch."""
+    """Select the counts of the step's requests, in the step's order, from those of the batch.
+
+    With fewer counts than the step has requests, all counts are returned.
+    """
     if step.places is not None:
         return sampled[step.places]
     return sampled if sampled.shape[0] <= step.requests else sampled[: step.requests]
 
 
 def _gated_delta_step(given: GatedDeltaMetadata, metadata: object) -> VerifyStep | None:
-    """Describe the step of gated delta nets, by the metadata of one of them."""
+    """Describe the step of gated delta nets, by the metadata of one of them.
+
+    None if no request has drafts.
+    """
     count = int(given.num_spec_decodes)
     if given.spec_sequence_masks is None or not count:
         return None
@@ -295,7 +315,10 @@ def _gated_delta_step(given: GatedDeltaMetadata, metadata: object) -> VerifyStep
 
 
 def _mamba2_step(given: SelectiveMetadata, metadata: object) -> VerifyStep | None:
-    """Describe the step of Mamba-2 layers, by the metadata of one of them."""
+    """Describe the step of Mamba-2 layers, by the metadata of one of them.
+
+    None if no request decodes, or if vLLM does not speculate.
+    """
     count = int(given.num_decodes)
     if not count or given.num_accepted_tokens is None:
         return None
@@ -316,7 +339,12 @@ _FOR_CAPTURE: Final = MODEL_STATE_METHODS["prepare_attn"].index("for_capture") -
 
 
 def is_capture(args: tuple[object, ...], named: Mapping[str, object]) -> bool:
-    """Tell whether metadata is made for a forward that will be captured."""
+    """Tell whether vLLM makes metadata for a forward to be captured, by the arguments of the call.
+
+    Args:
+        args: the positional arguments of ``prepare_attn`` after the mode of graphs.
+        named: the keyword arguments.
+    """
     given = args[_FOR_CAPTURE] if len(args) > _FOR_CAPTURE else named.get("for_capture")
     return bool(given)
 
@@ -333,13 +361,19 @@ BRANCHES: Final = 8
 
 
 def captures() -> Capture:
-    """Return a function that captures CUDA graphs, which share one pool of memory."""
+    """Return a function that captures launches as a CUDA graph and returns the graph's replay.
+
+    All graphs that one such function captures share one pool of memory.
+    """
     pool = torch.cuda.graph_pool_handle()
     return lambda run: replay_of(capture(run, pool))
 
 
 def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
-    """Make the streams of a graph's branches; none without a GPU."""
+    """Make streams for a graph's branches, one per layer but at most ``BRANCHES``.
+
+    The list is empty without a GPU.
+    """
     count = min(BRANCHES, layers) if device.type == "cuda" else 0
     return [torch.cuda.Stream(device) for _ in range(count)]
 
@@ -352,8 +386,8 @@ def write_side_by_side(
     Args:
         verified: the layers.
         step: the step.
-        streams: the layers run on these by turns, between waits of the current stream; without any
-            they run one after the other on the current one.
+        streams: the layers run on these by turns; they wait for the current stream before, and it
+            for them after. Without any the layers run one after the other on the current one.
     """
     if not streams:
         for rows in verified:
@@ -407,9 +441,11 @@ class CommitGraphs:
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def capture(self) -> None:
-        """Capture all graphs, the largest first: smaller ones find their memory in its pool.
+        """Capture a graph for each size, with and without the fused kernel, the largest size first.
 
-        No request may have a block yet: each commit runs once before it is captured.
+        Smaller graphs find their memory in the pool of larger ones. No request may have a block
+        yet: each commit runs once before it is captured. A size whose graph the cache does not
+        take, or drops later, is launched one by one.
         """
         for size in reversed(self._sizes):
             for fused in {rows.may_fuse for rows in self._verified} | {False}:
@@ -425,11 +461,14 @@ class CommitGraphs:
                 self._graphs[size, fused] = replay or run, run
 
     def _launch_singly(self, size: int, fused: bool, run: Callable[[], None]) -> None:
-        """Make the launches of a size one by one."""
+        """Replace the graph of a size by its launches, one by one."""
         self._graphs[size, fused] = run, run
 
     def _step(self, size: int, *, fused: bool) -> VerifyStep:
-        """Describe a step of so many requests, in the buffers that graphs read."""
+        """Describe a step of ``size`` requests with the most rows each, in the graphs' buffers.
+
+        With ``fused`` it has the metadata of the layers that have a fused kernel.
+        """
         starts = self._starts[: size + 1]
         rows = size * self._width
         given = [rows_of.metadata(size, rows, starts) for rows_of in self._verified]
@@ -438,15 +477,17 @@ class CommitGraphs:
 
     @property
     def count(self) -> int:
-        """The number of graphs."""
+        """The number of captured sizes, with and without the fused kernel."""
         return len(self._graphs)
 
     def takes(self, step: VerifyStep) -> bool:
-        """Tell whether there is a graph for a step."""
+        """Tell whether graphs are captured, the largest of which has room for a step's requests."""
         return bool(self._graphs) and step.requests <= self._sizes[-1]
 
     def run(self, step: VerifyStep, kept: Tensor) -> None:
-        """Write the states of a step in one launch; a raise has written none.
+        """Write the states of a step by one graph, or by single launches where the graph had to go.
+
+        If the graph raises, no state is written.
 
         Args:
             step: the step, of at most ``requests`` requests.
@@ -462,7 +503,7 @@ class CommitGraphs:
         self._graphs[size, self._verified[0].was_fused(step)][1]()
 
     def _name(self, step: VerifyStep, kept: Tensor) -> int:
-        """Name a step's commits to the graph that takes it; returns how many requests this has.
+        """Name a step's commits to the smallest graph that takes it; return that graph's requests.
 
         The rows end where the last request's do: vLLM counts the padding of its own graphs among
         ``step.rows``, and the blocks behind the step's are those of earlier requests.
@@ -473,5 +514,5 @@ class CommitGraphs:
 
 
 def uses_graphs(runner: Runner) -> bool:
-    """Tell whether an engine runs captured graphs."""
+    """Tell whether an engine runs captured CUDA graphs, by its configuration."""
     return str(runner.compilation_config.cudagraph_mode.name) != "NONE"

@@ -68,19 +68,25 @@ class Substitute:
 
 
 def kind_of(module: object) -> str | None:
-    """Name the kind of a recurrent layer whose operator kvtxn knows; None for other layers."""
+    """Name the kind of a recurrent layer that kvtxn knows, by its class or a base of it.
+
+    None for other layers.
+    """
     names = (base.__name__ for base in type(module).__mro__)
     return next((KINDS[name] for name in names if name in KINDS), None)
 
 
 def modules_of(runner: Runner) -> dict[str, Foreign]:
-    """Return the recurrent layers of a loaded model by name."""
+    """Return the recurrent layers of a loaded model, by name, whose kind kvtxn knows."""
     found = runner.compilation_config.static_forward_context
     return {name: module for name, module in found.items() if kind_of(module) is not None}
 
 
 def state_dtype(runner: Runner) -> str:
-    """Name the dtype of the states, or, if they differ, one that is not float32."""
+    """Name the dtype of a model's states; if layers differ, one that is not float32.
+
+    "float32" without recurrent layers.
+    """
     modules = modules_of(runner).values()
     names = [str(module.get_state_dtype()[-1]).removeprefix("torch.") for module in modules]
     return max(names, key=lambda name: name != "float32", default="float32")
@@ -89,7 +95,7 @@ def state_dtype(runner: Runner) -> str:
 def leaves_inner_states(runner: Runner) -> bool:
     """Tell whether prompts leave states of gated delta nets in their middle, for the prefix cache.
 
-    FlashInfer's kernel does that since vLLM 0.33. (Mamba-2 layers did before, and are checked.)
+    FlashInfer's kernel does that since vLLM 0.33. Mamba-2 layers, which did before, do not count.
     """
     delta = (module for module in modules_of(runner).values() if kind_of(module) == GATED_DELTA)
     specs = [module.get_kv_cache_spec(runner.vllm_config) for module in delta]
@@ -97,7 +103,11 @@ def leaves_inner_states(runner: Runner) -> bool:
 
 
 def state_layers(runner: Runner) -> list[StateLayer]:
-    """Find the recurrent layers of a runner that has caches, in the order of their groups."""
+    """Find the recurrent layers of a runner that has caches, in the order of their groups.
+
+    Kinds that kvtxn does not know are left out. Pasts are views with the channels last, however
+    vLLM keeps them.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     modules, layers = modules_of(runner), []
@@ -119,7 +129,7 @@ def state_layers(runner: Runner) -> list[StateLayer]:
 
 
 def hold_one_state(runner: Runner) -> Callable[[], None]:
-    """Let the caches of recurrent layers be those of an engine without speculation.
+    """Let recurrent layers ask for the caches of an engine without speculation: ``num_spec`` is 0.
 
     Returns:
         A function that undoes it, for caches that are made later.
@@ -137,7 +147,11 @@ def hold_one_state(runner: Runner) -> Callable[[], None]:
 
 
 def one_block_each(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Change the result of ``get_kv_cache_spec``: one block per request for layers with states."""
+    """Return cache specifications in which recurrent layers have one block per request.
+
+    Args:
+        specs: the result of ``get_kv_cache_spec``, by layer, which stays as it is.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return {
@@ -147,7 +161,10 @@ def one_block_each(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
 
 def state_slots(runner: RunnerV1, groups: Sequence[str]) -> dict[str, Tensor]:
-    """Return the block of each request's state, int64 ``[num_requests]``, by group."""
+    """Return the first block of each request, int64 ``[num_requests]``, by group.
+
+    It has the request's state.
+    """
     tables, count = runner.input_batch.block_table, runner.input_batch.num_reqs
     return {
         group: tables[int(group.partition(".")[2])].get_cpu_tensor()[:count, 0].to(torch.int64)
@@ -203,6 +220,6 @@ def hook_kernel(module: Any, kind: str, run: Callable[..., object]) -> None:
 
 
 def unhook_kernels(module: Any, kind: str) -> None:
-    """Give a layer its own methods back."""
+    """Give a layer its own methods back: of its launches, and of the split of rows."""
     for name in (*LAUNCHES[kind], *GATED_DELTA_SPLIT):
         vars(module).pop(name, None)

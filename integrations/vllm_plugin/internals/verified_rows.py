@@ -48,7 +48,7 @@ class VerifiedRows(StateCommits):
         self._most: Final = rows
 
     def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
+        """Let the layer's kernel verify without writing a state, and keep the rows."""
         hook_kernel(self._module, self._kind, self._verify)
 
     def unhook(self) -> None:
@@ -57,7 +57,17 @@ class VerifiedRows(StateCommits):
 
     @abc.abstractmethod
     def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
-        """Launch vLLM's kernel; in a verify step without a block to write to."""
+        """Launch vLLM's kernel; for a verify step keep its rows, and name no block to write to.
+
+        Args:
+            kernel: vLLM's.
+            given: its positional arguments.
+            named: its keyword arguments; without ``num_accepted_tokens`` the step verifies nothing,
+                and the kernel is launched as it would have been.
+
+        Returns:
+            What the kernel returns.
+        """
 
     @abc.abstractmethod
     def keep(self, parts: Sequence[Tensor]) -> None:
@@ -68,13 +78,19 @@ class VerifiedRows(StateCommits):
         """
 
     def _sources(self, requests: int) -> Tensor:
-        """Return the table by which so many requests are verified; name it in a captured graph."""
+        """Return the table by which requests are verified, int32 ``[requests, most_rows + 1]``.
+
+        In a forward that is captured, the group's blocks are copied into it within the graph.
+        """
         self._tables.name_in_graph(self._group, self)
         return self._tables.sources[self._group, :requests]
 
 
 def row_elements(module: Any, kind: str) -> int:
-    """Return how many numbers of the model's dtype a layer keeps per row."""
+    """Return how many numbers of the model's dtype a layer keeps per row on this rank.
+
+    0 for kinds without a state of their own.
+    """
     ranks = module.tp_size
     if kind == GATED_DELTA:
         return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
@@ -129,7 +145,10 @@ class GatedDeltaRows(VerifiedRows):
     # -- what verify kept -----------------------------------------------------------
 
     def _split(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of the first rows, contiguous."""
+        """Return views of the first rows' query, key and value, ``[rows, width]`` each, contiguous.
+
+        They share memory with ``_mixed``: a step uses one of both.
+        """
         keys, most, flat = self._keys, self._most, self._flat
         ends = most * keys, 2 * most * keys
         return (
@@ -139,7 +158,7 @@ class GatedDeltaRows(VerifiedRows):
         )
 
     def _mixed(self, rows: int) -> Tensor:
-        """Return the first rows, each as one piece."""
+        """Return a view of the first rows, each with query, key and value in one piece."""
         width = 2 * self._keys + self._values
         return self._flat[: rows * width].view(rows, width)
 
@@ -159,13 +178,13 @@ class GatedDeltaRows(VerifiedRows):
     # -- verify ---------------------------------------------------------------------
 
     def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
+        """Let vLLM's Triton and fused kernels verify without writing a state; keep the rows."""
         hook_kernel(self._module, self._kind, self._verify)
         if self.may_fuse:
             setattr(self._module, FUSED, self._verify_fused)
 
     def _verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
-        """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
+        """Launch vLLM's Triton kernel; for a verify step keep its rows, and write no state."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
         parts = [given[name][0].flatten(1) for name in ("q", "k", "v")]
@@ -184,7 +203,10 @@ class GatedDeltaRows(VerifiedRows):
         core_attn_out: Tensor,
         attn_metadata: GatedDeltaMetadata,
     ) -> None:
-        """Launch vLLM's fused kernel without a block to write to."""
+        """Keep a verify step's rows, and launch vLLM's fused kernel without a block to write to.
+
+        The outputs go to ``core_attn_out``.
+        """
         self.keep([mixed_qkv, a, b])
         self._tables.name_in_graph(self._group, self)
         sources = self._tables.sources[self._group]
@@ -201,7 +223,21 @@ class GatedDeltaRows(VerifiedRows):
         table: Tensor,
         **other: object,
     ) -> None:
-        """Launch vLLM's fused kernel with another table, and ``other`` fields of the metadata."""
+        """Launch vLLM's fused kernel with ``table`` for its states.
+
+        It reads each request's state from the table's last column, and writes those that the
+        columns before it name.
+
+        Args:
+            mixed_qkv: ``[rows, width]``, query, key and value in one.
+            b: ``[rows, num_heads]``.
+            a: ``[rows, num_heads]``.
+            output_gate: ``[rows, num_heads, value_size]``.
+            out: written: the outputs, of the same shape.
+            metadata: vLLM's of the step, which stays as it is.
+            table: int32 ``[lines, most_rows + 1]``, as in ``StateTables``.
+            other: fields of the metadata to replace.
+        """
         given = replace(
             metadata,
             spec_state_indices_tensor=table,
@@ -221,7 +257,10 @@ class GatedDeltaRows(VerifiedRows):
     # -- commit ---------------------------------------------------------------------
 
     def was_fused(self, step: VerifyStep) -> bool:
-        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+        """Tell whether vLLM's fused kernel verified a step, by vLLM's own conditions.
+
+        A graph does not say which one it launched.
+        """
         if not self.may_fuse or step.metadata is None:
             return False
         given = step.metadata[self._module.prefix]
@@ -326,7 +365,7 @@ class Mamba2Rows(VerifiedRows):
         stage_rows([part[: self._most] for part in parts], self._parts)
 
     def _verify(self, kernel: Callable[..., object], *given: Any, **named: Any) -> object:
-        """Launch vLLM's kernel; in a verify step without a block to write to."""
+        """Launch vLLM's kernel; for a verify step keep its rows, and name no block to write to."""
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given
@@ -335,7 +374,11 @@ class Mamba2Rows(VerifiedRows):
         return kernel(*given, **named)
 
     def _table(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return the kernel's arguments that say which states it reads and writes."""
+        """Return the kernel's arguments that say which states it reads and writes: by ``blocks``.
+
+        Args:
+            blocks: int32 ``[lines, most_rows + 1]``, as in ``StateTables``.
+        """
         return {
             "state_batch_indices": blocks,
             "dst_state_batch_indices": blocks,
@@ -343,7 +386,7 @@ class Mamba2Rows(VerifiedRows):
         }
 
     def commit(self, step: VerifyStep) -> None:
-        """Write the states that ``StateTables.commits`` names."""
+        """Write the states that ``StateTables.commits`` names, by vLLM's kernel."""
         from vllm.model_executor.layers.mamba import mamba_mixer2 as own
 
         module, rows = self._module, min(step.rows, self._most)
@@ -376,10 +419,11 @@ def make_rows(
 ) -> list[StateCommits]:
     """Make the buffers of each layer that has a state, in the order of ``layers``.
 
-    Layers of one kind share room for outputs that nobody reads.
+    Layers of a kind share room for outputs that nobody reads.
 
     Args:
-        layers: the layers; those of another kind than the three below are left out.
+        layers: the layers; those of another kind than gated delta nets, OLMo's, and Mamba-2 are
+            left out.
         groups: names of the groups with states, in the order of ``tables``.
         tables: the tables that name each commit.
         rows: the most rows of a verify step.
@@ -441,7 +485,7 @@ class OlmoDeltaRows(VerifiedRows):
         stage_rows([part[:rows] for part in parts], room)
 
     def _verify(self, kernel: Callable[..., object], *_: object, **given: Any) -> object:
-        """Launch vLLM's kernel; in a verify step without a block to write to."""
+        """Launch vLLM's kernel; for a verify step keep its rows, and name no block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
         self.keep([given[name][0].flatten(1) for name in ("k", "v", "g", "beta")])
@@ -451,7 +495,7 @@ class OlmoDeltaRows(VerifiedRows):
         return kernel(**given)
 
     def commit(self, step: VerifyStep) -> None:
-        """Write the states that ``StateTables.commits`` names."""
+        """Write the states that ``StateTables.commits`` names, by vLLM's kernel."""
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as own
 
         rows, lines = min(step.rows, self._most), 2 * step.requests

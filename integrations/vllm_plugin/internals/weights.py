@@ -32,7 +32,8 @@ _LOSES_WEIGHTS: Final = 2
 def follow_updates(wrapper: WorkerWrapper, changed: Callable[[str], None]) -> Callable[[], None]:
     """Call a function whenever a worker has changed weights, or has lost them in its sleep.
 
-    It is called if the update fails, too: some of the weights may have changed by then.
+    It is called if the update fails, too: some of the weights may have changed by then. Methods
+    that this release's worker lacks are left out.
 
     Args:
         wrapper: the worker's wrapper.
@@ -100,10 +101,10 @@ def follow_loads(runner: Runner, changed: Callable[[str], None]) -> Callable[[],
 
 
 def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
-    """Return functions that list the parameters of a runner's models, by name of the weights.
+    """Return functions that list the parameters of the target and, if there is one, the drafter.
 
-    What a drafter has from its target counts as the target's. There are none where the engine moves
-    experts between ranks by itself: their bytes change, and no weights.
+    What a drafter has from its target counts as the target's. The mapping is empty where the engine
+    moves experts between ranks by itself: their bytes change, and no weights.
     """
     if getattr(runner.vllm_config.parallel_config, "enable_eplb", False):
         return {}
@@ -119,9 +120,14 @@ def parameters(runner: Runner) -> Mapping[str, Callable[[], Iterable[Tensor]]]:
 
 
 def rotary_positions(runner: Runner, *, drafter: bool = True) -> list[Tensor]:
-    """Return some rows of each table of rotary positions that a runner's models have.
+    """Return two rows of each table of rotary positions that a runner's models have, in bfloat16.
 
-    They are rounded, since vLLM changes a table's dtype when it is used first.
+    They are rounded, since vLLM changes a table's dtype when it is used first. A table that models
+    share counts once.
+
+    Args:
+        runner: with a loaded model.
+        drafter: the drafter's tables, too.
     """
     tables = {
         each.data_ptr(): each
@@ -134,7 +140,7 @@ def rotary_positions(runner: Runner, *, drafter: bool = True) -> list[Tensor]:
 
 
 def _models(runner: Runner) -> dict[str, nn.Module]:
-    """Return a runner's models by the name of their weights."""
+    """Return a runner's models by the name of their weights; a drafter only if it is a module."""
     found: dict[str, nn.Module] = {TARGET: runner.get_model()}
     for name in ("drafter", "speculator"):  # of the V1 and the V2 runner
         model = getattr(getattr(runner, name, None), "model", None)

@@ -27,7 +27,7 @@ METHODS: Final = {"capture": "model", "run_fullgraph": "desc"}
 
 
 def differs(owner: object) -> bool:
-    """Tell whether a graph manager's methods are not those of ``METHODS``."""
+    """Tell whether a graph manager lacks a method of ``METHODS``, or its first parameter."""
     for name, first in METHODS.items():
         code = getattr(getattr(owner, name, None), "__code__", None)
         if code is None or code.co_varnames[1 : code.co_argcount][:1] != (first,):
@@ -37,21 +37,25 @@ def differs(owner: object) -> bool:
 
 @cache
 def whole() -> object:
-    """Return the mode of a step whose forward is one graph; see ``mode``."""
+    """Return vLLM's mode of a step whose forward is one graph, to compare with ``mode``."""
     from vllm.config.compilation import CUDAGraphMode
 
     return CUDAGraphMode.FULL
 
 
 def mode(batch_desc: Any) -> object:
-    """Return the mode in which a step's forward runs, of the argument of ``prepare_inputs``."""
+    """Return vLLM's mode in which a step's forward runs.
+
+    Args:
+        batch_desc: the argument of ``prepare_inputs``.
+    """
     return batch_desc.cg_mode
 
 
 def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], None]:
     """Call a function at the beginning of each forward of a model, with its number of rows.
 
-    Forwards that are captured in pieces are left out.
+    Rows include padding. Left out are forwards in pieces, and forwards without slots.
 
     Returns:
         A function that undoes it.
@@ -69,7 +73,8 @@ def before_each(model: nn.Module, call: Callable[[int], None]) -> Callable[[], N
 def _rows() -> int:
     """Count the rows, padding included, whose slots the forward that begins is given.
 
-    A forward in pieces has none. One that is captured whole is in no mode itself.
+    0 for a forward in pieces, and for one without slots. One that is captured whole is in no mode
+    itself.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.forward_context import get_forward_context
@@ -103,7 +108,11 @@ class SavingGraphs:
     kvtxn_saving: int
 
     def capture(self, model: nn.Module, *others: Any, **named: Any) -> None:
-        """Capture each forward with its save; vLLM runs each once beforehand."""
+        """Let vLLM capture the forwards, each with its save.
+
+        vLLM runs each once beforehand; there the launch that saves is made. The count of graphs
+        that save begins anew if there are no graphs yet.
+        """
         if not self.graphs:
             self.kvtxn_saving = 0  # the graphs of an earlier time are gone
         undo = before_each(model, self.kvtxn_begins)
@@ -114,7 +123,11 @@ class SavingGraphs:
             self.kvtxn_launches.clear()
 
     def kvtxn_begins(self, rows: int) -> None:
-        """Note the launch of a forward that vLLM tries before its capture; then capture it."""
+        """At the beginning of a forward, make the launch that saves its rows, or capture it.
+
+        It is made in the run before the capture, and counted when captured. A forward without such
+        a launch saves nothing.
+        """
         if not capturing():
             self.kvtxn_launches[rows] = self.kvtxn_steps.save_in_forward(rows)
         elif (launch := self.kvtxn_launches.get(rows)) is not None:
@@ -122,7 +135,10 @@ class SavingGraphs:
             self.kvtxn_saving += 1
 
     def run_fullgraph(self, desc: object) -> object:
-        """Tell the steps, then replay. If only some graphs save, rows may be saved twice."""
+        """Say to the steps whether the replay saves rows, then replay, and return its output.
+
+        It counts as saving only if all graphs do; if only some do, rows may be saved twice.
+        """
         self.kvtxn_steps.before_replay(saves=self.kvtxn_saving == len(self.graphs))
         found: object = super().run_fullgraph(desc)  # type: ignore[misc]
         return found
@@ -133,7 +149,7 @@ def let_graphs_save(runner: object, steps: GraphSteps) -> Callable[[], None] | N
 
     Returns:
         A function that undoes it, though graphs that are captured by then stay as they are; None if
-        the runner has no such graphs, or if they are made in an unknown way.
+        the runner has no such graphs, has captured some, or makes them in an unknown way.
     """
     manager = getattr(runner, "cudagraph_manager", None)
     if manager is None or differs(manager) or manager.graphs:

@@ -39,7 +39,7 @@ def version() -> str:
 
 
 def source_folder() -> Path:
-    """Return the folder that has the installed package ``vllm`` in it; nothing is imported.
+    """Return the folder in which the installed package ``vllm`` lies; nothing is imported.
 
     Raises:
         KVTxnError: it is not installed.
@@ -51,7 +51,7 @@ def source_folder() -> Path:
 
 
 def device_type() -> str:
-    """Return the type of the device that vLLM would run on here."""
+    """Return the type of the device that vLLM would run on here, such as "cpu" or "cuda"."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
@@ -62,6 +62,8 @@ def hook_workers(
     methods: Mapping[str, Callable[[WorkerWrapper], object]],
 ) -> Callable[[], None]:
     """Call a function in every worker once it has a model runner, and add methods for RPC.
+
+    vLLM's module of workers is hooked once it is imported.
 
     Args:
         after_init_device: the function; what it raises ends the worker's start.
@@ -115,6 +117,8 @@ def around_sleep(
     awake: Callable[[], None],
 ) -> Callable[[], None]:
     """Call functions whenever a worker on a GPU falls asleep and wakes up.
+
+    Methods that the worker lacks are left out.
 
     Args:
         wrapper: the worker's wrapper.

@@ -24,7 +24,7 @@ STOPS_THE_START: Final = (BackendUnavailableError, ConfigError, RequiredError)
 
 
 def is_asked(additional_config: object) -> TypeGuard[Mapping[str, object]]:
-    """Tell whether ``additional_config`` has settings of kvtxn."""
+    """Tell whether ``additional_config`` has the key ``kvtxn``, whatever is under it."""
     return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
 
 

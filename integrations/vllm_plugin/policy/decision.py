@@ -67,7 +67,7 @@ class Rule:
     example: Mapping[str, object]
 
     def says(self, facts: EngineFacts) -> str:
-        """Return the rule's reason, with the facts of this engine filled in."""
+        """Return the rule's reason, a sentence in which the facts of this engine are filled in."""
         left_out = supported.LEFT_OUT.get(facts.version, {})
         found = {
             "lacking": lacking(facts),
@@ -87,7 +87,10 @@ class Rule:
 
 
 def lacking(facts: EngineFacts) -> str:
-    """Name a feature that the engine wants and vLLM's attention backend lacks; "" without any."""
+    """Name the first feature that the engine wants and vLLM's attention backend lacks.
+
+    "" without any, and on other devices than GPUs.
+    """
     asked = {"ALiBi": facts.alibi, "attention sinks": facts.sinks, "shared rows": facts.kv_sharing}
     wanted = [facts.dtype, facts.kv_cache_dtype, *(name for name, has in asked.items() if has)]
     return supported.lacking(facts.attention, wanted) if facts.device == "cuda" else ""
@@ -107,5 +110,8 @@ MEASURED: Final[Mapping[str, Any]] = json.loads(
 
 
 def of_stock(name: str) -> dict[int, float]:
-    """Return shares of stock's time by requests, or multiples of its requests by tokens."""
+    """Return an entry of ``MEASURED``: shares of stock's time by number of requests.
+
+    Of entries on requests that fit: multiples of stock's number by tokens of a request.
+    """
     return {int(count): share for count, share in MEASURED[name]["of_stock"].items()}

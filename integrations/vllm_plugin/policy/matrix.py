@@ -256,11 +256,11 @@ def matrix(facts: EngineFacts) -> list[Row]:
     """Decide for every kind of engine on this machine and with this vLLM.
 
     Args:
-        facts: the plainest speculating engine here. Only its version, device, runner and version
-            of FlashAttention are used.
+        facts: the plainest speculating engine here. Only its version, device, runner and version of
+            FlashAttention are used.
 
     Returns:
-        Rows that together name every kind of engine once; one row for all with the same outcome.
+        Rows that together name every kind of engine once; kinds with the same outcome share one.
     """
     dtype = "float32" if facts.device == "cpu" else "bfloat16"  # over a cache of another format
     here = EngineFacts(version=facts.version, device=facts.device, runner=facts.runner, dtype=dtype)
@@ -282,6 +282,14 @@ def matrix(facts: EngineFacts) -> list[Row]:
 
 
 def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str) -> Row:
+    """Decide for one kind of engine, and say which policies the tests ran with it.
+
+    Args:
+        here: the facts of this machine and vLLM.
+        kind: a family, and an attention backend or ``ANY``.
+        number: a key of ``FORMATS``.
+        parallelism: a key of ``PARALLELISM``.
+    """
     family, backend = kind
     changes: dict[str, Any] = {
         **PARALLELISM[parallelism],
@@ -301,7 +309,10 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
 
 
 def _again(facts: EngineFacts, family: str) -> str:
-    """Name the models of a family with recurrent layers that were seen with this release, too."""
+    """Name the models of a family with recurrent layers that were seen with this release, too.
+
+    "" unless the engine has one worker, FLASH_ATTN and rows in the model's dtype.
+    """
     one = facts.tensor_parallel * facts.pipeline_parallel == 1
     plain = facts.attention == "FLASH_ATTN" and facts.kv_cache_dtype == "auto" and one
     known = STATES_AGAIN.get(facts.version, {}).get((facts.device, facts.runner), {})
@@ -309,7 +320,11 @@ def _again(facts: EngineFacts, family: str) -> str:
 
 
 def _release(facts: EngineFacts, family: str) -> str:
-    """Return the release with which an engine was seen: its own, if it was seen there again."""
+    """Return the release with which an engine was seen running: its own, or ``SEEN_RELEASE``.
+
+    Its own if the tests ran it there again: on one GPU, without recurrent layers, and with
+    attention that ``AGAIN`` does not except.
+    """
     again = (
         facts.device == "cuda"
         and family in (PLAIN, LATENT)
@@ -320,7 +335,12 @@ def _release(facts: EngineFacts, family: str) -> str:
 
 
 def _drawn_together(rows: list[Row], column: str) -> list[Row]:
-    """Merge rows that differ in ``column`` only."""
+    """Merge rows that differ in one column only, in the order of the first of each.
+
+    Args:
+        rows: the rows.
+        column: the name of a field with a tuple; the merged row has all of its values.
+    """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         same = {**attrs.asdict(row, recurse=False), column: None, "facts": None}

@@ -73,7 +73,7 @@ class Move:
 
 
 def load(file: Path = FILE) -> tuple[Release, ...]:
-    """Return the releases of a file, oldest first."""
+    """Return the releases of a file, in its order: oldest first."""
     return tuple(
         Release(
             each["version"],
@@ -89,12 +89,13 @@ def load(file: Path = FILE) -> tuple[Release, ...]:
 
 
 def save(releases: Iterable[Release], file: Path = FILE) -> None:
-    """Write the list of releases, oldest first, one hook point a line."""
+    """Write the list of releases to a file, oldest first, one hook point a line."""
     ordered = sorted(releases, key=lambda release: number(release.version))
     file.write_text('{"releases": [\n' + ",\n".join(map(_text, ordered)) + "\n]}\n", "utf-8")
 
 
 def _text(release: Release) -> str:
+    """Return a release as JSON, one hook point a line."""
     hooks = [
         f"  {json.dumps(name)}: {json.dumps({'takes': found.takes, 'source': found.source})}"
         for name, found in release.hooks.items()
@@ -107,10 +108,10 @@ def _text(release: Release) -> str:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, by which releases are ordered.
+    """Return the numbers of a version, by which releases are ordered: (0, 33, 0, 0) for "0.33.0".
 
     The last one is -1 for a version before the release of that number, such as ``0.33.0rc1`` or
-    ``0.33.0.dev12``, and 0 for others.
+    ``0.33.0.dev12``, and 0 for others. A build suffix such as ``+cpu`` does not count.
     """
     public = version.partition("+")[0]
     found = (re.match(r"\d*", part) for part in public.split("."))
@@ -119,12 +120,18 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def checked_for(check: str, releases: Iterable[Release]) -> tuple[str, ...]:
-    """Return the versions that were checked for something, oldest first; see ``CHECKS``."""
+    """Return the versions that were checked for one of ``CHECKS``, in the order of ``releases``."""
     return tuple(release.version for release in releases if check in release.checked)
 
 
 def nearest(version: str, check: str, releases: Sequence[Release]) -> Release:
-    """Return the newest checked release that is not newer than a version, else the oldest one."""
+    """Return the newest checked release that is not newer than a version, else the oldest one.
+
+    Args:
+        version: the version.
+        check: one of ``CHECKS``, for which the release was checked.
+        releases: oldest first; one of them at least was checked.
+    """
     known = [release for release in releases if check in release.checked]
     older = [release for release in known if number(release.version) <= number(version)]
     return older[-1] if older else known[0]
@@ -139,7 +146,7 @@ def read_hooks(sources: Sources, names: Iterable[str]) -> dict[str, Found]:
 def moves(
     before: Mapping[str, Found], now: Mapping[str, Found], names: Iterable[str]
 ) -> list[Move]:
-    """Return the hook points that differ between two releases, in the order of ``names``.
+    """Return the hook points that are gone or differ between two releases, in order of ``names``.
 
     Args:
         before: the hook points of the earlier release; one that it lacks counts as no move.

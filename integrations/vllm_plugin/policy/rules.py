@@ -34,7 +34,7 @@ _TRIAL: Final = (
 
 
 def on_trial(facts: EngineFacts) -> bool:
-    """Return whether windows need a self-test: nothing was checked, the user allows it."""
+    """Tell whether windows need a self-test: nothing was checked, and the user allows it."""
     return facts.unchecked and facts.version not in supported.releases_for(facts.device)
 
 
@@ -148,22 +148,25 @@ _LEAST, _MOST, _LARGE = (
 
 
 def _attends(facts: EngineFacts) -> bool:
-    """Return whether kvtxn's own attention would read the window: on a CPU, without states."""
+    """Tell whether kvtxn's own attention would read the window: on a CPU, without states."""
     return facts.device == "cpu" and facts.recurrent is None
 
 
 def _early(facts: EngineFacts) -> bool:
-    """Return whether a worker gets accepted counts some steps later than the last stage does."""
+    """Tell whether a worker gets accepted counts some steps later than the last stage does.
+
+    It does on earlier pipeline stages, but not with the V1 runner.
+    """
     return facts.pipeline_parallel > 1 and facts.runner != "v1" and not facts.last_stage
 
 
 def _opened(facts: EngineFacts) -> bool:
-    """Return whether windows may run on early stages: that was checked, or the user allows it."""
+    """Tell whether windows may run on early stages: that was checked, or the user allows it."""
     return facts.version in supported.STAGE_RELEASES or facts.unchecked
 
 
 def _rows_unchecked(facts: EngineFacts) -> bool:
-    """Return whether an attention on a GPU was not checked with waiting drafts in this release.
+    """Tell whether an attention on a GPU was not checked with waiting drafts in this release.
 
     Before the model is loaded, latent attention is one of several, none of them FLASH_ATTN.
     """
@@ -497,7 +500,10 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 def refused(facts: EngineFacts) -> str | None:
-    """Say why vLLM itself does not run this engine; None if nothing of the kind is known."""
+    """Say why vLLM itself does not run this engine, with or without kvtxn.
+
+    None if nothing of the kind is known.
+    """
     return next((rule.says(facts) for rule in VLLM_RULES if rule.applies(facts)), None)
 
 
@@ -509,8 +515,9 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
         facts: the facts of the engine.
 
     Returns:
-        A policy that is safe for this engine, or ``"off"``. A policy that was asked for by name is
-        never replaced by another one.
+        A policy that is safe for this engine, or ``"off"``, with the reason of the first rule that
+        forbids another one. A policy that was asked for by name is never replaced by another one;
+        "auto" becomes "deferred", or "undo" where drafts cannot wait or take too long.
     """
     found = [rule for rule in RULES if rule.applies(facts)]
     for rule in found:

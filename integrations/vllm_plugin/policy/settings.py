@@ -99,17 +99,17 @@ class PluginSettings:
 
 
 def is_audited(additional_config: object) -> bool:
-    """Tell whether the user asks for an audit."""
+    """Tell whether the user asks for an audit, "ledger" or "bytes"."""
     return any(wants(additional_config, "audit", each) for each in AUDITS[1:])
 
 
 def asks_for_windows(additional_config: object) -> bool:
-    """Tell whether the user names a policy, without which an audit opens no window."""
+    """Tell whether the user names a policy; without one an audit opens no window."""
     return is_asked(additional_config) and not wants(additional_config, "policy", None)
 
 
 def asked_states(additional_config: object) -> str:
-    """Return the user's setting ``recurrent``, or "off"."""
+    """Return the user's setting ``recurrent``; "off" if it is missing or has no valid value."""
     return next((each for each in RECURRENT if wants(additional_config, "recurrent", each)), "off")
 
 
@@ -122,11 +122,16 @@ def asked_rows(additional_config: object) -> int | None:
 def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:
     """Read and check the settings in ``additional_config={"kvtxn": {...}}``; None without any.
 
+    Args:
+        additional_config: the user's.
+        max_rows: the default of that setting.
+        device: the type of the engine's device.
+
     Raises:
-        ConfigError: a setting does not exist, has no effect on this device, or cannot take its
-            value.
-        BackendUnavailableError: no backend of that name is registered, or the backend or the way
-            to count accepted drafts cannot work on this device.
+        ConfigError: a setting does not exist, has no effect on this device or beside the others, or
+            cannot take its value; or neither a policy nor an audit is named.
+        BackendUnavailableError: no backend of that name is registered, or the backend or the way to
+            count accepted drafts cannot work on this device.
     """
     if not is_asked(additional_config):
         return None
@@ -187,7 +192,13 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
 def _idle(
     given: Mapping[str, object], checked: PluginSettings, device: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield names of settings that have no effect if they are given, why, and the next step."""
+    """Yield names of settings that have no effect if they are given, why, and the next step.
+
+    Args:
+        given: the user's settings.
+        checked: the same, checked.
+        device: the type of the engine's device.
+    """
     policy, recurrent = given.get("policy"), checked.recurrent
     no_window = "without a policy: no window is opened"
     if policy in ("undo", "direct") and given.get("staging", "auto") != "auto":
@@ -225,7 +236,13 @@ def _idle(
 
 
 def _audit_store(found: GivenSettings) -> tuple[str | None, str | None]:
-    """Return the URL of a store of identities, and the file of its key: beside it by default."""
+    """Return the URL of a store of identities, and the file of its key; None twice without one.
+
+    The key of a store that is a file is in a file beside it, if the user names no other.
+
+    Raises:
+        ConfigError: the URL is not valid, or a store that is no file has no key file.
+    """
     given = found.given
     if "audit_store" not in given:
         return None, None
@@ -246,6 +263,11 @@ def _check_backend(txn: TxnConfig, device: str) -> None:
 
     A backend may ask CUDA about the device. That would initialise CUDA, which a process must not do
     before vLLM forks its workers from it; so on a GPU only a process that uses CUDA anyway asks.
+    Elsewhere nothing is checked.
+
+    Raises:
+        BackendUnavailableError: backend or acceptance cannot work on this device.
+        ConfigError: the backend cannot have the policy.
     """
     if device == "cpu" or (device == "cuda" and torch.cuda.is_initialized()):
         where = torch.device(device)
@@ -257,7 +279,7 @@ def _check_backend(txn: TxnConfig, device: str) -> None:
 
 @contextmanager
 def _in_the_users_words() -> Iterator[None]:
-    """Let errors of the library name the place of the setting in the user's dict."""
+    """Let errors of the library name the user's dict as their place, instead of an operation."""
     try:
         yield
     except KVTxnError as error:

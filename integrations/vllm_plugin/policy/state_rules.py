@@ -83,14 +83,14 @@ def measured_exact() -> str:
 
 
 def by_requests(found: Mapping[int, float]) -> str:
-    """Return words that list shares of stock's time by number of requests."""
+    """Return words that list shares of stock's time by number of requests, in their order."""
     (least, part), *others = found.items()
     more = ", ".join(f"{part:.2f} with {count}" for count, part in others)
     return f"{part:.2f} of stock's time with {least} request, {more}"
 
 
 def takes(facts: EngineFacts) -> str:
-    """Return a sentence on an engine's gain if "auto" took "exact"."""
+    """Return the sentence that "auto" takes "exact", with its gain and its measured time."""
     return (
         f'"auto" takes "exact": {facts.gain:.2f} times as many requests of {facts.gain_tokens} '
         f"tokens fit as in stock; {measured_exact()}"
@@ -98,16 +98,17 @@ def takes(facts: EngineFacts) -> str:
 
 
 def _auto(facts: EngineFacts) -> bool:
-    """Return whether the setting is "auto", for states that kvtxn knows."""
+    """Tell whether the setting is "auto", for states that kvtxn knows."""
     return facts.states == "auto" and facts.recurrent in KNOWN_STATES
 
 
 def _chosen_on_gpu(facts: EngineFacts) -> bool:
+    """Tell whether the setting is "auto", for states that kvtxn knows, on a GPU."""
     return _auto(facts) and facts.device == "cuda"
 
 
 def _unmeasured(facts: EngineFacts) -> bool:
-    """Return whether "exact" was not compared or timed with this kind and dtype of states."""
+    """Tell whether "exact" was not compared or timed with this kind or dtype of states."""
     return facts.recurrent != GATED_DELTA or facts.state_dtype != MEASURED_STATES
 
 
@@ -215,35 +216,42 @@ _CHECKED: Final[Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]]] = {
 
 
 def _known(facts: EngineFacts) -> bool:
-    """Return whether kvtxn knows the operators of the model's recurrent layers on this device."""
+    """Tell whether kvtxn knows the operators of the model's recurrent layers on this device."""
     if facts.recurrent == OLMO_DELTA:
         return facts.device == "cuda"
     return facts.device in _CHECKED and facts.recurrent in KNOWN_STATES
 
 
 def _asked(facts: EngineFacts) -> bool:
-    """Return whether the user asks for states in the windows, and kvtxn knows their layers."""
+    """Tell whether the user asks for states in the windows, and kvtxn knows their layers."""
     return _known(facts) and facts.states != "off"
 
 
 def _on_gpu(facts: EngineFacts) -> bool:
-    """Return whether the user asks for states in the windows of an engine on a GPU."""
+    """Tell whether the user asks for states in the windows of an engine on a GPU."""
     return _asked(facts) and facts.device == "cuda"
 
 
 def _foreign_dtype(facts: EngineFacts) -> bool:
-    """Return whether vLLM itself does not take the model's dtype."""
+    """Tell whether vLLM itself lacks the model's dtype: gated delta nets on a CPU want bfloat16."""
     return facts.device == "cpu" and facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
 
 
 def _checked_dtypes(facts: EngineFacts) -> set[str]:
-    """Return the dtypes of states that were checked with a model of this dtype."""
+    """Return the dtypes of states that were checked with a model of this dtype and kind.
+
+    Those on the engine's device count.
+    """
     pairs = _CHECKED.get(facts.device, {}).get(facts.recurrent or "", ())
     return {states for model, states in pairs if model == facts.dtype}
 
 
 def _unchecked(facts: EngineFacts) -> bool:
-    """Return whether kvtxn was not checked with the dtypes of the model and of its states."""
+    """Tell whether kvtxn was not checked with the dtypes of the model and of its states.
+
+    False for layers that kvtxn does not know, and for dtypes that vLLM does not take; states of no
+    known dtype pass, if some dtype was checked.
+    """
     known = facts.recurrent in _CHECKED.get(facts.device, ())
     if not known or _foreign_dtype(facts):
         return False
@@ -252,7 +260,7 @@ def _unchecked(facts: EngineFacts) -> bool:
 
 
 def _held(facts: EngineFacts) -> bool:
-    """Return whether windows of an engine on a CPU can hold its states."""
+    """Tell whether windows of an engine on a CPU can hold its states, by all rules about them."""
     if facts.device == "cuda" or facts.states in ("fast", "auto"):
         return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
@@ -262,14 +270,17 @@ def _held(facts: EngineFacts) -> bool:
 
 
 def _over_ranks(facts: EngineFacts) -> bool:
-    """Return whether states may be spread over ranks: that was checked, or the user allows it."""
+    """Tell whether states may be spread over ranks: that was checked, or the user allows it.
+
+    It was checked for gated delta nets; others may be on a GPU.
+    """
     if facts.recurrent == GATED_DELTA:
         return True
     return facts.device == "cuda" and _on_trial(facts)
 
 
 def _on_trial(facts: EngineFacts) -> bool:
-    """Return whether the user allows states in windows where that was not compared with stock."""
+    """Tell whether the user allows states in windows where they were not compared with stock."""
     return facts.unchecked and facts.states != "auto"
 
 
@@ -301,7 +312,10 @@ FAST_PER_TOKEN_OF_MAMBA2: Final = of_stock("fast, per token of Mamba-2")
 
 
 def measured_fast(recurrent: str | None) -> str:
-    """Return words on the measured gain of "fast" for models with these recurrent layers."""
+    """Return words on the measured time of "fast" for models with these recurrent layers.
+
+    Those of Nemotron-H for Mamba-2 layers, of Qwen3.5 for others.
+    """
     if recurrent == MAMBA2:
         return (
             f"on an H200 a token of a whole engine took {by_requests(FAST_PER_TOKEN_OF_MAMBA2)} "
@@ -315,7 +329,7 @@ def measured_fast(recurrent: str | None) -> str:
 
 
 def without_fast_form(facts: EngineFacts) -> bool:
-    """Return whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
+    """Tell whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
     return facts.recurrent in (OLMO_DELTA, SHORT_CONV)
 
 

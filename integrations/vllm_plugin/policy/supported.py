@@ -52,17 +52,26 @@ GPU_STATE_RELEASES: Final = release_records.checked_for("gpu-states", _RELEASES)
 
 
 def releases_for(device: str) -> tuple[str, ...]:
-    """Return the releases that were checked on a device, such as ``"cuda"``, oldest first."""
+    """Return the releases that were checked on a device, oldest first.
+
+    Those of CPUs for any device but ``"cuda"``.
+    """
     return GPU_RELEASES if device == "cuda" else RELEASES
 
 
 def state_releases_for(device: str) -> tuple[str, ...]:
-    """Return the releases whose recurrent layers were checked on a device, oldest first."""
+    """Return the releases whose recurrent layers were checked on a device, oldest first.
+
+    Those of CPUs for any device but ``"cuda"``.
+    """
     return GPU_STATE_RELEASES if device == "cuda" else STATE_RELEASES
 
 
 def is_listed(version: str) -> bool:
-    """Return whether something was checked with a release, so that its configuration is known."""
+    """Tell whether a release was checked for an audit or for windows, on a CPU or a GPU.
+
+    kvtxn knows the configuration of these.
+    """
     return any(version in each for each in (AUDIT_RELEASES, RELEASES, GPU_RELEASES))
 
 
@@ -104,12 +113,22 @@ NO_FLASH_ROWS: Final[Mapping[int, str]] = {
 
 
 def read_rows(version: str, *, unchecked: bool) -> tuple[str, ...]:
-    """Return the attention backends that are taken in with a release."""
+    """Return the attention backends that are taken in with a release.
+
+    FLASH_ATTN alone, unless the release is in ``ROW_RELEASES`` or the user says ``unchecked``.
+    """
     return READ_ROWS if unchecked or version in ROW_RELEASES else READ_ROWS[:1]
 
 
 def reads_no_rows(attention: str | None, flash: int | None) -> str:
-    """Return why an attention backend does not read blocks of one row; "" if nothing is known."""
+    """Return why an attention backend does not read blocks of one row, as the end of a sentence.
+
+    It begins with ": "; "" if nothing is known.
+
+    Args:
+        attention: the backend's name.
+        flash: the version of FlashAttention.
+    """
     says = NO_ROWS.get(attention or "") or NO_FLASH_ROWS.get(flash or 0, "")
     return f": {says}" if says else ""
 
@@ -157,7 +176,7 @@ _EIGHT_BIT_HEADS: Final = 32
 
 
 def takes_heads(size: int, kv_cache_dtype: str) -> bool:
-    """Return whether CPU_ATTN has a kernel for heads of a size, over rows in a format."""
+    """Tell whether CPU_ATTN has a kernel for heads of a size, over rows in a format."""
     in_eight_bits = kv_cache_dtype.startswith("fp8")
     return size in CPU_HEADS and not (in_eight_bits and size % _EIGHT_BIT_HEADS)
 
@@ -241,7 +260,10 @@ def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
 
 
 def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | None:
-    """Return why the ledger cannot watch one pipeline stage, a sentence; None if it can."""
+    """Say in a sentence why the ledger cannot watch a pipeline stage; None if it can.
+
+    It cannot watch earlier stages of a V2 runner that speculates.
+    """
     if runner == "v2" and speculates and not last_stage:
         return (
             "pipeline stages before the last learn of accepted drafts when they have begun later "

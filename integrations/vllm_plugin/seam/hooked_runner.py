@@ -36,7 +36,9 @@ _hooked: WeakSet[Any] = WeakSet()
 
 
 def show_log() -> Callable[[], None]:
-    """Show kvtxn's log events beside vLLM's, at vLLM's level, unless the user configured them.
+    """Show kvtxn's log events beside vLLM's, at vLLM's level.
+
+    Nothing is done if kvtxn's logger has handlers: the user configured it.
 
     Returns:
         A function that undoes it.
@@ -103,7 +105,7 @@ class HookedRunnerV2(HookedRunner, RunnerV2, Protocol):
 
 
 def keep_for_graphs(runner: Foreign, owner: object) -> None:
-    """Keep the owner of buffers that a runner's captured graphs read, for as long as it lives."""
+    """Keep the owner of buffers that captured graphs read, on the runner, until the runner goes."""
     kept = vars(runner).get("kvtxn_kept", [])
     kept.append(owner)
     runner.kvtxn_kept = kept
@@ -112,7 +114,13 @@ def keep_for_graphs(runner: Foreign, owner: object) -> None:
 def stay_out(
     why: str, rank: int, *, required: bool = False, error: Exception | None = None
 ) -> None:
-    """Log that a worker runs stock vLLM, and the reason.
+    """Log as a warning that a worker runs stock vLLM, and the reason; or refuse that.
+
+    Args:
+        why: the reason.
+        rank: the worker's.
+        required: the user wants no engine without kvtxn: nothing is logged, it raises.
+        error: the cause, if there is one.
 
     Raises:
         RequiredError: ``required``; it stops vLLM's start.
@@ -179,7 +187,7 @@ def unhook_runner(runner: Foreign) -> None:
 
 
 def _forget(runner: Foreign) -> None:
-    """Give a runner its own class back, and take away what kvtxn kept on it."""
+    """Give a runner its own class back, and take away what kvtxn kept on it but ``kvtxn_kept``."""
     restore_class(runner)
     for name in [
         name for name in vars(runner) if name.startswith("kvtxn") and name != "kvtxn_kept"
@@ -189,7 +197,11 @@ def _forget(runner: Foreign) -> None:
 
 
 def unhook_runners() -> None:
-    """Unhook every runner of this process."""
+    """Unhook every runner of this process, whichever of them raises.
+
+    Raises:
+        KVTxnError: somebody else has subclassed a runner's class.
+    """
     with ExitStack() as ends:
         for runner in list(_hooked):
             ends.callback(unhook_runner, runner)

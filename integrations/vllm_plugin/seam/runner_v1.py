@@ -44,7 +44,10 @@ class AdapterV1:
     # -- caches ------------------------------------------------------------------------------
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
-        """Ask for one state per request and layer, if a part wants that."""
+        """Return vLLM's cache specifications; with one state per request if a part wants that.
+
+        The parts are told first that caches are wanted.
+        """
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         wanted = self.kvtxn_parts.wants_one_state()
@@ -53,7 +56,7 @@ class AdapterV1:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Make new caches, after undoing the hooks of the old ones.
+        """Make new caches, after undoing the hooks of the old ones; the parts hear of both.
 
         The parts may change the plan. Caches of a profiling run are planned by vLLM alone, and get
         no windows and no ledger.
@@ -71,7 +74,10 @@ class AdapterV1:
     # -- a step up to its forward ------------------------------------------------------------
 
     def execute_model(self, *args: Any, **kwargs: Any) -> object:
-        """Run a step up to its sampling; a step of an engine that samples nothing ends here."""
+        """Run a step up to its sampling; a step of an engine that samples nothing ends here.
+
+        Whatever happens, no planned step is left for the next forward.
+        """
         ends = not self.kvtxn_samples
         run = super().execute_model  # type: ignore[misc]
         try:
@@ -80,7 +86,10 @@ class AdapterV1:
             self.kvtxn_planned = None  # an error came before the forward: the next is another's
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
-        """Tell the parts that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins; after vLLM's update, what it changed.
+
+        That is which requests end and come, and which blocks they get.
+        """
         self.kvtxn_planned = None
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
@@ -92,7 +101,7 @@ class AdapterV1:
     def _may_reorder_batch(
         self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
     ) -> None:
-        """Let the parts change the order of the batch."""
+        """After vLLM has ordered the batch, let the parts move drafting requests to the front."""
         super()._may_reorder_batch(scheduler_output, *others, **named)  # type: ignore[misc]
         lead = partial(batches.lead_with_drafts, self, scheduler_output)  # type: ignore[arg-type]
         self.kvtxn_parts.batch_ordered(lead)
@@ -100,7 +109,7 @@ class AdapterV1:
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Array
     ) -> Prepared:
-        """Tell the parts which rows the step has; vLLM has computed their slots."""
+        """After vLLM has computed the step's slots, tell the parts which rows it has."""
         prepared: Prepared = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
@@ -110,18 +119,21 @@ class AdapterV1:
         return prepared
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> object:
-        """Let the parts change by what vLLM looks for a graph."""
+        """Let the parts change, in ``kwargs``, the arguments by which vLLM looks for a graph."""
         self.kvtxn_parts.graph_sought(kwargs)
         return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> object:
-        """Tell the parts the attention metadata; before a capture these describe padding alone."""
+        """Return vLLM's attention metadata, and tell the parts those by layer.
+
+        Before a capture these describe padding alone.
+        """
         made = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
         self.kvtxn_parts.attention_described(batches.metadata_by_layer(made))
         return made
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> object:
-        """Tell the parts of the forward before it runs, and how it ended."""
+        """Run the forward; tell the parts before it, and whether it ended or raised."""
         step, self.kvtxn_planned = self.kvtxn_planned, None
         try:
             self.kvtxn_parts.forward_begins(step, kwargs)
@@ -135,12 +147,15 @@ class AdapterV1:
     # -- its sampling ------------------------------------------------------------------------
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> object:
-        """Sample and draft, which ends the step."""
+        """Sample and draft as vLLM does; the parts hear that the step ends with this call."""
         run = super().sample_tokens  # type: ignore[misc]
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: object) -> object:
-        """Tell the parts what the forward computed, and what was sampled."""
+        """Return vLLM's samples; tell the parts of the logits before, and of the sampled ids after.
+
+        If sampling raises, the parts are told that the step failed.
+        """
         self.kvtxn_parts.sampling_begins(lambda: (logits, None))
         try:
             output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]

@@ -35,7 +35,10 @@ class AdapterV2:
     # -- caches ------------------------------------------------------------------------------
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
-        """Ask for one state per request and layer, if a part wants that."""
+        """Return vLLM's cache specifications; with one state per request if a part wants that.
+
+        The parts are told first that caches are wanted.
+        """
         self.kvtxn_parts.caches_wanted()
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         wanted = self.kvtxn_parts.wants_one_state()
@@ -44,7 +47,7 @@ class AdapterV2:
     def initialize_kv_cache(
         self, kv_cache_config: object, is_profiling: bool = False, **others: Any
     ) -> None:
-        """Make new caches, after undoing the hooks of the old ones.
+        """Make new caches, after undoing the hooks of the old ones; the parts hear of both.
 
         The parts may change the plan. Caches of a profiling run are planned by vLLM alone, and get
         no windows and no ledger.
@@ -79,7 +82,10 @@ class AdapterV2:
     def update_requests(
         self, scheduler_output: SchedulerOutput, *others: Any, **named: Any
     ) -> None:
-        """Tell the parts that a step begins, and which requests and blocks it changes."""
+        """Tell the parts that a step begins; after vLLM's update, what it changed.
+
+        That is which requests end and come, and which blocks they get.
+        """
         self.kvtxn_scheduled = scheduler_output
         self.kvtxn_parts.step_begins()
         super().update_requests(scheduler_output, *others, **named)  # type: ignore[misc]
@@ -87,7 +93,7 @@ class AdapterV2:
         self.kvtxn_parts.requests_changed(changes)
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the parts when an earlier pipeline stage learns the outcome of a step.
+        """Tell the parts before and after an earlier pipeline stage learns the outcome of a step.
 
         vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
         """
@@ -98,13 +104,13 @@ class AdapterV2:
             self.kvtxn_parts.outcomes_arrived()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> object:
-        """Tell the parts which graph is replayed as the forward: vLLM's third argument says it."""
+        """Tell the parts which graph is the forward, by vLLM's ``batch_desc``, then prepare."""
         chosen = args[2] if len(args) > 2 else kwargs.get("batch_desc")
         self.kvtxn_parts.graph_chosen(chosen)
         return super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: InputBatchV2) -> object:
-        """Tell the parts which rows the step has; vLLM has computed their slots."""
+        """After vLLM has computed the step's slots, tell the parts which rows it has."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
         self.kvtxn_parts.planned(PlannedV2(input_batch, prepared))
         return prepared
@@ -112,7 +118,7 @@ class AdapterV2:
     # -- its sampling ------------------------------------------------------------------------
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> object:
-        """Sample and draft, which ends the step."""
+        """Sample and draft as vLLM does; the parts hear that the step ends with this call."""
         run = super().sample_tokens  # type: ignore[misc]
         return self.kvtxn_parts.run_call(run, True, *args, **kwargs)
 
@@ -142,10 +148,10 @@ class AdapterV2:
         *others: Any,
         **named: Any,
     ) -> None:
-        """Tell the parts how many tokens each request got, which go to the host meanwhile.
+        """Tell the parts how many tokens each request got; after vLLM's own code, which ones.
 
-        The drafter runs after this. What vLLM adds (the rows' first places, and from 0.33 on the
-        drafts that another stage sent) goes through.
+        vLLM sends these to the host meanwhile, and the drafter runs after this. What vLLM adds (the
+        rows' first places, and from 0.33 on the drafts that another stage sent) goes through.
         """
         self.kvtxn_parts.outcome_known(num_sampled)
         super().postprocess_sampled(  # type: ignore[misc]

@@ -26,9 +26,9 @@ log = get_logger()
 def end_unheard(runner: HookedRunner, error: Exception) -> None:
     """End this rank's process if an error of a window's stops the engine and nobody would hear it.
 
-    vLLM awaits the answer of one rank and drops the errors of all others. Such a rank would leave
-    the others waiting in a collective until a time-out. vLLM notices that a process ends, and stops
-    the engine within seconds.
+    That is logged first; otherwise nothing happens. vLLM awaits the answer of one rank and drops
+    the errors of all others. Such a rank would leave the others waiting in a collective until a
+    time-out. vLLM notices that a process ends, and stops the engine within seconds.
     """
     if not _stops(runner, error) or ranks.is_heard(runner):
         return
@@ -38,7 +38,10 @@ def end_unheard(runner: HookedRunner, error: Exception) -> None:
 
 
 def _stops(runner: HookedRunner, error: Exception) -> bool:
-    """Tell whether an error is a window's, which is to stop the engine."""
+    """Tell whether an error stops the engine on behalf of kvtxn: of a runner that has windows.
+
+    It is kvtxn's own, or carries its note, or the user wants errors to be raised.
+    """
     notes = getattr(error, "__notes__", ())
     ours = isinstance(error, KVTxnError) or any(each.startswith("kvtxn:") for each in notes)
     return runner.kvtxn is not None and (ours or runner.kvtxn_config.on_error == "raise")
@@ -49,7 +52,10 @@ def open_steps(
     facts_of: Callable[[Sequence[TargetLayer], EngineFacts], EngineFacts],
     make: Callable[[Sequence[TargetLayer], str, TxnConfig], tuple[Any, dict[str, object]]],
 ) -> Any:
-    """Make steps over a hooked runner's new caches; if impossible, log why and return None.
+    """Make steps over a hooked runner's new caches, and announce them; else log why, return None.
+
+    A runner on trial announces them after its self-test. After an error the hooks around the caches
+    are undone.
 
     Args:
         runner: the hooked runner.
@@ -61,8 +67,9 @@ def open_steps(
 
     Raises:
         BackendUnavailableError: the user named a backend that cannot be had.
-        ConfigError: likewise, of another setting.
+        ConfigError: the user named something else that cannot be had.
         RequiredError: there are no windows, and the user wants no engine without them.
+        Exception: any, if the user wants errors to be raised.
     """
     config: TxnConfig = runner.kvtxn_config
     try:

@@ -117,7 +117,10 @@ def _config(engine_args: Mapping[str, object]) -> VllmConfig:
 
 
 def _audit_in_words(facts: EngineFacts) -> str:
-    """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
+    """Say for the doctor whether the ledger can watch an engine, and why not if it cannot.
+
+    Of a release that is not listed it says that this is not known.
+    """
     if refused(facts) is not None:
         return "there is no engine to watch"
     if not supported.is_listed(facts.version):
@@ -129,7 +132,13 @@ def _audit_in_words(facts: EngineFacts) -> str:
 
 
 def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
-    """Choose a policy as the plug-in does when the engine starts."""
+    """Choose a policy as the plug-in does when the engine starts, and extend the reason.
+
+    Args:
+        asked: the user's policy.
+        facts: the facts of the engine.
+        gone: the sentence that a hook point is gone, which rules out windows on trial.
+    """
     found = decide(asked, facts)
     if found.policy == "off":
         return found
@@ -142,7 +151,8 @@ def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
 def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
     """Name the backends of latent attention with which the policy would be another one.
 
-    On a GPU vLLM chooses among several when it loads the model; empty if one is named already.
+    On a GPU vLLM chooses among several when it loads the model. The text continues a sentence; it
+    is empty if one is named already, and for engines without latent attention.
     """
     if not (facts.device == "cuda" and facts.mla and facts.attention is None):
         return ""
@@ -157,7 +167,7 @@ def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
 def _policies(
     facts: EngineFacts, gone: str | None, wanted: PluginSettings | None = None
 ) -> list[str]:
-    """Return one line for each policy setting: the policy that it would give.
+    """Return one line for each policy that can be set: the policy that it gives, and why.
 
     The user's own one refers to its line among the settings, which has the reason.
     """
@@ -171,14 +181,20 @@ def _policies(
 
 
 def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, object]:
-    """Return such lines for pipeline stages before the last one, if there are any."""
+    """Return an entry with the lines of ``_policies`` for pipeline stages before the last one.
+
+    Empty without such stages.
+    """
     if facts.pipeline_parallel == 1:
         return {}
     return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False), gone)}
 
 
 def _moved(facts: EngineFacts) -> dict[str, object]:
-    """Compare the hook points of a release that was not checked; empty for one that was."""
+    """Compare a release's hook points with the nearest checked release's; return two entries.
+
+    Empty for a release that was checked.
+    """
     if is_checked(facts.version, facts.device):
         return {}
     found = compare(facts.version, facts.device)
@@ -192,7 +208,10 @@ def _moved(facts: EngineFacts) -> dict[str, object]:
 def _asked(
     wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig, gone: str | None = None
 ) -> list[str]:
-    """Return one line for each of the user's settings: its effect."""
+    """Return one line for each of the user's settings: its effect; the last one on ``required``.
+
+    Without settings one line says that kvtxn stays out.
+    """
     if wanted is None:
         return ['nothing: "kvtxn" is not in additional_config, so kvtxn stays out']
     outcomes = list(_outcomes(wanted, facts, config, gone))
@@ -219,7 +238,10 @@ class _Outcome:
 
     @property
     def lacks(self) -> bool:
-        """True if the engine does not get the user's policy; "auto" fits any."""
+        """True if the engine does not get the setting that the user asks for.
+
+        Of a policy, and of "auto", only "off" is not what was asked for.
+        """
         if self.asked == "auto" or self.setting == "policy":
             return self.found == "off"
         return self.found != self.asked
@@ -230,7 +252,10 @@ class _Outcome:
 
 
 def _states(asked: str, facts: EngineFacts) -> _Outcome:
-    """Return lines on how recurrent states are held, and on the other setting's gain."""
+    """Describe the value of ``recurrent`` that the engine gets, and its effect on a GPU.
+
+    The gain of "fast" is named where the engine could have it.
+    """
     if facts.device != "cuda":
         return _Outcome("recurrent", asked, asked)
     found = "exact" if asked == "auto" else asked
@@ -243,7 +268,11 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
 def _outcomes(
     wanted: PluginSettings, facts: EngineFacts, config: VllmConfig, gone: str | None = None
 ) -> Iterator[_Outcome]:
-    """Decide about each setting as ``plugin`` does when the engine starts."""
+    """Yield the outcome of each setting about policy, states and audit, as the plug-in decides.
+
+    Settings that are off are left out; so are states without windows, and all others of an audit
+    that is impossible.
+    """
     if wanted.windows:
         policy, why = _decide(wanted.txn.policy, facts, gone)
         yield _Outcome("policy", wanted.txn.policy, policy, why)
@@ -273,7 +302,13 @@ def _outcomes(
 
 @attrs.frozen
 class Comparison:
-    """The outcome."""
+    """The hook points of a release that moved since a checked one.
+
+    Attributes:
+        version: the checked release.
+        compared: the number of hook points.
+        moves: the hook points that are not as they were.
+    """
 
     version: str
     compared: int
@@ -286,12 +321,20 @@ class Comparison:
 
 
 def is_checked(version: str, device: str) -> bool:
-    """Return whether a release was checked on a device."""
+    """Tell whether a release was checked on a device."""
     return version in supported.releases_for(device)
 
 
 def compare(version: str, device: str) -> Comparison:
-    """Compare the installed vLLM with the nearest release that was checked on a device."""
+    """Compare the installed vLLM with the nearest release that was checked on a device.
+
+    Hook points count that concern the device and that the checked release has. vLLM's source files
+    are read, and nothing is imported.
+
+    Args:
+        version: the installed release.
+        device: "cuda", or one that is compared with releases for CPUs.
+    """
     check = "gpu" if device == "cuda" else "cpu"
     before = release_records.nearest(version, check, release_records.load())
     names = [name for place in places_of(device) for name in HOOK_POINTS[place]]
@@ -302,7 +345,10 @@ def compare(version: str, device: str) -> Comparison:
 
 
 def hook_gone(facts: EngineFacts) -> str | None:
-    """Say which hook point a release that was not checked lacks; None without any."""
+    """Say in a sentence which hook point a release on trial lacks; None without any.
+
+    None also for a release that was checked, which is not looked at.
+    """
     if not on_trial(facts):
         return None
     gone = compare(facts.version, facts.device).gone
@@ -313,9 +359,12 @@ _WHERE: Final = "additional_config['kvtxn']"
 
 
 def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig) -> None:
-    """Refuse, with a ConfigError, settings that do not fit the engine.
+    """Refuse settings that do not fit the engine: ``max_rows`` and ``recurrent``.
 
     Nothing is read of a release of vLLM that was not checked, unless the user sets ``unchecked``.
+
+    Raises:
+        ConfigError: one of the two does not fit.
     """
     if wanted is None or not (supported.is_listed(facts.version) or facts.unchecked):
         return
@@ -324,7 +373,11 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: VllmCon
 
 
 def check_rows(max_rows: int | None, drafts: int) -> None:
-    """Refuse, with a ConfigError, a ``max_rows`` with which no request could have a window."""
+    """Refuse a ``max_rows`` with which no request could have a window: fewer rows than one has.
+
+    Raises:
+        ConfigError: it is too small.
+    """
     rows = drafts + 1
     if drafts and max_rows is not None and max_rows < rows:
         raise ConfigError(
@@ -337,7 +390,11 @@ def check_rows(max_rows: int | None, drafts: int) -> None:
 
 
 def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
-    """Refuse, with a ConfigError, ``recurrent`` for a model whose layers it does not concern."""
+    """Refuse ``recurrent`` for a model whose layers it does not concern.
+
+    Raises:
+        ConfigError: the model has no recurrent layers, or none for which "fast" has kernels.
+    """
     if wanted.recurrent not in ("off", "auto") and facts.recurrent is None:
         raise ConfigError(
             _WHERE,
@@ -355,7 +412,10 @@ def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
 
 
 def bounded(wanted: PluginSettings, config: VllmConfig) -> PluginSettings:
-    """Return the settings with no more ``max_rows`` than a step can have, which sizes buffers."""
+    """Return the settings with ``max_rows``, which sizes buffers, at most the rows of a step.
+
+    They stay as they are without windows or without drafts.
+    """
     if not (wanted.windows and engine_config.drafts(config)):
         return wanted
     most = engine_config.most_window_rows(config)

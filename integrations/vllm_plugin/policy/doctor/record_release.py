@@ -70,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _left_out(text: str) -> tuple[str, str]:
-    """Divide ``NAME=WHY``."""
+    """Divide ``NAME=WHY`` into both.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is empty.
+    """
     name, _, why = text.partition("=")
     if not name or not why:
         raise argparse.ArgumentTypeError(f"expected NAME=WHY, such as mtp='it died', got {text!r}")
@@ -78,12 +82,18 @@ def _left_out(text: str) -> tuple[str, str]:
 
 
 def _check(name: str) -> str:
-    """Return the check that something is left out of; backends are named in capitals."""
+    """Return the check that something is left out of, by its name.
+
+    "gpu-backends" for a name in capitals, which is a backend's; else "gpu".
+    """
     return "gpu-backends" if name.isupper() else "gpu"
 
 
 def _unknown(name: str, root: Path) -> str | None:
-    """Say in a sentence that vLLM has nothing of this name; None if it has, or cannot be read."""
+    """Say in a sentence that vLLM's source has nothing of this name, and what is near it.
+
+    None if it has, or if the file cannot be read.
+    """
     path, pattern = _NAMED_IN[_check(name)]
     if not (root / path).is_file():
         return None
@@ -99,7 +109,7 @@ def _unknown(name: str, root: Path) -> str | None:
 def _run_core() -> tuple[int, str]:
     """Run the core of the grid; return its exit code, and why it shows nothing, if it does not.
 
-    pytest's exit code is also 0 if every test was skipped, on a machine that cannot run them.
+    The code is 1 if a test was skipped, or if there is none, for which pytest's may be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "core.xml")
@@ -114,7 +124,10 @@ def _run_core() -> tuple[int, str]:
 
 
 def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sources]:
-    """Parse and check the arguments; return the sources of the release, too."""
+    """Parse and check the arguments; return them, and the sources of the release.
+
+    Arguments that do not go together, or name what vLLM lacks, end the program with a message.
+    """
     made = parser()
     given = made.parse_args(arguments)
     if given.source is not None and given.checked:
@@ -132,7 +145,11 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record a release; returns the exit code: 0 if it is listed as the arguments say."""
+    """Record a release in the list; return the exit code: 0 if it is listed as asked for.
+
+    With ``--checked cpu`` the core of the grid runs, and if it fails, the list is as before. Moves
+    since the nearest release are printed.
+    """
     given, sources = _arguments(arguments)
     known = {release.version: release for release in release_records.load(given.list)}
     names = [name for place in HOOK_POINTS.values() for name in place]
