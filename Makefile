@@ -36,7 +36,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/check_types.py
 
-# The size of the house, of another revision by `make house REVISION=99a3f46`.
+# The size of the house; that of another revision by `make house REVISION=HEAD~20`, as far back as
+# runners have one adapter each.
 house:
 	$(PYTHON) tests/house.py $(REVISION)
 

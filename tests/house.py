@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -120,6 +121,24 @@ def lines(root: Path, *folders: str) -> int:
     """Count the lines of the Python files below some folders."""
     paths = (path for folder in folders for path in (root / folder).rglob("*.py"))
     return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def code_lines(source: Source) -> int:
+    """Count the lines that have code: neither blank nor comments nor docstrings alone."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE}
+    skipped |= {tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    found = 0
+    for name, tree in source.trees.items():
+        with source.files[name].open() as file:
+            tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type not in skipped]
+        lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
+        for node in ast.walk(tree):
+            described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            if isinstance(node, described) and ast.get_docstring(node, clean=False) is not None:
+                text = node.body[0]
+                lines -= set(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+        found += len(lines)
+    return found
 
 
 def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
@@ -261,6 +280,7 @@ def measure(root: Path) -> dict[str, str]:
     passes = methods(source.classes["kvtxn.audit.passes.Passes"])
     numbers = {
         "product lines": lines(root, *PRODUCT),
+        "of these with code, not text alone": code_lines(source),
         "test lines": lines(root, "tests"),
         "files of the plug-in": sum(
             name == PLUGIN or name.startswith(f"{PLUGIN}.") for name in source.files
