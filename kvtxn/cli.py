@@ -17,6 +17,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -213,10 +214,16 @@ def _literals(entry: EntryPoint) -> dict[str, Any]:
         return {}
     found = {}
     for node in ast.parse(Path(module.origin).read_text("utf-8")).body:
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
+        if isinstance(node, ast.AnnAssign):
+            targets: list[ast.expr] = [node.target]
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        else:
             continue
-        if isinstance(node.target, ast.Name) and node.target.id in ("help", "NEEDS"):
-            found[node.target.id] = ast.literal_eval(node.value)
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in ("help", "NEEDS") and node.value:
+                with suppress(ValueError):  # no literal
+                    found[target.id] = ast.literal_eval(node.value)
     return found
 
 

@@ -56,7 +56,8 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
 def _check_apart(refs: Iterable[LayerRef]) -> None:
     """Refuse, with a LayerError, layers of one group whose caches overlap.
 
-    Groups may share memory: an engine's allocator gives each block to one of them.
+    Groups may share memory: an engine's allocator gives each block to one of them. Caches with
+    tables of offsets overlap, as far as is looked, where equal parts begin at one address.
     """
     places = [(plane.cells, (ref, plane)) for ref in refs for plane in ref.planes]
     for (theirs, (other, one)), (own, (ref, plane)) in near_pairs(places):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,27 @@ def test_a_broken_command_does_not_hide_the_others(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["broken"])
     assert "broken cannot be used: SyntaxError('half a line'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'help = "counts blocks"\nNEEDS = ("nowhere",)\nimport nowhere\n',
+        'help: str = "counts blocks"\nNEEDS: tuple[str, ...] = ("nowhere",)\nimport nowhere\n',
+        'about = "blocks"\nhelp = f"counts {about}"\n',
+    ],
+)
+def test_a_command_of_another_package_is_listed(lines, tmp_path, monkeypatch, capsys):
+    """Its line is read off its source, or, if it is not written out there, off the module."""
+    (tmp_path / "their_blocks.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs, real = EntryPoint("blocks", "their_blocks", cli.GROUP), cli.entry_points
+    monkeypatch.setattr(cli, "entry_points", lambda group: [theirs, *real(group=group)])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "counts blocks" in said
+    assert ("(needs nowhere)" in said) == ("NEEDS" in lines)
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

@@ -78,7 +78,10 @@ def add_save(parser: argparse.ArgumentParser) -> None:
 
 
 def write(name: str, results: dict[str, Any]) -> Path:
-    """Write one result file with its machine line, in place of any such file; return its path."""
+    """Write one result file with its machine line into ``results_folder``, over any such file.
+
+    Returns its path.
+    """
     path = results_folder() / f"{name}.json"
     path.write_text(json.dumps({"machine": describe(), **results}, indent=1) + "\n")
     return path

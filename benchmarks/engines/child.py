@@ -143,7 +143,7 @@ def hold(llm: Any, work: Work) -> Held:
     engine, lengths = llm.llm_engine, work.lengths()
     before = _preempted(llm)
     for number, prompt in enumerate(work.prompts):
-        _add(engine, work, number, prompt, lengths[number], time.time())
+        _add(engine, number, prompt, lengths[number], time.time())
     most = finished = 0
     while engine.has_unfinished_requests():
         finished += sum(output.finished for output in engine.step())
@@ -157,10 +157,11 @@ def _preempted(llm: Any) -> int:
     return int(sum(metric.value for metric in found))
 
 
-def _add(
-    engine: Any, work: Work, number: int, prompt: Sequence[int], length: int, arrival: float
-) -> None:
-    """Add one request to the engine, of just ``length`` output tokens, sampled greedily."""
+def _add(engine: Any, number: int, prompt: Sequence[int], length: int, arrival: float) -> None:
+    """Add one request to the engine, of just ``length`` output tokens, sampled greedily.
+
+    Its one output comes at its end, without text. ``arrival`` is in seconds, of ``time.time()``.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -189,7 +190,7 @@ def _generate(engine: Any, work: Work) -> tuple[float, float, list[Any]]:
 
     def add(number: int, arrival: float = 0.0) -> None:
         """Add the request of a number, with its time of arrival after the start."""
-        _add(engine, work, number, work.prompts[number], lengths[number], clock + arrival)
+        _add(engine, number, work.prompts[number], lengths[number], clock + arrival)
 
     def add_all() -> None:
         """Add all requests, as arrived at the start."""

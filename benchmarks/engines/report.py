@@ -96,7 +96,11 @@ def speed(cells: Sequence[Cell]) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Return one sentence: the throughput of ``deferred`` as a share of stock's, over all cells."""
+    """Return one sentence on the result of the 8B model with EAGLE, which was run on a GPU.
+
+    It gives the throughput of ``deferred`` as a share of stock's: the median over the rounds of all
+    cells, and its interval.
+    """
     cells, machine = result["cells"], result["machine"]
     share = together(cells, "deferred")[0].replace("*", "")
     rounds = sum(len(cell["engines"]["stock"]["rounds"]) for cell in cells)

@@ -157,7 +157,10 @@ class Pass:
             self._attend(*_sides(ref), self.table)
 
     def slots(self) -> None:
-        """Write and attend by vLLM's kernels, drafts in spare slots, and then commit them."""
+        """Write and attend by vLLM's kernels, drafts in spare slots, and then commit them.
+
+        The output of the last layer is in ``self.out``.
+        """
         from ...backends.graphs.slot_block_table import slot_tables
 
         table, written = slot_tables(

@@ -127,11 +127,12 @@ def _check_stock(facts: EngineFacts) -> None:
 def on_worker(wrapper: WorkerWrapper, asked: Mapping[str, object]) -> None:
     """Attach to a worker's model runner, if the engine can have what the user asks for.
 
-    Otherwise the reason is logged. Without windows an audit is attached alone.
+    Otherwise the reason is logged. Without windows an audit is attached alone. Windows are made
+    with the engine's caches, and only then are they announced, or the reason that they cannot be.
 
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
-            it; it stops vLLM's start.
+            it, or anything fails in that; it stops vLLM's start.
         Exception: any, if the user wants errors to be raised.
     """
     config = workers.engine_config(wrapper)

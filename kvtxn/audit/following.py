@@ -288,8 +288,11 @@ class Following:
         Args:
             step: the step.
             window: the window that has committed.
-            lines: int64 ``[num_requests]``, -1 for a request to leave out.
+            lines: int64 ``[num_requests]``, -1 for a request whose states get no words; one under
+                "direct" is marked all the same.
             counts: int64 ``[num_requests]``, the drafts that were kept.
+
+        Which requests have a state in a group is noted for ``ended``.
         """
         if not self._states:
             return

@@ -230,7 +230,8 @@ class RowTransfers:
         """Return the indices in ``Books.words`` of rows that a table must have, or of a state.
 
         Raises:
-            ConfigError: the positions are no positions, or a block is not one of the group's.
+            ConfigError: the positions are no positions, a block is not one of the group's, or the
+                table is on the device.
         """
         if place.group.is_state:
             checks.bounded(operation, "table", table, place.group.num_blocks)

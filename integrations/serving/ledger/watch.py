@@ -594,7 +594,9 @@ class Watch:
     def _find(self) -> None:
         """Wait for a GPU's violations and log them, if they are contained; else do nothing.
 
-        ``finds_more`` may say that there are none to log. Those of a CPU are found at once.
+        Before that, rows that a connector could not load are forgotten, and violations in them
+        withdrawn. ``finds_more`` may say that there are none to log. Those of a CPU are found at
+        once. Nothing is done once the audit has stopped.
         """
         if self._counters is not None and self.on_violation == "contain" and not self.stopped:
             self._settle_loads()

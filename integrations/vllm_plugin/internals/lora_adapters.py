@@ -89,8 +89,8 @@ class Adapters:
     def identity(self, lora: LoRARequest, runner: Runner) -> int:
         """Return 64 bits that stand for an adapter's weights, as vLLM has or will have loaded them.
 
-        Of files that cannot be read, they stand for the adapter's name and path. An adapter that is
-        not loaded, or is to be loaded in place, is read from its files now.
+        Of files that cannot be read, they stand for the adapter's name and path. Files are read now
+        of an adapter that is not loaded, is to be loaded in place, or was loaded before the audit.
         """
         if getattr(lora, "load_inplace", False):
             return self._read(lora).identity

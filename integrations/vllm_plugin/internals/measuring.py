@@ -92,9 +92,9 @@ def running_requests(engine: VllmEngine) -> int:
 def switch_windows(worker: Worker, on: bool) -> None:
     """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
 
-    A step that is under way is abandoned; the worker keeps the steps meanwhile. Either way numpy's
-    and torch's random numbers begin anew, and with them the drafts that synthetic acceptance
-    accepts.
+    An engine that has no windows gets none. A step that is under way is abandoned; the worker keeps
+    the steps meanwhile. Either way numpy's and torch's random numbers begin anew, and with them the
+    drafts that synthetic acceptance accepts.
     """
     numpy.random.seed(0)
     torch.manual_seed(0)
