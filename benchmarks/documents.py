@@ -261,7 +261,7 @@ def violations() -> str:
 
 def metrics() -> str:
     """Return the metrics of a vLLM engine, and the labels that each has of its own."""
-    from ..integrations.vllm_plugin.metrics import ACTIVE
+    from ..integrations.vllm_plugin.engine_calls import ACTIVE
 
     rows = []
     for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):
@@ -273,7 +273,7 @@ def metrics() -> str:
 
 def panels() -> str:
     """Return the dashboard with the metrics of a vLLM engine."""
-    from ..integrations.vllm_plugin.metrics import ACTIVE
+    from ..integrations.vllm_plugin.engine_calls import ACTIVE
 
     return dashboard.as_json(ACTIVE)
 

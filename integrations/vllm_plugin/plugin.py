@@ -66,9 +66,9 @@ def _answer(name: str) -> Callable[[WorkerWrapper], object]:
     """Return the method of this name that workers get; it is given the worker's wrapper."""
 
     def answer(wrapper: WorkerWrapper) -> object:
-        from . import metrics
+        from . import worker_answers
 
-        return metrics.answer(name, wrapper)
+        return worker_answers.answer(name, wrapper)
 
     return answer
 
@@ -95,9 +95,9 @@ def _after_engine(engine: VllmEngine) -> None:
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if (asked := _asked(lambda: frontend.config_of(engine), event)) is not None:
         with _or_stock(event, effect):
-            from . import metrics
+            from . import engine_calls
 
-            metrics.on_engine(engine)
+            engine_calls.on_engine(engine)
         with _or_stock("kvtxn.media_by_name", "images count by the names that clients give"):
             from . import starting
 
