@@ -16,9 +16,10 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from ..serving.ledger.violation_log import say_logged_alone
 from . import engine_calls, runner_parts, self_test, worker_answers
 from .audit import watch_opening
-from .audit.audited_scheduler import follow_scheduler, say_logged_alone, unhook_schedulers
+from .audit.audited_scheduler import follow_scheduler, unhook_schedulers
 from .internals import audited_requests, workers
 from .internals import config as engine_config
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper

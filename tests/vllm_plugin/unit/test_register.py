@@ -22,6 +22,8 @@ LIGHT = {
     "kvtxn.integrations",
     "kvtxn.integrations.pytest_audit",
     "kvtxn.integrations.pytest_audit.engines",
+    "kvtxn.integrations.serving",
+    "kvtxn.integrations.serving.given_settings",
     "kvtxn.integrations.vllm_plugin",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
