@@ -278,8 +278,8 @@ def violations() -> str:
 
 
 def metrics() -> str:
-    """Return a table of the metrics of a vLLM engine, and the labels that each has of its own."""
-    from ..integrations.vllm_plugin.metrics import ACTIVE
+    """Return the metrics of a vLLM engine, and the labels that each has of its own."""
+    from ..integrations.vllm_plugin.engine_calls import ACTIVE
 
     rows = []
     for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):
@@ -290,8 +290,8 @@ def metrics() -> str:
 
 
 def panels() -> str:
-    """Return the dashboard's JSON with the metrics of a vLLM engine."""
-    from ..integrations.vllm_plugin.metrics import ACTIVE
+    """Return the dashboard with the metrics of a vLLM engine."""
+    from ..integrations.vllm_plugin.engine_calls import ACTIVE
 
     return dashboard.as_json(ACTIVE)
 

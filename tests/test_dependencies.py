@@ -94,8 +94,7 @@ TOOLS = {
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_test_imports_is_declared(path):
     """For "dev", or for an extra that the tests are run with."""
-    modules = [each.parent if each.stem == "__init__" else each for each in TESTS]
-    helpers = {canonicalize_name(each.stem) for each in modules}
+    helpers = {canonicalize_name(each) for path in TESTS for each in (path.stem, path.parent.name)}
     assert imported(path) - helpers <= declared(*TESTED_WITH)
 
 

@@ -25,7 +25,6 @@ from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
 from kvtxn.recurrent import Mamba2
 from kvtxn.testing import registered
-from kvtxn.window_transitions import WindowState
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 from mutants_captured import Prepared
@@ -116,19 +115,6 @@ def test_kinds_have_groups_of_their_own():
         manager(ring, larger)
 
 
-def test_an_abort_after_a_fallback_keeps_the_states():
-    """Whatever happened to the rows, which the caller writes itself from then on."""
-    state, ring = make_state(), make_ring()
-    slots = {"state": [1], "ring": [0, 1]}
-    with manager(state, ring).window(1, slots) as window:
-        stage(window, state, ring)
-        window.fall_back("forward", ValueError("no such kernel"))
-        window.abort()
-    assert window.state is WindowState.FELL_BACK
-    assert held(state) == [0, 0, 0]
-    assert held(ring)[:2] == [1, 0]
-
-
 def test_slots_of_a_state_are_one_per_request():
     owner = manager(make_state())
     with pytest.raises(SlotMappingError, match="2 requests"):
@@ -151,13 +137,6 @@ def test_a_slot_twice_is_a_mistake_unless_a_ring_apart(slots):
         manager(make_ring()).window([len(slots)], slots, settled=0)
     with pytest.raises(SlotMappingError, match="two rows to one slot"):
         manager(make_ring()).window([4, 4], [0, 1, 2, 3, 0, 5, 6, 7], settled=0)
-
-
-def test_undo_takes_back_no_lap():
-    owner = manager(make_ring(), policy="undo")
-    with pytest.raises(CapacityError, match="more rows than its ring"):
-        owner.window(4, [0, 1, 2, 3, 0])
-    owner.window(3, [0, 1, 2, 3]).abort()
 
 
 def test_auto_has_nothing_for_states_beside_rows_that_nobody_can_read():

@@ -42,7 +42,7 @@ def page(monkeypatch):
         for rank, found in enumerate(ranks):
             for name, family in EVERY.items():
                 if (rank == 0 or family.per_rank) and any(key.startswith(name) for key in found):
-                    shown.show(family, 0, rank, found)
+                    shown.show([family], 0, rank, found)
         metrics_page._metric.cache_clear()
         theirs = f"# TYPE {engine} gauge\n{engine} 0.0\n" if engine else ""
         return theirs + prometheus_client.generate_latest(registry).decode()

@@ -98,16 +98,6 @@ def test_a_window_knows_its_rows_as_soon_as_they_follow(manager):
         w.abort()
 
 
-def test_a_second_mapping_must_be_the_same(manager, layers):
-    """A different one is an error, never a merge."""
-    with manager.window(1, torch.tensor([3, 4])) as w:
-        w.stage(layers[0], *rows(2), torch.tensor([3, 4], dtype=torch.int32))
-        with pytest.raises(SlotMappingError, match="second, different"):
-            w.stage(layers[1], *rows(2), torch.tensor([3, 5]))
-        assert len(w.missing) == 2
-        w.abort()
-
-
 def test_one_tensor_for_two_groups_is_refused():
     """The group that it would be for is not a thing to guess."""
     manager = TransactionManager(make_layers(2, groups=("a", "b")))

@@ -7,10 +7,16 @@ from typing import Final
 
 import attrs
 
-from ...errors import ConfigError, meant
+from ...errors import ConfigError, KVTxnError, meant
 
 #: Numbers of steps and slots are below this one.
 _TOO_LARGE: Final = 1 << 31
+
+
+class RequiredError(KVTxnError, RuntimeError):
+    """The user requires kvtxn, and this engine cannot have it."""
+
+    default_hint = "leave 'required' out to run this engine without kvtxn"
 
 
 @attrs.frozen

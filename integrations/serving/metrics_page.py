@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -40,23 +40,26 @@ class MetricsPage:
         self._model_name: Final = model_name
         self._shown: Final[dict[tuple[str, ...], float]] = {}
 
-    def show(self, family: Family, engine: int, rank: int, found: Mapping[str, float]) -> None:
-        """Bring a family up to date: gauges are set, counters rise by what was added since.
+    def show(
+        self, families: Iterable[Family], engine: int, rank: int, found: Mapping[str, float]
+    ) -> None:
+        """Bring families up to date: gauges are set, counters rise by what was added since.
 
         Args:
-            family: the family.
+            families: the families; those that ``found`` has nothing of are left out.
             engine: the engine's number.
             rank: the number of the worker that has counted.
             found: its counters by name.
         """
         from prometheus_client import Gauge
 
-        metric = _metric(family)
-        for label, value in family.values(found):
+        given = (each for each in families if each.label is not None or each.name in found)
+        values = ((family, *each) for family in given for each in family.values(found))
+        for family, label, value in values:
             labels = [self._model_name, str(engine)]
             labels += [str(rank)] if family.per_rank else []
             labels += [label] if label is not None else []
-            series = metric.labels(*labels)
+            series = _metric(family).labels(*labels)
             if isinstance(series, Gauge):
                 series.set(value)
                 continue

@@ -8,9 +8,10 @@ from typing import Final
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from ..serving.given_settings import RequiredError
+from ..serving.ledger.violation_log import say_logged_alone
 from .metrics import Metrics
 from .seam import engine_facts, hook_points
-from .seam.containment import say_logged_alone
 from .seam.protocols import (
     ForwardBatch,
     GenerationBatchResult,
@@ -30,12 +31,6 @@ log = get_logger()
 
 _EFFECT: Final = "this engine runs as if kvtxn were not there"
 _REST: Final = "the other rows of this engine are watched"
-
-
-class RequiredError(KVTxnError, RuntimeError):
-    """The user requires an audit, and this engine cannot have it."""
-
-    default_hint = "leave 'required' out to run this engine without kvtxn"
 
 
 def start(text: str) -> None:

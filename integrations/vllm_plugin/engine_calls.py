@@ -1,28 +1,48 @@
-"""The calls by which users ask and tell an engine: its counters, and its audit.
+"""What the front end asks of an engine's workers: users' calls, and counters unasked.
 
-An engine of this process is asked for its counters once more right before it is shut down or
-collected, so that they outlive it.
+An ``LLM``'s engine is asked for its counters once more right before it is shut down or collected,
+so that they outlive it. A server's workers are asked every few seconds for its ``/metrics`` page,
+so a scrape finds the numbers in place and never waits for an engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import Thread
 from typing import Any, ClassVar, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
+from ...audit.findings import AUDIT_FAMILIES
 from ...errors import ConfigError
 from ...log import get_logger
+from ...metrics import FAMILIES, Family
+from ..serving.metrics_page import MetricsPage
 from .internals import frontend as front
-from .internals.engine_protocols import BeforeClient, Client
+from .internals import workers
+from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine
 from .internals.hooks import give_back, is_swapped, swap_class
 from .internals.workers import AGES, NEW_WEIGHTS, REPORT, SNAPSHOT
+from .policy import is_asked
+from .policy.settings import asks_for_windows
 
 log = get_logger()
 
+ACTIVE: Final = Family(
+    "kvtxn_active",
+    "1 while kvtxn is active in this worker, 0 while vLLM runs without it.",
+    per_rank=True,
+)
+
+#: The field ``effect`` of the event ``kvtxn.no_metrics``.
+NO_METRICS: Final = "the engine runs on; /metrics shows no kvtxn counters"
+
+#: Seconds between two readings for the page.
+INTERVAL: Final = 5.0
 #: Seconds that an engine has for its last snapshot.
 _PATIENCE: Final = 5.0
 
@@ -30,6 +50,7 @@ Snapshots = list[dict[str, float]]
 
 _ended: deque[Snapshots] = deque(maxlen=64)
 _hooked: WeakSet[Client] = WeakSet()
+_published: WeakSet[Client] = WeakSet()
 
 
 def snapshots(llm: object) -> Snapshots:
@@ -124,6 +145,91 @@ def new_weights(llm: object, weights: str = "target") -> None:
     front.ask_engine(llm, "new_weights", NEW_WEIGHTS[weights])
 
 
+# -- counters that nobody asks for by a call --------------------------------------------------
+
+
+def on_engine(engine: VllmEngine) -> None:
+    """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
+    try:
+        given = workers.additional_config(front.config_of(engine))
+        if not is_asked(given):
+            return
+        client = front.client_of(engine)
+        if not front.is_async(client):
+            remember_at_end(client)
+        elif front.publishes(client, engine):
+            if getattr(client, "kvtxn_task", None) is not None:
+                return
+            page = Page(front.model_name(engine), windows=asks_for_windows(given))
+            # The loop holds its tasks weakly, and the task its client.
+            client.kvtxn_task = asyncio.get_running_loop().create_task(_publish(ref(client), page))
+            _published.add(client)
+    except Exception as error:
+        log.warning("kvtxn.no_metrics", why=repr(error), effect=NO_METRICS)
+
+
+def unhook_clients() -> None:
+    """Stop publishing and keeping the counters of every engine of this process.
+
+    Raises:
+        KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
+            are given back.
+    """
+    for client in list(_published):
+        task = vars(client).pop("kvtxn_task", None)
+        if task is not None and not task.done():
+            task.get_loop().call_soon_threadsafe(task.cancel)
+    _published.clear()
+    with ExitStack() as ends:
+        ends.callback(_hooked.clear)
+        for client in list(_hooked):
+            if is_swapped(client):
+                ends.callback(give_back, client)
+
+
+async def _publish(reference: Callable[[], AsyncClient | None], page: Page) -> None:
+    """Update the metrics page every few seconds, as long as the engines live."""
+    said = False
+    while (client := reference()) is not None and not front.is_dead(client):
+        try:
+            for number, found in (await front.ask_all_workers(client, SNAPSHOT)).items():
+                page.show(number, found)
+        except Exception as error:
+            tell = log.debug if said else log.warning
+            tell("kvtxn.no_metrics", why=repr(error), effect=NO_METRICS)
+            said = True
+        del client
+        await asyncio.sleep(INTERVAL)
+
+
+class Page:
+    """The metrics of a model on the ``/metrics`` page.
+
+    Args:
+        model_name: a label of each metric, as in vLLM's own.
+        windows: the user asked for windows. Without them ``kvtxn_active`` is left out, since its 0
+            means that windows were asked for and stay out.
+    """
+
+    def __init__(self, model_name: str, *, windows: bool) -> None:
+        self._page = MetricsPage(model_name)
+        self._windows = windows
+
+    def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
+        """Bring the metrics of an engine up to date.
+
+        Args:
+            engine: its number.
+            snapshots: the counters of each rank. Families that are not per rank are those of the
+                first rank with windows.
+        """
+        lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
+        for rank, found in enumerate(snapshots):
+            families = [ACTIVE] if self._windows else []
+            families += [each for each in FAMILIES if each.per_rank or rank == lead]
+            self._page.show([*families, *AUDIT_FAMILIES], engine, rank, found)
+
+
 # -- the end of an engine -------------------------------------------------------------
 
 
@@ -136,20 +242,6 @@ def remember_at_end(client: Client) -> None:
         swap_class(client, RememberingClient)
         client.kvtxn_pid = os.getpid()
         _hooked.add(client)
-
-
-def unhook_clients() -> None:
-    """Let this process's engines end without a last snapshot; their clients are vLLM's own again.
-
-    Raises:
-        KVTxnError: somebody else has subclassed a client's class, which stays hooked; the others
-            are given back.
-    """
-    with ExitStack() as ends:
-        ends.callback(_hooked.clear)
-        for client in list(_hooked):
-            if is_swapped(client):
-                ends.callback(give_back, client)
 
 
 class RememberingClient(BeforeClient):

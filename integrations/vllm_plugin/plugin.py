@@ -71,9 +71,9 @@ def _answer(name: str) -> Callable[[WorkerWrapper], object]:
     """Return a method for workers that answers the RPC ``name``, given the worker's wrapper."""
 
     def answer(wrapper: WorkerWrapper) -> object:
-        from . import metrics
+        from . import worker_answers
 
-        return metrics.answer(name, wrapper)
+        return worker_answers.answer(name, wrapper)
 
     return answer
 
@@ -107,9 +107,9 @@ def _after_engine(engine: VllmEngine) -> None:
     event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
     if (asked := _asked(lambda: frontend.config_of(engine), event)) is not None:
         with _or_stock(event, effect):
-            from . import metrics
+            from . import engine_calls
 
-            metrics.on_engine(engine)
+            engine_calls.on_engine(engine)
         with _or_stock("kvtxn.media_by_name", "images count by the names that clients give"):
             from . import starting
 

@@ -16,9 +16,10 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
-from . import metrics, runner_parts, self_test
+from ..serving.ledger.violation_log import say_logged_alone
+from . import engine_calls, runner_parts, self_test, worker_answers
 from .audit import watch_opening
-from .audit.audited_scheduler import follow_scheduler, say_logged_alone, unhook_schedulers
+from .audit.audited_scheduler import follow_scheduler, unhook_schedulers
 from .internals import audited_requests, workers
 from .internals import config as engine_config
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
@@ -65,7 +66,7 @@ def unhook() -> None:
         _undo_engines.clear()
         ends.callback(unhook_schedulers)
         ends.callback(unfollow_media)
-        ends.callback(metrics.unhook_clients)
+        ends.callback(engine_calls.unhook_clients)
         ends.callback(unhook_runners)
 
 
@@ -275,7 +276,7 @@ def _after_warm_up(wrapper: WorkerWrapper, facts: EngineFacts) -> None:
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
         runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
-        runner.kvtxn_unhook.callback(metrics.let_sleep(wrapper))
+        runner.kvtxn_unhook.callback(worker_answers.let_sleep(wrapper))
 
 
 def _warmed_up(runner: HookedRunner, version: str) -> None:

@@ -21,6 +21,7 @@ SHAPES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "uneven": ((1, 1, 1, 1), (3, 0, 5, 1)),
     "none-settled": ((0, 0), (2, 4)),
     "many-settled": ((3, 1, 0), (2, 2, 3)),
+    "settled-laps": ((6, 4, 1), (2, 0, 5)),
     "only-settled": ((1, 1, 2), (0, 0, 0)),
     "an-empty-request": ((0, 1, 0), (0, 2, 1)),
     "no-rows": ((0, 0), (0, 0)),

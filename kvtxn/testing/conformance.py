@@ -22,7 +22,6 @@ from .promise_state_runs import StateRuns
 from .promise_states import States
 from .promise_steps import CapturedSteps
 from .promise_supplied import SuppliedStates
-from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
 from .promise_unseen import Unseen
 from .state_walk import StateTable
@@ -33,7 +32,6 @@ class ExecutorConformance(
     RandomProgram,
     LongRuns,
     Overwriting,
-    EvictingTrees,
     TreeAttention,
     Trees,
     SavingForwards,

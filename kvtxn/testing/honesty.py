@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import BackendUnavailableError
 from ..executor import Capabilities, Executor, Txn
 from ..layers import LayerRef
+from .batches import SHAPES
 from .caches import LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .mixed_layers import REPLAYED, RING, ROWS, STATE
 from .number_formats import FORMATS
 from .promise_device import replayed_commit, window_without_sync
 from .promise_own_writes import attend_and_compare
-from .rig import SIMPLE, Rig, registered
+from .rig import SIMPLE, AnySpec, Rig, registered
 from .trees import run_tree
 
 
@@ -65,6 +67,21 @@ class Honesty(KitBase):
             past = (((1, 1), (2, 1)), (5, 0))
             worked = works(lambda: attend_and_compare(rig, *past, 1e-3, {}))
         assert not worked, f"{kit.name} declares no attention, and has it"
+
+    @pytest.mark.parametrize("kind", ["ring", "recurrent", "replayed"])
+    def test_denied_kinds(self, kit: Kit, kind: str) -> None:
+        """A layer of a kind that is not declared is refused by name, and does not work either."""
+        if kind in kit.capabilities.kinds:
+            pytest.skip(f"{kind} layers are declared; they are tested by themselves")
+        layers: dict[str, AnySpec] = {"ring": RING, "recurrent": STATE, "replayed": REPLAYED[0]}
+        specs = (ROWS, layers[kind])
+        with pytest.raises(BackendUnavailableError, match=kind):
+            kit.rig("deferred", specs)
+        claimed = {kind} | ({"recurrent"} if kind == "replayed" else set())
+        claiming = that_claims(kit.executor, kinds=kit.capabilities.kinds | claimed)
+        with registered(claiming) as name:
+            worked = works(lambda: _lap_and_replace(name, kit, specs))
+        assert not worked, f"{kit.name} declares that it cannot hold {kind} layers, and can"
 
     def test_trees(self, kit: Kit) -> None:
         """An executor that declares no draft trees is asked for none.
@@ -176,3 +193,11 @@ def commit_two(rig: Rig) -> None:
     for counts in ([2, 0], [1, 2]):
         batch = rig.batch()
         rig.commit(batch, counts, "committed", check_staged=True)
+
+
+def _lap_and_replace(name: str, kit: Kit, specs: Sequence[AnySpec]) -> None:
+    """Run windows with laps; raise if any of them is wrong."""
+    commit_two(Rig(name, "deferred", kit.device, specs))
+    rig = Rig(name, "deferred", kit.device, specs)
+    batch = rig.batch(SHAPES["settled-laps"])
+    rig.commit(batch, when="committed")

@@ -16,6 +16,7 @@ from ..window_transitions import WindowState
 from .batches import SHAPES, Batch
 from .caches import LayerSpec
 from .kit import TRANSACTIONAL, Kit, KitBase
+from .mixed_layers import MIXED, MixedKit
 from .rig import SIMPLE, VARIED, Rig
 
 #: Acceptances that commit must refuse for two requests with 3 and 2 drafts, 7 rows in all.
@@ -36,17 +37,15 @@ REFUSED: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-class AllOrNothing(KitBase):
+class AllOrNothing(MixedKit):
     """A refused commit writes nothing; an abort leaves the caches as before the window."""
 
-    @pytest.mark.parametrize("missing", range(len(VARIED)))
-    def test_a_layer_is_missing(self, rig: Rig, missing: int) -> None:
-        """Commit is refused and writes nothing; the window stays OPEN and names the missing layer.
-
-        Once the layer is staged, commit passes.
-        """
-        batch = rig.batch()
-        others = [index for index in range(len(rig.refs)) if index != missing]
+    @pytest.mark.parametrize("missing", range(len(MIXED)))
+    def test_a_layer_is_missing(self, lapping: Rig, missing: int) -> None:
+        """Commit is refused and writes nothing; once the layer is staged, commit passes."""
+        rig, missing = lapping, min(missing, len(lapping.refs) - 1)
+        batch = rig.batch(SHAPES["settled-laps"])
+        others = [index for index in reversed(range(len(rig.refs))) if index != missing]
         with rig.open(batch) as window:
             rig.stage(window, batch, others)
             rig.expect_staged(batch, others)
@@ -56,8 +55,8 @@ class AllOrNothing(KitBase):
             assert window.missing == (rig.refs[missing].name,)
             rig.check("after the refused commit")
             rig.stage(window, batch, [missing])
-            window.commit([2, 1])
-        rig.expect_committed(batch, batch.kept([2, 1]))
+            window.commit(rig.accepted(batch.draft_len))
+        rig.expect_committed(batch, batch.kept(batch.draft_len))
         rig.check("after the commit that was allowed")
 
     @pytest.mark.parametrize("wrong", REFUSED)
@@ -79,13 +78,18 @@ class AllOrNothing(KitBase):
         rig.expect_committed(batch, batch.kept([3, 0]))
         rig.check("after the commit that was allowed")
 
-    @pytest.mark.parametrize("staged", range(len(VARIED) + 1))
+    @pytest.mark.parametrize("staged", range(len(MIXED) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_abort_at_any_point(self, rig: Rig, staged: int) -> None:
-        """After any number of layers an abort removes all drafts and keeps settled rows."""
+    def test_abort_at_any_point(self, lapping: Rig, staged: int) -> None:
+        """After any number of layers an abort leaves states and all rows, apart from settled rows.
+
+        The step can be repeated.
+        """
+        staged = min(staged, len(lapping.refs))
         for shape in SHAPES.values():
-            batch = rig.batch(shape)
-            rig.abort(batch, range(staged), f"aborted after {staged} layers")
+            batch = lapping.batch(shape)
+            lapping.abort(batch, range(staged), f"aborted after {staged} layers")
+            lapping.commit(batch, when="repeated")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
@@ -106,14 +110,12 @@ class AllOrNothing(KitBase):
             rig.expect_settled(batch, range(known))
             rig.check(f"aborted with {known} groups mapped")
 
-    @pytest.mark.parametrize("staged", [0, 2, len(VARIED)])
+    @pytest.mark.parametrize("staged", [0, 2, 4, len(MIXED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_the_exception_of_the_body_wins(self, rig: Rig, staged: int) -> None:
-        """Leaving the block by an exception aborts, and the same exception surfaces.
-
-        Settled rows stay.
-        """
-        batch = rig.batch()
+    def test_the_exception_of_the_body_wins(self, lapping: Rig, staged: int) -> None:
+        """Leaving the block by an exception aborts, and the same exception surfaces."""
+        rig, staged = lapping, min(staged, len(lapping.refs))
+        batch = rig.batch(SHAPES["settled-laps"])
         ours, window = KeyError("from the body"), rig.open(batch)
         with pytest.raises(KeyError) as caught:
             leave_by(ours, rig, window, batch, staged)
@@ -121,6 +123,7 @@ class AllOrNothing(KitBase):
         assert window.state is WindowState.ABORTED
         rig.expect_settled(batch, range(staged))
         rig.check("left by an exception")
+        rig.commit(batch, when="repeated")
 
     @pytest.mark.parametrize("staged", [0, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)

@@ -14,7 +14,8 @@ from ..executor import Executor, Txn
 from ..layers import LayerRef
 from .batches import SHAPES, random_counts
 from .caches import LayerSpec
-from .kit import TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit
+from .mixed_layers import MixedKit
 from .rig import SIMPLE, Rig
 
 
@@ -57,15 +58,16 @@ def _watched(executor: type[Executor]) -> type[Executor]:
     return type(f"Watched{executor.__name__}", (executor,), {"commit": commit})
 
 
-class Counts(KitBase):
+class Counts(MixedKit):
     """staged = committed + rejected; a row counts once, however many layers it has."""
 
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_per_window(self, rig: Rig, shape: str) -> None:
+    def test_per_window(self, lapping: Rig, shape: str) -> None:
         """A window's counters count each draft row that has a slot in at least one KV-cache group.
 
         Padding and settled rows are not counted.
         """
+        rig = lapping
         total: tuple[int, ...] = (0, 0, 0)
         for padding in (0.0, 0.6):
             batch = rig.batch(SHAPES[shape], padding=padding)
@@ -104,28 +106,28 @@ class Counts(KitBase):
             window.abort()
         rig.check_rows(batch.count(groups=[specs[index].group for index in order]))
 
-    @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_bytes_follow_from_rows(self, kit: Kit, policy: str) -> None:
-        """Bytes written and avoided follow from each group's rows, in any order of groups.
-
-        Under ``deferred`` committed rows are written and rejected ones avoided; under ``undo`` all
-        are written, rejected ones twice, and none is avoided.
-        """
-        specs = [LayerSpec(group="a"), LayerSpec(group="b", heads=3), LayerSpec("latent")]
-        rig = kit.rig(policy, specs)
-        batch = rig.batch(((1, 1), (4, 3)), padding=0.4)
+    def test_bytes_follow_from_rows(self, lapping: Rig, policy: str) -> None:
+        """Bytes count per slot, and a state's once per request, in any order of groups."""
+        rig = lapping
+        batch = rig.batch(((1, 1), (8, 4)), padding=0.4)
         slots = dict(reversed(rig.slots(batch).items()))
         with rig.manager.window(batch.draft_len, slots, batch.settled) as window:
             rig.stage(window, batch)
-            window.commit([3, 0])
-        kept = batch.kept([3, 0])
+            window.commit([5, 0])
+        kept = batch.kept([5, 0])
         written = avoided = 0
+        sizes = {ref.name: ref.row_bytes for ref in rig.refs if ref.replay}
         for cache in rig.caches:
-            staged, committed, rejected = batch.count(kept, [cache.spec.group])
             size = sum(plane.heads * plane.size for plane in cache.planes)
-            size *= cache.spec.fmt.word.itemsize
-            written += size * (committed if policy == "deferred" else staged + rejected)
-            avoided += size * rejected if policy == "deferred" else 0
+            sizes[cache.name] = size * cache.spec.fmt.word.itemsize
+        for ref in rig.refs:
+            rows, size = batch.slots[ref.group], sizes[ref.name]
+            touched = {slot for slot, draft in zip(rows, batch.drafts, strict=True) if draft}
+            filled = {slot for slot, keep in zip(rows, kept, strict=True) if keep}
+            most, some = len(touched - {-1}), len(filled - {-1})
+            times = {"deferred": some, "undo": some + 2 * (most - some), "direct": most}
+            written += size * times[policy]
+            avoided += size * (most - some) if policy == "deferred" else 0
         flat = rig.manager.snapshot()
         assert flat["kvtxn_bytes_written_total"] == written
         assert flat["kvtxn_bytes_avoided_total"] == avoided

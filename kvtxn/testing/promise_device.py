@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import pytest
 import torch
 
-from .kit import TRANSACTIONAL, Kit, KitBase
+from .batches import SHAPES
+from .kit import TRANSACTIONAL, Kit
+from .mixed_layers import MixedKit
 from .rig import Rig
 
 
@@ -88,20 +90,27 @@ def replayed_commit(rig: Rig) -> None:
         rig.check("replayed with other counts")
 
 
-class Device(KitBase):
+class Device(MixedKit):
     """The host never waits for the device from begin to the end of commit."""
 
-    def test_no_host_sync(self, kit: Kit, policy: str) -> None:
-        """No window waits for the device from begin to the end of commit.
-
-        With attention, if declared. Torch's sync debug mode finds waits. Layouts are new to the
-        manager.
-        """
+    def test_no_host_sync(self, kit: Kit, policy: str, lapping: Rig) -> None:
+        """A window with a new layout passes torch's sync debug mode; so does an abort."""
         kit.need("no_host_sync")
-        window_without_sync(kit.rig(policy), kit.capabilities.attention)
+        of_rows = all(cache.spec.kind == "paged" for cache in lapping.caches)
+        window_without_sync(lapping, kit.capabilities.attention and of_rows)
+        if policy != "deferred":
+            return
+        batch = lapping.batch(SHAPES["settled-laps"])
+        slots = lapping.slots(batch)
+        with no_host_sync():
+            window = lapping.manager.window(batch.draft_len, slots, batch.settled)
+            lapping.stage(window, batch)
+            window.abort()
+        lapping.expect_aborted(batch)
+        lapping.check("an abort that never waited")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
-        """A captured commit reads its counts when it is replayed."""
+    def test_commit_in_a_graph(self, kit: Kit, lapping: Rig) -> None:
+        """A captured commit selects rows and states by the counts of its replay."""
         kit.need("capturable")
-        replayed_commit(kit.rig(policy))
+        replayed_commit(lapping)

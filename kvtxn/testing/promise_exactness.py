@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,8 +19,9 @@ from ..manager import TransactionManager
 from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
 from .caches import LAYOUTS, LayerSpec
 from .kit import Kit, KitBase
+from .mixed_layers import MixedKit
 from .number_formats import FORMATS, WIDE
-from .rig import VARIED, Rig
+from .rig import AnySpec, Rig
 
 #: Forms of acceptance, each made from one count per request.
 FORMS: Final[dict[str, Callable[[list[int], Batch], Any]]] = {
@@ -55,7 +57,7 @@ _WIDE: Final = [
 ]
 
 
-class Exactness(KitBase):
+class Exactness(MixedKit):
     """After commit, every byte of every cache equals a replay of only the kept rows."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,11 +72,12 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("accepting", EXTREMES)
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_every_shape(self, rig: Rig, shape: str, accepting: str) -> None:
-        """Uneven, empty and settled-only requests, over layers and groups of different kinds."""
-        for _ in range(2):  # the second window finds buffers that the first one used
-            batch = rig.batch(SHAPES[shape])
-            rig.commit(batch, EXTREMES[accepting](batch, rig), shape)
+    def test_every_shape(self, lapping: Rig, shape: str, accepting: str) -> None:
+        """After staging and after commit, a slot holds its last kept row, in layers of any kind."""
+        for padding in (0.0, 0.3):  # the second window finds buffers that the first one used
+            batch = lapping.batch(SHAPES[shape], padding=padding)
+            counts = EXTREMES[accepting](batch, lapping)
+            lapping.commit(batch, counts, shape, check_staged=True)
 
     def test_many_rows(self, kit: Kit, policy: str) -> None:
         """A window may have more rows than one block of a kernel, and than the window before."""
@@ -137,15 +140,13 @@ class Exactness(KitBase):
             rig.commit(batch, [int(accepted)] * 3, repr(accepted), given=accepted)
 
     @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-    def test_masks_that_are_no_prefix(self, kit: Kit, rig: Rig, on_device: bool) -> None:
-        """A mask, on the host or the device, may keep any draft rows.
-
-        Its elements for settled rows are ignored.
-        """
-        for _ in range(3):
-            batch = rig.batch(((1, 2, 1), (5, 0, 6)))
+    def test_masks_that_are_no_prefix(self, kit: Kit, lapping: Rig, on_device: bool) -> None:
+        """A mask may keep any draft rows; its elements for settled rows are ignored."""
+        rig = lapping
+        for shape, padding in itertools.product(SHAPES.values(), (0.0, 0.3)):
+            batch = rig.batch(shape, padding=padding)
             mask = [rig.rng.random() < 0.5 for _ in range(batch.num_rows)]
-            given = torch.tensor(mask).to(kit.device if on_device else "cpu")
+            given = torch.tensor(mask, dtype=torch.bool).to(kit.device if on_device else "cpu")
             kept = [keep and draft for keep, draft in zip(mask, batch.drafts, strict=True)]
             rig.commit(batch, given=given, kept=kept)
 
@@ -157,15 +158,18 @@ class Exactness(KitBase):
         batch = rig.batch(((1, 1, 1), (3, 2, 4)))
         rig.commit(batch, clamped, "clamped", given=rig.accepted(clamped if host else counts))
 
-    def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
-        """If a slot on the device is outside its cache, no row is written in any layer."""
+    def test_device_slots_out_of_range(
+        self, kit: Kit, policy: str, specs: Sequence[AnySpec]
+    ) -> None:
+        """If a slot of any group is outside its cache on the device, no layer is written."""
         kit.need_cuda()
-        for bad in (-2, 10**6, -(2**33), 2**33):
-            rig = kit.rig(policy)
-            batch = rig.batch()
-            batch.slots["sliding"][1] = bad
+        groups = {spec.group for spec in specs}
+        for group, bad in itertools.product(groups, (-2, 10**6, -(2**33), 2**33)):
+            rig = kit.rig(policy, specs)
+            batch = rig.batch(padding=0.0)
+            (batch.states if group in batch.states else batch.slots)[group][0] = bad
             rig.run(batch, [1, 1])
-            rig.check(f"slot {bad}")
+            rig.check(f"slot {bad} in group {group}")
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
     def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
@@ -240,10 +244,16 @@ class Exactness(KitBase):
         rig.expect_committed(batch, batch.kept([1, 2]))
         rig.check()
 
-    def test_debug_finds_nothing(self, kit: Kit, policy: str) -> None:
+    @pytest.mark.parametrize("staging", ["auto", "copy"])
+    def test_debug_finds_nothing(
+        self, kit: Kit, policy: str, specs: Sequence[AnySpec], staging: str
+    ) -> None:
         """Debug mode, the library's own check of each commit, finds no difference."""
-        rig = kit.rig(policy, debug=True)
-        rig.commit(rig.batch(SHAPES["uneven"]))
+        rig = kit.rig(policy, specs, debug=True, staging=staging)
+        for shape in ("one", "uneven", "settled-laps"):  # windows that grow
+            batch = rig.batch(SHAPES[shape])
+            with torch.inference_mode():
+                rig.commit(batch, when=shape)
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
@@ -266,14 +276,11 @@ class Exactness(KitBase):
                 rig.expect_committed(batch, [False] * batch.num_rows)
             rig.check(f"after {end}")
 
-    def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
-        """The torch executor, given the same windows, leaves the same memory word for word.
-
-        The counts of rows are the same, too.
-        """
+    def test_the_same_bytes_as_torch(self, kit: Kit, policy: str, specs: Sequence[AnySpec]) -> None:
+        """The torch executor, given the same program, leaves the same memory word for word."""
         if "torch" not in registry.names():
             pytest.skip("the torch executor is not installed")
-        rigs = [kit.rig(policy, seed=9), Rig("torch", policy, kit.device, VARIED, seed=9)]
+        rigs = [kit.rig(policy, specs, seed=9), Rig("torch", policy, kit.device, specs, seed=9)]
         for shape in SHAPES.values():
             for rig in rigs:
                 batch = rig.batch(shape)

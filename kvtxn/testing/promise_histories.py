@@ -22,6 +22,7 @@ from .kit import TRANSACTIONAL, Kit, KitBase
 from .mixed_layers import need_kinds
 from .number_formats import FORMATS
 from .rig import Rig
+from .trees import FORESTS, lengths
 
 _REQUESTS: Final = 2
 
@@ -130,6 +131,33 @@ class LongRuns(KitBase):
             spec = attrs.evolve(spec, block_size=3, num_blocks=2 * -(-size // 3))
             rig = kit.rig(policy, [spec], max_rows=128)
             attend_and_compare(rig, shape, _PASTS[past](size), attention_tolerance)
+
+    @pytest.mark.parametrize("name", ["one", "uneven", "late-branch"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_tree_attention_over_a_ring(
+        self, kit: Kit, attention_tolerance: float, policy: str, name: str
+    ) -> None:
+        """Each branch attends to a ring as if it were alone: past, settled rows, ancestors."""
+        kit.need("attention")
+        need_kinds(kit, "ring")
+        kit.need("trees")
+        settled, forest = FORESTS[name]
+        for size in (3, 8):
+            most = size + max(map(sum, zip(settled, map(len, forest), strict=True)))
+            spec = LayerSpec(
+                "hnd",
+                FORMATS["fp32"],
+                kind="ring",
+                ring_size=most,
+                window=size,
+                block_size=3,
+                num_blocks=30,
+            )
+            for past in (0, size, 3 * most + 1):
+                rig = kit.rig(policy, [spec], seed=past)
+                before = (past,) * len(forest)
+                shape = lengths(settled, forest)
+                attend_and_compare(rig, shape, before, attention_tolerance, forest)
 
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
         """After a fallback drafts still wait outside the ring: attention sees every visible row."""

@@ -19,12 +19,13 @@ from ..window_transitions import WindowState
 from .batches import Batch
 from .caches import LAYOUTS, LayerSpec
 from .faults import InjectedFault
-from .kit import TRANSACTIONAL, Kit, KitBase
+from .kit import TRANSACTIONAL, Kit
+from .mixed_layers import MIXED, MixedKit, specs_for
 from .number_formats import FORMATS
 from .promise_device import no_host_sync
-from .promise_fallback import either, every_fault
+from .promise_fallback import either, every_fault, skip_stock
 from .promise_hooks import Offloader
-from .rig import SIMPLE, Rig
+from .rig import SIMPLE, AnySpec, Rig
 from .trees import (
     FORESTS,
     Paths,
@@ -47,7 +48,7 @@ _kinds = list(zip(LAYOUTS, itertools.cycle(FORMATS), strict=False))
 _kinds += [("plain", fmt) for fmt in FORMATS]
 
 
-class Trees(KitBase):
+class Trees(MixedKit):
     """Accepted nodes lie where a plain sequence of accepted tokens would lie."""
 
     @pytest.mark.parametrize("name", FORESTS)
@@ -75,33 +76,41 @@ class Trees(KitBase):
             batch = rig.batch(lengths((1, 1), forest), payload=payload)
             run_tree(rig, batch, forest, paths)
 
+    @pytest.mark.parametrize("every_kind", [False, True], ids=["rows", "every-kind"])
     def test_random_trees(
-        self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
+        self,
+        kit: Kit,
+        tree_settings: settings,
+        monkeypatch: pytest.MonkeyPatch,
+        every_kind: bool,
     ) -> None:
-        """Random trees with random numbers as paths, unread as from a device, are exact.
+        """Random trees, slots and numbers as paths, unread as from a device, are exact.
 
-        A path counts up to where it leaves its tree.
+        In a ring a node's position follows from its row, not from its depth; a state has one slot.
         """
         kit.need("trees")
         monkeypatch.setattr(window_module, "as_accepted", unread)
+        policies = sorted(kit.capabilities.policies)
+        layers = {each: specs_for(kit, each) if every_kind else PAIR for each in policies}
+        examples = tree_settings.max_examples // (2 if every_kind else 1)
 
-        @tree_settings
+        @settings(tree_settings, max_examples=examples)
         @given(st.data())
         def try_one(data: st.DataObject) -> None:
-            """Run one or two random windows under a random policy."""
-            policy = data.draw(st.sampled_from(sorted(kit.capabilities.policies)), "policy")
-            rig = kit.rig(policy, PAIR, seed=data.draw(st.integers(0, 2**32), "seed"))
+            policy = data.draw(st.sampled_from(policies), "policy")
+            seed = data.draw(st.integers(0, 2**32), "seed")
+            rig = kit.rig(policy, layers[policy], seed=seed)
             for _ in range(data.draw(st.integers(1, 2), "windows")):
                 _one_random_window(rig, data)
 
         try_one()
 
-    @pytest.mark.parametrize("staged", range(len(SIMPLE) + 1))
+    @pytest.mark.parametrize("staged", [0, 1, 2, 5, len(MIXED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
-    def test_a_tree_is_aborted(self, kit: Kit, policy: str, staged: int) -> None:
-        """An aborted tree, after any number of layers, changes no byte, apart from settled rows."""
+    def test_a_tree_is_aborted(self, kit: Kit, lapping: Rig, staged: int) -> None:
+        """An aborted tree changes no byte, apart from settled rows."""
         kit.need("trees")
-        rig = kit.rig(policy, SIMPLE)
+        rig, staged = lapping, min(staged, len(lapping.refs))
         for settled, forest in FORESTS.values():
             batch = rig.batch(lengths(settled, forest))
             rig.abort(batch, range(staged), f"aborted after {staged} layers", forest)
@@ -187,14 +196,15 @@ class Trees(KitBase):
 
     @every_fault
     def test_a_tree_survives_a_fallback(
-        self, kit: Kit, policy: str, at: str, when: str, nth: int
+        self, kit: Kit, policy: str, specs: Sequence[AnySpec], at: str, when: str, nth: int
     ) -> None:
         """After any failure the accepted path is in its row positions, and is counted once.
 
-        Other slots of the tree hold old or staged words; hooks get settled rows and the path alone.
+        Rings and states hold the path exactly; pages may have rejected rows, too.
         """
         kit.need("trees")
-        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        skip_stock(policy, specs)
+        rig, faults = kit.faulty_rig(policy, specs, on_error="fallback")
         offloader = Offloader(rig)
         settled, forest = FORESTS["uneven"]
         batch, paths = rig.batch(lengths(settled, forest)), [[0, 2], [1], [0, 1, 2, 4]]
@@ -204,7 +214,7 @@ class Trees(KitBase):
             assert window.state is WindowState.COMMITTED
             pytest.skip(f"{policy} does not call {at} so often")
         assert window.state is WindowState.FELL_BACK
-        rig.expect_settled(batch)
+        rig.write(batch, [not draft for draft in batch.drafts])
         places = [row is not None for row in moved(batch, paths)]
         either(rig, batch, [not filled for filled in places])
         write_moved(rig, batch, paths)
@@ -320,7 +330,8 @@ def _one_random_window(rig: Rig, data: st.DataObject) -> None:
     paths = [cut(tree, path) for tree, path in zip(forest, given, strict=True)]
     dtype = data.draw(st.sampled_from([torch.int64, torch.int32]), "dtype")
     limited = padded(given, rig.device, data.draw(st.integers(0, 9), "columns"))
-    run_tree(rig, batch, forest, paths, limited.clamp(-(2**31), 2**31 - 1).to(dtype))
+    given_paths = limited.clamp(-(2**31), 2**31 - 1).to(dtype)
+    run_tree(rig, batch, forest, paths, given_paths, check_staged=True)
 
 
 def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
@@ -346,9 +357,11 @@ def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
         for place, (row, draft) in enumerate(zip(moved(batch, paths), batch.drafts, strict=True))
     ]
     return {
-        (cache.name, slot): batch.rows[cache.name][row]
-        for cache in rig.caches
-        for slot, row in zip(batch.slots[cache.spec.group], rows, strict=True)
+        (ref.name, slot): (
+            rig.states_in(ref.name, slot) if ref.states else batch.rows[ref.name][row]
+        )
+        for ref in rig.refs
+        for slot, row in zip(batch.slots[ref.group], rows, strict=True)
         if slot != -1 and row is not None
     }
 

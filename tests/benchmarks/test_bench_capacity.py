@@ -10,7 +10,6 @@ from kvtxn.benchmarks.engines import capacity, child
 from kvtxn.benchmarks.engines.load import Work
 from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals.measuring import Scheduled
-from pages import narrow
 
 pytest.importorskip("vllm")
 
@@ -78,21 +77,6 @@ def test_a_model_with_fewer_layers_has_the_same_pages():
     assert (part.shape.layers, part.shape.states.layers) == (4, 3)
     assert part.shape.row_bytes == whole.shape.row_bytes
     assert part.shape.states.heads == whole.shape.states.heads
-
-
-def test_the_table_has_stock_beside_the_others():
-    """A line for each length and cache mode; ratios of what is reported and what was seen."""
-    common = {"length": 4096, "preempted": 0, "finished": 9}
-    rows = [
-        {**common, "cache": "none", "policy": "stock", "reported": 10.0, "most": 11},
-        {**common, "cache": "none", "policy": "exact", "reported": 21.0, "most": 22},
-        {**common, "cache": "align", "policy": "stock", "reported": 8.0, "most": 8},
-    ]
-    machine = {"gpu": "a GPU", "torch": "2", "commit": "c", "command": "kvtxn bench capacity"}
-    page = narrow(capacity.report({"rows": rows, "machine": machine}))
-    assert "| 4096 tokens, no prefix cache | exact | 10 | 21 | 2.10 | 11 | 22 | 2.00 | - |" in page
-    assert "prefix cache | stock" not in page
-    assert "kvtxn bench capacity" in page
 
 
 def test_the_most_without_preemption():

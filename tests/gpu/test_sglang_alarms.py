@@ -198,34 +198,6 @@ def test_each_cell_says_what_was_seen(found):
     assert seen_canary.cell(found["tree"], "lost_move", "strict") == "-"
 
 
-def test_the_table_has_every_engine_and_fault(found):
-    page = seen_canary.drawn(found)
-    assert "| faults | wrong token | foreign | **not found** | token; by position |" in page
-    no = "| mla | canary | no: kv-canary: no attacher registered for pool class MLA |"
-    assert f"{no} - | - | - | - |" in page
-    assert "| tree | canary | yes | 1 | 30 | 900 | 0 |" in page
-    cut = "yes; cut off when the time of all engines was over"
-    assert f"| late | canary | {cut} | 1 | 5 | 900 | 0 |" in page
-    assert "later" not in found
-    assert found["late"]["faults"] == {}
-    assert page.endswith("- M: `python x`")
-
-
-def test_the_summary_gives_each_its_due(found):
-    """A fault that an auditor was not asked for, or could not tell apart, counts for neither."""
-    text = seen_canary.summary(found)
-    assert "| faults | 2 | 1 / 2 | 1 / 2 | 1 / 1 |" in text
-    assert f"| tree | 1 | 1 / 1 | {seen_canary.NOISY} | - |" in text
-    for line in (
-        "Found by the ledger and not by the canary: wrong token (faults).",
-        "Found by the ledger and not with all checks of the canary: none.",
-        "Engines in which the canary raises false alarms: tree (30), late (5).",
-        "Engines that do not start with the canary: mla (MLA).",
-    ):
-        assert line in text.split("\n\n")
-    assert "not by the ledger: old row (faults)." in text
-
-
 def test_the_pages_are_drawn_from_the_record():
     text = COMPARISON.read_text()
     assert compared(text, SEEN) == text

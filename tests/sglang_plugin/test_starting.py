@@ -21,6 +21,7 @@ from toy_sglang import ToySglang
 from toy_states import ToyHybrid
 
 from kvtxn import ConfigError, KVTxnError
+from kvtxn.doctor import LACKS
 
 # -- settings --------------------------------------------------------------------------------
 
@@ -516,12 +517,18 @@ def test_the_doctor_says_whether_the_hooks_fit(monkeypatch, release):
     assert found["hook points"] == "as expected"
     assert "can watch" in found["audit"]
     assert "is not set" in found["settings"]
+    assert LACKS not in found
     monkeypatch.setenv(plugin.VARIABLE, '{"audits": "ledger"}')
-    assert "there is no setting 'audits'" in doctor.report(None)["settings"]
+    found = doctor.report(None)
+    assert "there is no setting 'audits'" in found["settings"]
+    assert found[LACKS] == ["a start, since the settings are not valid"]
     monkeypatch.setenv(plugin.VARIABLE, '{"audit": "ledger"}')
-    assert "audit='ledger'" in doctor.report(None)["settings"]
+    found = doctor.report(None)
+    assert "audit='ledger'" in found["settings"]
+    assert LACKS not in found
     release(scheduler={"def flush_cache": "def flush", "def get_internal_state": "def state"})
     found = doctor.report(None)
     assert found["hook points"] == ["Scheduler.flush_cache is gone"]
     assert found["left out"] == ["Scheduler.get_internal_state is gone"]
     assert "cannot watch" in found["audit"]
+    assert found[LACKS] == ["audit ledger"]

@@ -108,12 +108,12 @@ class DeniesStates(TorchExecutor):
 
 #: The defect, and the test of the kit that must go red for it.
 CAUGHT: dict[type[TorchExecutor], str] = {
-    LetsTheFirstRowWin: "test_rings_and_states",
+    LetsTheFirstRowWin: "test_every_shape",
     LetsRejectedRowsEvict: "test_wrap_around",
-    SelectsOneStateTooFar: "test_rings_and_states",
-    WritesDraftsOfStates: "test_rings_and_states",
-    SettlesStatesEarly: "test_abort_evicts_nothing",
-    CountsEveryState: "test_counts_of_rings_and_states",
+    SelectsOneStateTooFar: "test_every_shape",
+    WritesDraftsOfStates: "test_every_shape",
+    SettlesStatesEarly: "test_abort_at_any_point",
+    CountsEveryState: "test_bytes_follow_from_rows",
     TakesRingsForPages: "test_attention_to_a_ring",
     DeniesRings: "test_denied_kinds",
     DeniesStates: "test_denied_kinds",
@@ -138,7 +138,7 @@ def settles_states_at_an_abort() -> Iterator[None]:
 
 
 #: Defects of the library, whose executor is sound, and the test that must go red.
-CORE_CAUGHT_BY = {settles_states_at_an_abort: "test_abort_evicts_nothing"}
+CORE_CAUGHT_BY = {settles_states_at_an_abort: "test_abort_at_any_point"}
 
 #: Defects that random histories have to find by themselves.
 BY_CHANCE = (LetsTheFirstRowWin, LetsRejectedRowsEvict, WritesDraftsOfStates)

@@ -261,7 +261,7 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesRejectedRowsIn: "test_replayed_states",
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
-    TakesSettledRowsInEarly: "test_abort_evicts_nothing",
+    TakesSettledRowsInEarly: "test_abort_at_any_point",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
     RoundsAfterEachRow: "test_every_accepted_count",
@@ -360,11 +360,11 @@ def drops_states_of_a_failed_begin() -> Any:
 
 #: Defects of the library, whose executor is sound, and the test that must go red.
 CORE_CAUGHT_BY: dict[Callable[[], Any], str] = {
-    copies_no_state: "test_a_fallback_evicts_nothing",
-    takes_rows_in_again: "test_a_fallback_evicts_nothing",
-    finishes_no_state: "test_a_fallback_evicts_nothing",
-    puts_no_state_back: "test_an_error_leaves_whole_states",
-    takes_settled_rows_in_at_an_abort: "test_the_body_raises",
+    copies_no_state: "test_nothing_accepted_is_lost",
+    takes_rows_in_again: "test_nothing_accepted_is_lost",
+    finishes_no_state: "test_nothing_accepted_is_lost",
+    puts_no_state_back: "test_an_error_surfaces_after_restoring",
+    takes_settled_rows_in_at_an_abort: "test_the_exception_of_the_body_wins",
     prepares_launches_that_know_no_state: "test_steps_are_exact",
     saves_no_ring: "test_a_failing_step_loses_nothing",
     drops_states_of_a_failed_begin: "test_a_failing_step_loses_nothing",

@@ -32,6 +32,12 @@ class AuditError(KVTxnError, RuntimeError):
     default_hint = "`audit_report` has the details; on_violation='log' goes on"
 
 
+def say_logged_alone(why: str, error: Exception | None = None) -> None:
+    """Log that what the audit finds is not contained, and why."""
+    effect = "wrong rows are logged and not contained"
+    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)
+
+
 class FoundViolations:
     """The violations that a worker's ledger has found.
 

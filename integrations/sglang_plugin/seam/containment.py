@@ -28,6 +28,7 @@ from ....audit import Ledger
 from ....audit.counter_copy import CounterCopy
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
+from ...serving.ledger.violation_log import say_logged_alone
 from . import retraction
 from .pools import STATES, SlotSpace
 from .protocols import NextBatchPlan, Req, ScheduleBatch, Scheduler
@@ -392,9 +393,3 @@ class Containment:
         if not self._suspects:
             return set()
         return self._suspects & retraction.rows_of_tree(self._scheduler, self._places)
-
-
-def say_logged_alone(why: str, error: Exception | None = None) -> None:
-    """Log a warning that what the audit finds is not contained, with the reason and the error."""
-    effect = "wrong rows are logged and not contained"
-    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
+from ...serving.ledger.violation_log import say_logged_alone
 from ..internals import audited_requests, containment, scheduling
 from ..internals.engine_protocols import (
     BeforeCacheManager,
@@ -182,12 +183,6 @@ def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
     if why is not None:
         _say_not_counted(why)
     return why is None
-
-
-def say_logged_alone(why: str, error: Exception | None = None) -> None:
-    """Log a warning that wrong rows are logged and not contained, and why."""
-    effect = "wrong rows are logged and not contained"
-    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)
 
 
 def unhook_schedulers() -> None:

@@ -9,14 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeGuard
 
-from ....errors import BackendUnavailableError, ConfigError, KVTxnError
-
-
-class RequiredError(KVTxnError, RuntimeError):
-    """The user requires kvtxn, and this engine cannot have it."""
-
-    default_hint = "leave 'required' out to run this engine without kvtxn"
-
+from ....errors import BackendUnavailableError, ConfigError
+from ...serving.given_settings import RequiredError as RequiredError
 
 #: Errors that stop an engine's start: a setting is wrong, or cannot be had and is required. After
 #: any other the engine runs stock.

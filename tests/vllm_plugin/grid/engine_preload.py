@@ -38,8 +38,9 @@ if hasattr(current_platform, "register_triton_kernel_overrides"):
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 import engine_child  # noqa: E402, F401
-import kvtxn.integrations.vllm_plugin.metrics  # noqa: E402
-import kvtxn.integrations.vllm_plugin.runner_parts  # noqa: E402, F401
+import kvtxn.integrations.vllm_plugin.engine_calls  # noqa: E402
+import kvtxn.integrations.vllm_plugin.runner_parts  # noqa: E402
+import kvtxn.integrations.vllm_plugin.worker_answers  # noqa: E402, F401
 import model_files  # noqa: E402
 from kvtxn.backends.audit_numba import numba_passes  # noqa: E402, F401
 from transformers.utils.logging import disable_progress_bar  # noqa: E402

@@ -245,6 +245,22 @@ def test_the_doctor_says_what_becomes_of_each_setting(given, facts, changes, sai
         assert line.startswith(begin)
 
 
+@pytest.mark.parametrize(
+    ("given", "facts", "changes", "lacks"),
+    [
+        (None, {}, {}, []),
+        (None, {"head_size": 16}, {}, ["stock vLLM"]),
+        ({"policy": "auto", "audit": "ledger"}, {}, {}, []),
+        ({**CONTAIN, "policy": "deferred"}, {"sinks": True}, {}, ["policy deferred"]),
+        ({**CONTAIN, "policy": "undo"}, {}, STAGES, ["on_violation contain"]),
+    ],
+)
+def test_the_doctor_names_what_an_engine_does_not_get(given, facts, changes, lacks):
+    """Its exit code is 1 then."""
+    wanted = None if given is None else asked(**given)
+    assert doctor._lacking(wanted, EngineFacts(**facts), config(**changes), None) == lacks
+
+
 def test_the_doctor_says_which_hook_is_gone():
     facts, wanted = EngineFacts(version="9.9", unchecked=True), asked(policy="undo", required=True)
     assert doctor._asked(wanted, facts, config(), "vLLM 9.9 lacks a.b") == [

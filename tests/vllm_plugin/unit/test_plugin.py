@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin import metrics, starting
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
+from kvtxn.integrations.vllm_plugin import starting, worker_answers
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
@@ -96,7 +96,7 @@ def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
     assert runner.kvtxn_config.max_rows == 40  # 8 requests of 4 drafts and a settled row
     assert (runner._update_states(None), runner._sample(None, None)) == ("updated", "sampled")
     assert runner._model_forward() == "hidden"
-    assert metrics._snapshot(worker) == {"kvtxn_active": 0.0}
+    assert worker_answers._snapshot(worker) == {"kvtxn_active": 0.0}
     unhook_runner(runner)
     assert type(runner) is Runner
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin import metrics, plugin, starting
+from kvtxn.integrations.vllm_plugin import engine_calls, plugin, starting
 from kvtxn.integrations.vllm_plugin.internals.hooks import when_imported
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 
@@ -22,6 +22,8 @@ LIGHT = {
     "kvtxn.integrations",
     "kvtxn.integrations.pytest_audit",
     "kvtxn.integrations.pytest_audit.engines",
+    "kvtxn.integrations.serving",
+    "kvtxn.integrations.serving.given_settings",
     "kvtxn.integrations.vllm_plugin",
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
@@ -231,8 +233,8 @@ def test_an_engine_of_which_nobody_can_tell_whether_it_asks_starts(vllm, lines, 
 CALLED = {
     "LLMEngine": (starting, "check_settings"),
     "AsyncLLM": (starting, "check_settings"),
-    "LLMEngine after": (metrics, "on_engine"),
-    "AsyncLLM after": (metrics, "on_engine"),
+    "LLMEngine after": (engine_calls, "on_engine"),
+    "AsyncLLM after": (engine_calls, "on_engine"),
     "Scheduler": (starting, "on_scheduler"),
     "WorkerWrapperBase": (starting, "on_worker"),
 }

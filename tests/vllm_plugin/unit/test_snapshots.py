@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import engine_calls
-from kvtxn.integrations.vllm_plugin import metrics as vllm_front
 from kvtxn.integrations.vllm_plugin.engine_calls import audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
@@ -58,7 +57,7 @@ def hooked(monkeypatch):
 
     def make(answer=None, asked=ASKED):
         client = Client(answer)
-        vllm_front.on_engine(engine(asked, client))
+        engine_calls.on_engine(engine(asked, client))
         return client
 
     return make
@@ -154,7 +153,6 @@ def test_engines_that_did_not_ask_are_left_alone(hooked):
 def page(monkeypatch):
     """A page in a registry of its own; what it shows, by name and labels."""
     from kvtxn.integrations.serving import metrics_page
-    from kvtxn.integrations.vllm_plugin import metrics as vllm_page
 
     registry = prometheus.CollectorRegistry()
     kinds = {"registry": registry}
@@ -165,7 +163,7 @@ def page(monkeypatch):
         )
     metrics_page._metric.cache_clear()
     yield (
-        vllm_page.Page("m", windows=True),
+        engine_calls.Page("m", windows=True),
         lambda name, **labels: registry.get_sample_value(
             name, {"model_name": "m", "engine": "0"} | labels
         ),
@@ -262,9 +260,9 @@ def test_a_server_is_read_until_its_engines_are_dead(page, monkeypatch, caplog):
         return [answer]
 
     client._call_utility_async = call
-    monkeypatch.setattr(vllm_front, "INTERVAL", 0)
+    monkeypatch.setattr(engine_calls, "INTERVAL", 0)
     with caplog.at_level(logging.WARNING, "kvtxn"):
-        asyncio.run(vllm_front._publish(lambda: client, shown))
+        asyncio.run(engine_calls._publish(lambda: client, shown))
     assert value("kvtxn_rows_staged_total") == 4
     assert caplog.text.count("kvtxn.no_metrics") == 1
 
@@ -275,5 +273,5 @@ def test_one_server_speaks_for_all_and_none_where_nobody_counts(monkeypatch, ind
     monkeypatch.setattr(front, "is_async", lambda client: True)
     asked = engine(ASKED, client)
     asked.log_stats = log_stats
-    vllm_front.on_engine(asked)
+    engine_calls.on_engine(asked)
     assert not hasattr(client, "kvtxn_task")

@@ -22,7 +22,7 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import unhook_attention
 
-from kvtxn.integrations.vllm_plugin import engine_calls, metrics, plugin, starting
+from kvtxn.integrations.vllm_plugin import engine_calls, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
 from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
@@ -362,10 +362,10 @@ def test_clients_are_given_back(monkeypatch):
     client = Client()
     config = SimpleNamespace(additional_config={"kvtxn": {"policy": "undo"}})
     engine = SimpleNamespace(vllm_config=config, engine_core=client)
-    metrics.on_engine(engine)
-    metrics.on_engine(engine)
+    engine_calls.on_engine(engine)
+    engine_calls.on_engine(engine)
     assert is_swapped(client)
-    metrics.unhook_clients()
+    engine_calls.unhook_clients()
     assert type(client) is Client
     assert vars(client) == {}
     assert client.shutdown() == "down"
@@ -381,9 +381,9 @@ def test_clients_behind_a_class_of_somebody_else():
         engine_calls._hooked.add(client)
     clients[1].__class__ = type("Theirs", (type(clients[1]),), {})
     with pytest.raises(KVTxnError, match="not a class that swap_class made"):
-        metrics.unhook_clients()
+        engine_calls.unhook_clients()
     assert [vars(client) for client in clients] == [{}, {"kvtxn_pid": 0}, {}]
-    metrics.unhook_clients()
+    engine_calls.unhook_clients()
 
 
 def test_one_hook_that_stays_keeps_no_other(monkeypatch):
@@ -394,7 +394,7 @@ def test_one_hook_that_stays_keeps_no_other(monkeypatch):
         raise KVTxnError("restore_class", "planted")
 
     monkeypatch.setattr(starting, "unhook_runners", fail)
-    monkeypatch.setattr(metrics, "unhook_clients", partial(done.append, "clients"))
+    monkeypatch.setattr(engine_calls, "unhook_clients", partial(done.append, "clients"))
     monkeypatch.setattr(starting, "unhook_schedulers", partial(done.append, "schedulers"))
     monkeypatch.setattr(starting, "_undo_engines", [partial(done.append, n) for n in "ab"])
     with pytest.raises(KVTxnError, match="planted"):

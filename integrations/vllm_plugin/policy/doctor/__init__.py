@@ -9,6 +9,7 @@ from typing import Final
 import attrs
 
 from .....config import POLICIES
+from .....doctor import LACKS
 from .....errors import ConfigError
 from ....serving.source_files import Sources
 from ...internals import audited_requests, workers
@@ -54,9 +55,10 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
 
     Returns:
         The release, the engine that is judged, what becomes of each setting that the engine
-        arguments ask for, each policy's outcome with its reason (of an engine with pipeline stages
-        for the last one, and for those before it), whether the ledger can watch, and what "auto"
-        comes to for every kind of engine on this device.
+        arguments ask for, which of them the engine does not get, each policy's outcome with its
+        reason (of an engine with pipeline stages for the last one, and for those before it),
+        whether the ledger can watch, and what "auto" comes to for every kind of engine on this
+        device.
         Facts that only a loaded model can tell are guessed by ``internals.config.FROM_MODEL``; see
         ``ASSUMED``.
 
@@ -74,6 +76,7 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         facts = engine_config.expected_facts(config)
         check_fit(wanted, facts, config)
     gone, why = hook_gone(facts), refused(facts)
+    lacks = [] if config is None else _lacking(wanted, facts, config, gone)
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     known = ", ".join(supported.releases_for(facts.device))
@@ -88,6 +91,7 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         },
         **({} if why is None else {STOCK: f"does not run this engine: {why}"}),
         **({} if config is None else {"asked": _asked(wanted, facts, config, gone)}),
+        **({LACKS: lacks} if lacks else {}),
         "assumed": ASSUMED,
         "policies": _policies(facts, gone, wanted),
         **_earlier_stages(facts, gone),
@@ -225,6 +229,16 @@ def _asked(
             outcome = f"the start stops: kvtxn is required, but {lacking[0]}"
         lines.append(f"required -> {outcome}")
     return lines
+
+
+def _lacking(
+    wanted: PluginSettings | None, facts: EngineFacts, config: VllmConfig, gone: str | None
+) -> list[str]:
+    """Name each setting that has another value than the user asks for; or vLLM, if it refuses."""
+    if refused(facts) is not None:
+        return [STOCK]
+    outcomes = () if wanted is None else _outcomes(wanted, facts, config, gone)
+    return [f"{outcome.setting} {outcome.asked}" for outcome in outcomes if outcome.lacks]
 
 
 @attrs.frozen
