@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,13 @@ MOST_BLOCKS: Final = 1 << 20
 _VERSION: Final = 1
 #: Seconds for which SQLite waits for another process that writes.
 _WAIT: Final = 5.0
+#: Seconds between two tries where SQLite does not wait by itself.
+_PAUSE: Final = 0.01
+#: Bytes by which SQLite's write-ahead log may grow until a writer empties it. By itself SQLite
+#: begins the log anew only while nobody else writes: that of busy processes grows without bound.
+_MOST_LOG: Final = 16 << 20
+#: Milliseconds for which a writer waits with that for readers, of which one may have stopped.
+_LOG_WAIT: Final = 50
 #: Contents that are asked for in one query.
 _AT_ONCE: Final = 256
 
@@ -138,6 +146,8 @@ class SqliteStore:
 
     def __init__(self, path: str | os.PathLike[str], most_blocks: int = MOST_BLOCKS) -> None:
         self._path: Final = Path(path)
+        self._log: Final = Path(f"{self._path}-wal")
+        self._log_end = _MOST_LOG  # the size at which it is emptied
         self._most: Final = most_blocks
         self._unpruned = most_blocks  # another process may have left the file full
         try:
@@ -146,12 +156,29 @@ class SqliteStore:
         except (OSError, sqlite3.Error) as error:
             raise self._failed("opened", error) from error
         try:
-            self._prepare()
+            self._prepare_in_turn()
         except (sqlite3.Error, StoreError) as error:
             self._file.close()
             if isinstance(error, StoreError):
                 raise
             raise self._failed("opened", error) from error
+
+    def _prepare_in_turn(self) -> None:
+        """Prepare the file; wait while other processes do so.
+
+        Raises:
+            StoreError: as for ``_prepare``.
+        """
+        until = time.monotonic() + _WAIT
+        while True:
+            try:
+                return self._prepare()
+            except sqlite3.OperationalError as error:
+                # SQLite fails at once where one process changes the journal that others use.
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > until:
+                    raise
+            time.sleep(_PAUSE)
 
     def _prepare(self) -> None:
         """Make the table of a new file.
@@ -195,8 +222,24 @@ class SqliteStore:
                 if self._unpruned >= self._most // _FULL_PARTS:
                     self._file.execute(_PRUNE, (self._most,))
                     self._unpruned = 0
+            self._empty_log()
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
+
+    def _empty_log(self) -> None:
+        """Empty a write-ahead log that has grown; if others are in the way, try again later."""
+        try:
+            size = self._log.stat().st_size
+        except FileNotFoundError:  # not under this name, where the path is a link
+            return
+        if size < self._log_end:
+            return
+        self._file.execute(f"PRAGMA busy_timeout={_LOG_WAIT}")
+        try:
+            ((fails, *_),) = self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            self._file.execute(f"PRAGMA busy_timeout={round(_WAIT * 1000)}")
+        self._log_end = size + _MOST_LOG if fails else _MOST_LOG
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
         """Return what the store knows of blocks; a block that is found counts as used now.
