@@ -70,6 +70,13 @@ _PRUNE: Final = (
     "DELETE FROM blocks WHERE (scope, content) IN (SELECT scope, content FROM blocks"
     " WHERE number <= (SELECT number FROM blocks ORDER BY number DESC LIMIT 1 OFFSET ?))"
 )
+_PRUNES_PREFIXES: Final = (
+    "SELECT EXISTS (SELECT 1 FROM blocks AS one JOIN blocks AS other USING (scope, content)"
+    " WHERE one.digest != other.digest"
+    " AND one.number <= (SELECT number FROM blocks ORDER BY number DESC LIMIT 1 OFFSET ?))"
+)
+#: SQLite's ``application_id`` of a store that has forgotten bytes of several prefixes.
+_LOST: Final = 1
 #: Of so many parts of a store's room one is written before the store looks whether it is full, and
 #: a row is used again before that is written down.
 _FULL_PARTS: Final = 64
@@ -126,6 +133,13 @@ class IdentityStore(Protocol):
             StoreError: the store cannot be read.
         """
 
+    @property
+    def lost_prefixes(self) -> bool:
+        """Tell whether bytes of several prefixes were forgotten, as known when last read.
+
+        If one of these prefixes writes them again, the store knows half of the truth.
+        """
+
     def close(self) -> None:
         """Let go of the store."""
 
@@ -149,6 +163,7 @@ class SqliteStore:
         self._log: Final = Path(f"{self._path}-wal")
         self._log_end = _MOST_LOG  # the size at which it is emptied
         self._most: Final = most_blocks
+        self._lost_prefixes = False
         self._unpruned = most_blocks  # another process may have left the file full
         try:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -220,11 +235,23 @@ class SqliteStore:
                 self._use(self._rows(scope, [content for _, content, *_ in rows]))
                 self._unpruned += len(rows)
                 if self._unpruned >= self._most // _FULL_PARTS:
-                    self._file.execute(_PRUNE, (self._most,))
-                    self._unpruned = 0
+                    self._prune()
             self._empty_log()
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
+
+    def _prune(self) -> None:
+        """Delete the blocks unused for longest, if there are too many."""
+        ((loses,),) = self._file.execute(_PRUNES_PREFIXES, (self._most,)).fetchall()
+        if loses:
+            self._file.execute(f"PRAGMA application_id={_LOST}")
+        self._file.execute(_PRUNE, (self._most,))
+        self._unpruned = 0
+
+    @property
+    def lost_prefixes(self) -> bool:
+        """Tell whether bytes of several prefixes were forgotten, as known when last read."""
+        return self._lost_prefixes
 
     def _empty_log(self) -> None:
         """Empty a write-ahead log that has grown; if others are in the way, try again later."""
@@ -250,6 +277,9 @@ class SqliteStore:
         found: dict[bytes, list[StoredBlock]] = {}
         try:
             rows = self._rows(scope, contents)
+            # Afterwards: whoever forgets says so in the same transaction.
+            ((mark,),) = self._file.execute("PRAGMA application_id").fetchall()
+            self._lost_prefixes = mark == _LOST
             with self._file:
                 self._use(rows)
         except sqlite3.Error as error:

@@ -87,6 +87,22 @@ def test_what_is_used_is_not_forgotten(opened):
     assert len(found) <= 100
 
 
+def test_a_store_says_that_it_has_forgotten_bytes_of_several_prefixes(opened):
+    """Of one prefix, whatever its weights, there is no half."""
+    store, other = opened(most_blocks=100), opened(most_blocks=100)
+    for begin in range(0, 400, 10):
+        store.put(SCOPE, [block(0, weights=begin), *map(block, range(begin, begin + 10))])
+    assert other.get(SCOPE, contents(399))
+    assert not other.lost_prefixes
+    store.put(SCOPE, [block(399, digest=6)])
+    for begin in range(400, 900, 10):
+        assert not other.lost_prefixes or not other.get(SCOPE, contents(399))
+        store.put(SCOPE, map(block, range(begin, begin + 10)))
+        other.get(SCOPE, contents(begin))
+    assert other.lost_prefixes
+    assert other.get(SCOPE, contents(399)) == {}
+
+
 def test_only_its_owner_reads_the_file(path):
     SqliteStore(path).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
