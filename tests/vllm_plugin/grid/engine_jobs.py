@@ -330,6 +330,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("unchecked", 33, "unchecked_engines:run"),
         ("outlived", 15, "outlived_engines:counters"),
         ("audited-tests", 40, "audited_tests:run"),
+        ("audit-at-once", 12, "engines_at_once:run"),
         ("audit-sessions", 9, "session_engines:sessions_with_drafts"),
         ("audit-plain-sessions", 9, "session_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
