@@ -267,7 +267,7 @@ WATCHED = {
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
     **{"planted-single-states": 5, "shared-store": 4},
     **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
-    **{"pictures": 10, "lost-reuse": 4, "lost-states": 4},
+    **{"pictures": 10, "shared-pictures": 12, "lost-reuse": 4, "lost-states": 4},
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 
