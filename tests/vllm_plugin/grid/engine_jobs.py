@@ -296,7 +296,7 @@ AUDITS = {
     **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
     **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
     **{"preempted-in-its-step": 30, "failed-load": 6, "replaced-adapter": 6},
-    **{"stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
+    **{"reset-connector": 7, "stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.
