@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,13 @@ MOST_BLOCKS: Final = 1 << 20
 _VERSION: Final = 1
 #: Seconds for which SQLite waits for another process that writes.
 _WAIT: Final = 5.0
+#: Seconds between two tries where SQLite does not wait by itself.
+_PAUSE: Final = 0.01
+#: Bytes by which SQLite's write-ahead log may grow until a writer empties it. By itself SQLite
+#: begins the log anew only while nobody else writes: that of busy processes grows without bound.
+_MOST_LOG: Final = 16 << 20
+#: Milliseconds for which a writer waits with that for readers, of which one may have stopped.
+_LOG_WAIT: Final = 50
 #: Contents that are asked for in one query.
 _AT_ONCE: Final = 256
 
@@ -62,6 +70,13 @@ _PRUNE: Final = (
     "DELETE FROM blocks WHERE (scope, content) IN (SELECT scope, content FROM blocks"
     " WHERE number <= (SELECT number FROM blocks ORDER BY number DESC LIMIT 1 OFFSET ?))"
 )
+_PRUNES_PREFIXES: Final = (
+    "SELECT EXISTS (SELECT 1 FROM blocks AS one JOIN blocks AS other USING (scope, content)"
+    " WHERE one.digest != other.digest"
+    " AND one.number <= (SELECT number FROM blocks ORDER BY number DESC LIMIT 1 OFFSET ?))"
+)
+#: SQLite's ``application_id`` of a store that has forgotten bytes of several prefixes.
+_LOST: Final = 1
 #: Of so many parts of a store's room one is written before the store looks whether it is full, and
 #: a row is used again before that is written down.
 _FULL_PARTS: Final = 64
@@ -118,6 +133,13 @@ class IdentityStore(Protocol):
             StoreError: the store cannot be read.
         """
 
+    @property
+    def lost_prefixes(self) -> bool:
+        """Tell whether bytes of several prefixes were forgotten, as known when last read.
+
+        If one of these prefixes writes them again, the store knows half of the truth.
+        """
+
     def close(self) -> None:
         """Let go of the store."""
 
@@ -138,7 +160,10 @@ class SqliteStore:
 
     def __init__(self, path: str | os.PathLike[str], most_blocks: int = MOST_BLOCKS) -> None:
         self._path: Final = Path(path)
+        self._log: Final = Path(f"{self._path}-wal")
+        self._log_end = _MOST_LOG  # the size at which it is emptied
         self._most: Final = most_blocks
+        self._lost_prefixes = False
         self._unpruned = most_blocks  # another process may have left the file full
         try:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -146,12 +171,29 @@ class SqliteStore:
         except (OSError, sqlite3.Error) as error:
             raise self._failed("opened", error) from error
         try:
-            self._prepare()
+            self._prepare_in_turn()
         except (sqlite3.Error, StoreError) as error:
             self._file.close()
             if isinstance(error, StoreError):
                 raise
             raise self._failed("opened", error) from error
+
+    def _prepare_in_turn(self) -> None:
+        """Prepare the file; wait while other processes do so.
+
+        Raises:
+            StoreError: as for ``_prepare``.
+        """
+        until = time.monotonic() + _WAIT
+        while True:
+            try:
+                return self._prepare()
+            except sqlite3.OperationalError as error:
+                # SQLite fails at once where one process changes the journal that others use.
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > until:
+                    raise
+            time.sleep(_PAUSE)
 
     def _prepare(self) -> None:
         """Make the table of a new file, and set how SQLite writes the file.
@@ -195,10 +237,38 @@ class SqliteStore:
                 self._use(self._rows(scope, [content for _, content, *_ in rows]))
                 self._unpruned += len(rows)
                 if self._unpruned >= self._most // _FULL_PARTS:
-                    self._file.execute(_PRUNE, (self._most,))
-                    self._unpruned = 0
+                    self._prune()
+            self._empty_log()
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
+
+    def _prune(self) -> None:
+        """Delete the blocks unused for longest, if there are too many."""
+        ((loses,),) = self._file.execute(_PRUNES_PREFIXES, (self._most,)).fetchall()
+        if loses:
+            self._file.execute(f"PRAGMA application_id={_LOST}")
+        self._file.execute(_PRUNE, (self._most,))
+        self._unpruned = 0
+
+    @property
+    def lost_prefixes(self) -> bool:
+        """Tell whether bytes of several prefixes were forgotten, as known when last read."""
+        return self._lost_prefixes
+
+    def _empty_log(self) -> None:
+        """Empty a write-ahead log that has grown; if others are in the way, try again later."""
+        try:
+            size = self._log.stat().st_size
+        except FileNotFoundError:  # not under this name, where the path is a link
+            return
+        if size < self._log_end:
+            return
+        self._file.execute(f"PRAGMA busy_timeout={_LOG_WAIT}")
+        try:
+            ((fails, *_),) = self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            self._file.execute(f"PRAGMA busy_timeout={round(_WAIT * 1000)}")
+        self._log_end = size + _MOST_LOG if fails else _MOST_LOG
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
         """Return what the store knows of blocks, by content; unknown ones are left out.
@@ -211,6 +281,9 @@ class SqliteStore:
         found: dict[bytes, list[StoredBlock]] = {}
         try:
             rows = self._rows(scope, contents)
+            # Afterwards: whoever forgets says so in the same transaction.
+            ((mark,),) = self._file.execute("PRAGMA application_id").fetchall()
+            self._lost_prefixes = mark == _LOST
             with self._file:
                 self._use(rows)
         except sqlite3.Error as error:

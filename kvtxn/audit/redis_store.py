@@ -26,6 +26,8 @@ _AT_ONCE: Final = 256
 _PREFIX: Final = b"kvtxn:1:"
 #: A sorted set: the scope and content of each hash, by the time of its last use.
 _USED: Final = b"kvtxn:used:1"
+#: Is there once bytes of several prefixes were forgotten.
+_LOST: Final = b"kvtxn:lost:1"
 #: An identity: the digest and the weights.
 _IDENTITY: Final = struct.Struct(">qq")
 _POSITION: Final = struct.Struct(">q")
@@ -50,6 +52,7 @@ class RedisStore:
         self._client: Final = client
         self._where: Final = where
         self._most: Final = most_blocks
+        self._lost_prefixes = False
 
     @classmethod
     def at(cls, url: str, where: str) -> RedisStore:
@@ -108,9 +111,23 @@ class RedisStore:
         with self._client.pipeline() as batch:
             batch.zpopmin(_USED, number)
             (oldest,) = batch.execute()
-            if oldest:
-                batch.unlink(*(_PREFIX + name for name, _ in oldest))
-                batch.execute()
+            names = [_PREFIX + name for name, _ in oldest]
+            if not names:
+                return
+            for name in names:
+                batch.hkeys(name)
+            if any(len({_IDENTITY.unpack(each)[0] for each in had}) > 1 for had in batch.execute()):
+                batch.set(_LOST, b"")
+            batch.unlink(*names)
+            batch.execute()
+
+    @property
+    def lost_prefixes(self) -> bool:
+        """Tell whether bytes of several prefixes were forgotten, as known when last read.
+
+        Those that expired are not counted: nobody has used them for ``KEPT`` seconds.
+        """
+        return self._lost_prefixes
 
     def get(self, scope: bytes, contents: Sequence[bytes]) -> Mapping[bytes, list[StoredBlock]]:
         """Return what is known of blocks by their bytes; unknown ones are left out.
@@ -132,7 +149,10 @@ class RedisStore:
         with self._client.pipeline(transaction=False) as batch:
             for content in contents:
                 batch.hgetall(_PREFIX + scope + content)
-            answers = zip(contents, batch.execute(), strict=True)
+            batch.exists(_LOST)  # afterwards: whoever forgets says so before
+            *every, lost = batch.execute()
+            answers = zip(contents, every, strict=True)
+        self._lost_prefixes = bool(lost)
         found = {content: _blocks(content, known) for content, known in answers if known}
         if found:
             now = time.time()

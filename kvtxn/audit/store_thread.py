@@ -32,11 +32,13 @@ class Question:
         contents: the checksums of the blocks' bytes.
         answer: for each block what the store has of it, none if that is unknown or the store cannot
             be read; None until the store has answered.
+        lost_prefixes: the store's, when it has answered.
     """
 
     scope: bytes
     contents: Sequence[bytes]
     answer: Sequence[Sequence[StoredBlock]] | None = None
+    lost_prefixes: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -171,6 +173,7 @@ class StoreThread:
             else:
                 found = store.get(entry.scope, entry.contents)
                 answer = [found.get(content, ()) for content in entry.contents]
+                entry.lost_prefixes = store.lost_prefixes
                 self._fails = False
         except Exception as error:  # no error of a store's may end an engine
             self._fail(error)

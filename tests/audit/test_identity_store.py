@@ -9,12 +9,14 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 
 import fakeredis
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from kvtxn.audit import identity_store
 from kvtxn.audit.identity_store import (
     SqliteStore,
     StoredBlock,
@@ -83,6 +85,22 @@ def test_what_is_used_is_not_forgotten(opened):
     assert len(found[block(1).content]) == 2
     assert block(2).content not in found
     assert len(found) <= 100
+
+
+def test_a_store_says_that_it_has_forgotten_bytes_of_several_prefixes(opened):
+    """Of one prefix, whatever its weights, there is no half."""
+    store, other = opened(most_blocks=100), opened(most_blocks=100)
+    for begin in range(0, 400, 10):
+        store.put(SCOPE, [block(0, weights=begin), *map(block, range(begin, begin + 10))])
+    assert other.get(SCOPE, contents(399))
+    assert not other.lost_prefixes
+    store.put(SCOPE, [block(399, digest=6)])
+    for begin in range(400, 900, 10):
+        assert not other.lost_prefixes or not other.get(SCOPE, contents(399))
+        store.put(SCOPE, map(block, range(begin, begin + 10)))
+        other.get(SCOPE, contents(begin))
+    assert other.lost_prefixes
+    assert other.get(SCOPE, contents(399)) == {}
 
 
 def test_only_its_owner_reads_the_file(path):
@@ -175,6 +193,48 @@ def test_a_store_whose_making_was_cut_short_is_made_whole(path):
     store._file.execute("PRAGMA user_version=0")
     store.close()
     assert SqliteStore(path).get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
+
+
+def test_a_new_file_that_another_process_holds_is_waited_for(path):
+    """SQLite itself waits for nobody while the journal is changed."""
+    other = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    ends = threading.Timer(0.3, lambda: other.execute("COMMIT"))
+    ends.start()
+    store = SqliteStore(path)
+    ends.join()
+    store.put(SCOPE, [block(1)])
+    assert store.get(SCOPE, contents(1)) == {block(1).content: [block(1)]}
+    other.close()
+
+
+def test_a_file_that_another_process_keeps_is_an_error(path, monkeypatch):
+    monkeypatch.setattr(identity_store, "_WAIT", 0.05)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match=r"cannot be opened; got .*locked"):
+        SqliteStore(path)
+    other.close()
+
+
+def test_a_reader_that_stops_keeps_no_writer_waiting_and_its_log_goes(path, monkeypatch):
+    """The log of all writes grows while one reads, and is emptied then."""
+    monkeypatch.setattr(identity_store, "_MOST_LOG", 1 << 18)
+    store, log = SqliteStore(path), path.with_name(f"{path.name}-wal")
+    store.put(SCOPE, [block(0)])
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM blocks").fetchall()
+    begin = time.monotonic()
+    for number in range(1, 200):
+        store.put(SCOPE, [block(number * 100 + one) for one in range(20)])
+    assert log.stat().st_size > 1 << 20
+    assert time.monotonic() - begin < LONG / 2
+    reader.execute("COMMIT")
+    for number in range(200, 250):
+        store.put(SCOPE, [block(number * 100 + one) for one in range(20)])
+    assert log.stat().st_size < 1 << 19
+    reader.close()
 
 
 KILLED = """

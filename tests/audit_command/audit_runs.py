@@ -184,7 +184,7 @@ def known_fault(folder: Path, name: str) -> Ended:
 #: Faults with a program of their own.
 PROGRAMS = (
     *("preempted-in-its-step", "failed-load", "replaced-adapter", "stale-rows"),
-    *("left-out-of-hashes", "ended-by-session"),
+    *("left-out-of-hashes", "ended-by-session", "reset-connector"),
 )
 
 

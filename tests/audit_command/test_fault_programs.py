@@ -108,6 +108,21 @@ def test_rows_that_differ_by_more_than_their_tokens(found):
     assert_texts_differ(found, readers=3)
 
 
+@pytest.mark.engines("command-reset-connector")
+def test_a_connector_that_is_reset_while_requests_run(found):
+    """Rows of the other request are stored under the long one's hashes, and read by a third."""
+    assert set(found["kinds"]) == {"exported", "imported"}
+    stored = [v for v in found["violations"] if v["kind"] == "exported"]
+    read = [v for v in found["violations"] if v["kind"] == "imported"]
+    assert {v["request"] for v in stored} == {"long"}
+    assert {v["request"] for v in read} == {"later"}
+    wrong = [v for v in (*stored, *read) if v["found"] == "foreign"]  # one block is filled in part
+    assert {v["written_request"] for v in wrong} == {"other"}
+    assert len(wrong) == len(stored) + len(read) - 1
+    assert {v["position"] for v in read} < {v["position"] for v in stored}
+    assert_texts_differ(found, readers=1)
+
+
 @pytest.mark.engines("command-ended-by-session")
 def test_sessions_that_end_the_engine(found):
     assert {*found.values()} == {"EngineDeadError"}

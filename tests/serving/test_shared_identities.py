@@ -14,7 +14,7 @@ from kvtxn.integrations.serving.ledger.transfers import Handed, Transfers, Trans
 from kvtxn.integrations.serving.step import Arrival, Rows
 
 from kvtxn.audit import Key, Ledger, RowGroup, Step
-from kvtxn.audit.identity_store import SqliteStore
+from kvtxn.audit.identity_store import SqliteStore, StoredBlock
 from kvtxn.audit.store_thread import StoreThread
 
 GROUP = RowGroup("group.0", 4, 12)
@@ -249,6 +249,33 @@ def test_bytes_of_several_prefixes_say_nothing_of_one_more(process, first):
     reader.bytes |= {4: 100, 5: 200}
     reader.come("c", [4, 5], [98, *TOKENS[1:]])
     assert reader.settled() == (8, [])
+
+
+def test_a_prefix_that_is_forgotten_beside_another_is_no_violation(process, tmp_path):
+    """The other one's bytes were the same, and it alone is written again."""
+
+    def small():
+        return SqliteStore(tmp_path / "identities.db", 40)
+
+    first, other, store = process(opens=small), process(), small()
+    first.bytes |= {1: 100, 2: 200}
+
+    def compute(name, tokens):
+        first.admit(name, tokens)
+        first.ledger.hand_out("group.0", [1, 2])
+        first.write(name, [1, 2], tokens[:8])
+        assert first.settled() == (0, [])
+
+    compute("a", TOKENS)
+    compute("b", [99, *TOKENS[1:]])
+    store.put(b"one layout", [StoredBlock(b"%016d" % at, 5, 7, 0, "c") for at in range(100)])
+    compute("c", TOKENS)
+    other.bytes |= {4: 100, 5: 200}
+    other.come("d", [4, 5], [99, *TOKENS[1:]])
+    assert other.settled() == (8, [])
+    other.come("e", [4, 5], TOKENS)
+    assert other.settled() == (8, [])
+    store.close()
 
 
 @pytest.mark.parametrize("why", ["bytes", "layout", "weights", "part"])

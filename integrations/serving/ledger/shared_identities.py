@@ -193,7 +193,8 @@ class SharedIdentities:
             if each.question.answer is None:
                 waiting.append(each)
             else:
-                self._judge(each, each.question.answer[0])
+                lost = each.question.lost_prefixes
+                self._judge(each, each.question.answer[0], lost=lost)
         self._asked = waiting
 
     def settle(self) -> None:
@@ -207,7 +208,7 @@ class SharedIdentities:
             self._hangs = not self._thread.wait(0.0 if in_vain else _PATIENCE)
             self.look()
 
-    def _judge(self, asked: _Asked, known: Sequence[StoredBlock]) -> None:
+    def _judge(self, asked: _Asked, known: Sequence[StoredBlock], *, lost: bool) -> None:
         """Compare what the store knows of a block's bytes with the request that got the block.
 
         The request's own rows by the present weights are right. Unknown bytes, or those of several
@@ -217,12 +218,13 @@ class SharedIdentities:
         Args:
             asked: the block.
             known: the store's entries for its bytes.
+            lost: the store has forgotten prefixes with these bytes, so that there were several.
         """
         own = [each for each in known if each.digest == asked.digest]
         if any(each.weights == asked.weights for each in own):
             return
-        several = asked.group in self._context_free or len({each.digest for each in known}) != 1
-        if not own and several:
+        several = lost or len({each.digest for each in known}) != 1
+        if not own and (several or asked.group in self._context_free):
             # Unknown bytes; or rows of several prefixes, and so perhaps of this one, which is lost.
             self._ledger.believe(asked.rows)
             return

@@ -49,20 +49,27 @@ class Played:
 
 
 class SmallEngine:
-    """A tiny Llama with random weights under the ledger. Nothing of vLLM's is changed.
+    """A tiny model with random weights under the ledger. Nothing of vLLM's is changed.
 
     Args:
         folder: the model is written there.
         kvtxn: more settings of kvtxn.
+        model: its name in ``model_files``.
         options: arguments of vLLM's ``LLM``.
     """
 
-    def __init__(self, folder: Path, kvtxn: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kvtxn: dict[str, Any] | None = None,
+        model: str = "llama",
+        **options: Any,
+    ) -> None:
         import model_files
         from vllm import LLM
 
         self.llm = LLM(
-            model_files.write("llama", folder),
+            model_files.write(model, folder),
             dtype="float32",
             enforce_eager=True,
             block_size=32,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from kvtxn.integrations.vllm_plugin import audit_report, new_weights, snapshots
+from planting import Rig
 
 #: Text behind each picture: with it, two blocks and some tokens.
 TEXT = list(range(2, 60))
@@ -47,6 +48,30 @@ def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         told = len(violations)
         llm.reset_prefix_cache()
     return {**found, "counts": snapshots(llm)[0], "updated": _update(llm)}
+
+
+def ask_about_red(llm: Any) -> None:
+    """Ask about the picture that another process will have under the same name, too."""
+    _ask(llm, "red", "z")
+
+
+def find_in_store(llm: Any, engine: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Ask about pictures whose rows a connector takes for those of another process's picture."""
+    found: list[dict[str, Any]] = []
+    for colour in ("red", "blue"):
+        assert llm.reset_prefix_cache()
+        output, old = _ask(llm, colour, "z"), sum(len(each["violations"]) for each in found)
+        assert Rig(llm).watch.transfers._shared._thread.wait(60)
+        unverified = snapshots(llm)[0]["kvtxn_audit_rows_unverified_total"]
+        violations = audit_report(llm)[0][old:]
+        found.append(
+            {
+                "cached": output.num_cached_tokens,
+                "unverified": unverified,
+                "violations": [(v["kind"], v["position"], v["differs"]) for v in violations],
+            }
+        )
+    return found
 
 
 def _update(llm: Any) -> dict[str, Any]:

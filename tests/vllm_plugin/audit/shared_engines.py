@@ -21,18 +21,24 @@ def store(folder: Path) -> dict[str, str]:
     return {"audit_store": f"sqlite:///{folder / 'identities.db'}"}
 
 
-def fill(build: Callable[[], Any]) -> None:
-    """Let an engine in a process of its own store the prompt's rows, and end without a goodbye."""
-    child = multiprocessing.get_context("fork").Process(target=_first, args=(build,))
+def fill(build: Callable[[], Any], ask: Callable[[Any], object]) -> None:
+    """Let an engine in a process of its own store what it is asked, and end without a goodbye."""
+    child = multiprocessing.get_context("fork").Process(target=_first, args=(build, ask))
     child.start()
     child.join()
     if child.exitcode:
         raise RuntimeError(f"the first engine's process ended with {child.exitcode}")
 
 
-def _first(build: Callable[[], Any]) -> None:
-    rig = Rig(build())
-    rig.run([stale_engines.PROMPT], 4)
+def ask(llm: Any) -> None:
+    """Ask for the prompt."""
+    Rig(llm).run([stale_engines.PROMPT], 4)
+
+
+def _first(build: Callable[[], Any], ask: Callable[[Any], object]) -> None:
+    llm = build()
+    ask(llm)
+    rig = Rig(llm)
     assert rig.watch.transfers._shared._thread.wait(60)
     assert rig.found() == []
     os._exit(0)

@@ -8,7 +8,7 @@ from model_files import PICTURE
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.engines("audit-pictures"),
+    pytest.mark.engines("audit-pictures", "audit-shared-pictures"),
 ]
 
 #: Rows of the picture's and the text's whole blocks.
@@ -44,6 +44,14 @@ def test_two_pictures_under_one_name(found):
     for violation in report["violations"]:
         assert violation["request"].startswith(f"{blue}-")
         assert violation["written_request"].startswith(f"{red}-")
+
+
+def test_two_pictures_under_one_name_in_two_processes(reports):
+    """The connector finds the other process's rows by the name; the store knows the content."""
+    red, blue = reports("audit-shared-pictures")["alone"]
+    assert red == {"cached": HIT, "unverified": 0, "violations": []}
+    violations = [["imported", at, "unknown"] for at in (0, 32)]
+    assert blue == {"cached": HIT, "unverified": 0, "violations": violations}
 
 
 def test_rows_of_an_output_that_earlier_weights_computed_are_old(found):

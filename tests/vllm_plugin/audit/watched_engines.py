@@ -261,6 +261,15 @@ ENGINES |= {
             "num_gpu_blocks_override": 60,
         },
     },
+    "shared-pictures": {
+        "model": "blip2",
+        "connector": "example",
+        "shares": True,
+        "faults": (),
+        "first": media_engines.ask_about_red,
+        "work": media_engines.find_in_store,
+        "options": {**WHOLE_PROMPTS, "skip_tokenizer_init": False},
+    },
     # The core in a process of its own, to which the front end sends what it knows of a picture.
     "pictures": {
         "model": "blip2",
@@ -423,7 +432,7 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
     if engine.get("as_on_a_gpu"):
         watch_as_on_a_gpu()
     if engine.get("shares"):
-        shared_engines.fill(partial(build, engine, folder))
+        shared_engines.fill(partial(build, engine, folder), engine.get("first", shared_engines.ask))
     llm, chance = build(engine, folder), random.Random(0)
     if "faults" in engine:
         found: dict[str, Any] = engine.get("work", planted_engines.find)(llm, engine, folder)

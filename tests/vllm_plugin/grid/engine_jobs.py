@@ -267,7 +267,7 @@ WATCHED = {
     **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
     **{"planted-single-states": 5, "shared-store": 4},
     **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
-    **{"pictures": 10, "lost-reuse": 4, "lost-states": 4},
+    **{"pictures": 10, "shared-pictures": 12, "lost-reuse": 4, "lost-states": 4},
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 
@@ -296,7 +296,7 @@ AUDITS = {
     **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
     **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
     **{"preempted-in-its-step": 30, "failed-load": 6, "replaced-adapter": 6},
-    **{"stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
+    **{"reset-connector": 7, "stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.
@@ -330,6 +330,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("unchecked", 33, "unchecked_engines:run"),
         ("outlived", 15, "outlived_engines:counters"),
         ("audited-tests", 40, "audited_tests:run"),
+        ("audit-at-once", 12, "engines_at_once:run"),
         ("audit-sessions", 9, "session_engines:sessions_with_drafts"),
         ("audit-plain-sessions", 9, "session_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
