@@ -12,8 +12,8 @@ from torch.autograd.graph import increment_version
 
 from .. import attention as reference
 from .. import state_replay
+from ..accepted_forms import as_counts
 from ..captured_launches import CapturedPlaces
-from ..commit_input import as_counts
 from ..config import TxnConfig
 from ..executor import (
     AttentionArgs,

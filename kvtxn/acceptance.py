@@ -19,7 +19,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from .commit_input import SampledIds, check_ids
+from .accepted_forms import SampledIds, check_ids
 from .config import AcceptanceMode
 from .cuda_graphs import capture
 from .errors import BackendUnavailableError

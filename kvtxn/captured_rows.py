@@ -20,7 +20,7 @@ from .errors import ConfigError, LayerError, WindowStateError
 from .formats import words
 from .layers import LayerRef
 from .row_io import LayerRows
-from .staged_input import in_row_shape, stored_rows
+from .stage_checks import in_row_shape, stored_rows
 
 
 class CapturedRows:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from . import recovery
+from .accepted_forms import SIGNED, Accepted, as_accepted
 from .captured_launches import LayoutLaunches
 from .captured_shared import OPEN, STAGED, SharedPlaces, StepPlan
-from .commit_input import SIGNED, Accepted, as_accepted
 from .compile_guard import never_compiled
 from .context import WindowContext
 from .errors import AcceptanceError, WindowStateError, shown
@@ -29,7 +29,7 @@ from .layers import LayerRef
 from .layout import RowLayout
 from .lifecycle import Lifecycle
 from .log import get_logger
-from .staged_input import check_ref
+from .stage_checks import check_ref
 from .state_supplier import StateSupplier
 from .window import Window
 from .window_transitions import TRANSITIONS, Event, WindowState, allowed

@@ -1,6 +1,6 @@
 """Draft trees: several guesses for each position; commit keeps one path.
 
-``commit_input`` checks the paths that callers give.
+``accepted_forms`` checks the paths that callers give.
 
 A draft row is a node of its request's tree. The parent of a node is another draft row of the same
 request, or the last settled row. Draft row ``i`` of a request has the slot of row position ``i``,

@@ -41,9 +41,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from .accepted_forms import SampledIds as SampledIds
+from .accepted_forms import as_counts as as_counts
 from .captured_launches import CapturedLaunches, CapturedPlaces
-from .commit_input import SampledIds as SampledIds
-from .commit_input import as_counts as as_counts
 from .config import POLICIES, TxnConfig
 from .cuda_graphs import GraphCache
 from .errors import ConfigError, meant

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import recovery
-from .commit_input import SampledIds, as_counts
+from .accepted_forms import SampledIds, as_counts
 from .context import WindowContext
 from .errors import IncompleteWindowError, WindowStateError, shown
 from .executor import StagedLayer, Txn

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import state_replay
-from .commit_input import SampledIds, as_counts
+from .accepted_forms import SampledIds, as_counts
 from .context import WindowContext
 from .errors import KVTxnError
 from .executor import StagedLayer, Txn

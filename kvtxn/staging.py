@@ -23,7 +23,7 @@ from .executor import StagedLayer
 from .layers import LayerRef, Plane
 from .memory_overlap import begin, end
 from .recurrence import RowPart
-from .staged_input import stored_rows
+from .stage_checks import stored_rows
 
 #: Window sizes for which layouts of staged rows are remembered.
 _MAX_SEEN: Final = 64

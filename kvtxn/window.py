@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import attention, recovery
-from .commit_input import Accepted, as_accepted, as_counts
+from .accepted_forms import Accepted, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
 from .errors import (
@@ -29,7 +29,7 @@ from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
 from .slots import OneMapping, SlotMappings, Slots
-from .staged_input import check_parts, check_ref
+from .stage_checks import check_parts, check_ref
 from .window_transitions import TRANSITIONS, Event, WindowState, allowed
 
 #: The code that writes rows under ``undo`` and ``direct``: ``stage``, or the caller's own code.

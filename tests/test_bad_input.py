@@ -22,7 +22,7 @@ from kvtxn import (
     WindowState,
     WindowStateError,
 )
-from kvtxn.commit_input import as_accepted
+from kvtxn.accepted_forms import as_accepted
 from kvtxn.layout import RowLayout
 
 SEVERAL = np.zeros(3)  # has no truth value of its own

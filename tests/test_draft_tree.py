@@ -20,7 +20,7 @@ from kvtxn import (
     TxnConfig,
     WindowStateError,
 )
-from kvtxn.commit_input import as_accepted
+from kvtxn.accepted_forms import as_accepted
 from kvtxn.draft_tree import as_parents
 from kvtxn.executor import Capabilities, SampledIds
 from kvtxn.layout import RowLayout

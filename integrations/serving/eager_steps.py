@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...commit_input import SampledIds
+from ...accepted_forms import SampledIds
 from ...config import TxnConfig
 from ...errors import CapacityError, KVTxnError
 from ...layers import LayerRef

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import shown
 from ..pytest_audit import engines as pytest_audit
-from .internals import Foreign, frontend, scheduling, workers
+from .internals import Foreign, frontend, prefix_lookups, workers
 from .internals.workers import ANSWERS
 from .policy import STOPS_THE_START, RequiredError, is_asked, wants
 
@@ -45,7 +45,7 @@ def register() -> None:
         answers = {name: _answer(name) for name in ANSWERS}
         _undo.append(workers.hook_workers(_on_worker, answers))
         _undo.append(frontend.hook_engines(_before_engine, _after_engine))
-        _undo.append(scheduling.hook_schedulers(_on_scheduler))
+        _undo.append(prefix_lookups.hook_schedulers(_on_scheduler))
         if (end := pytest_audit.write_events()) is not None:
             _undo.append(end)
     except Exception as error:

@@ -20,8 +20,7 @@ from ..serving.ledger.violation_log import say_logged_alone
 from . import engine_calls, runner_parts, self_test, worker_answers
 from .audit import watch_opening
 from .audit.audited_scheduler import follow_scheduler, unhook_schedulers
-from .internals import audited_requests, workers
-from .internals import config as engine_config
+from .internals import audited_requests, engine_config, workers
 from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
 from .internals.media_contents import follow_media, unfollow_media
 from .policy import STOPS_THE_START, RequiredError, supported, wants

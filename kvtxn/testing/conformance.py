@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .honesty import Honesty
 from .program import RandomProgram
 from .promise_all_or_nothing import AllOrNothing, Isolation
 from .promise_captured import CapturedWindows
 from .promise_captured_endings import StepEndings
+from .promise_claims import Claims
 from .promise_counts import Counts
 from .promise_device import Device
 from .promise_discipline import Discipline
@@ -51,7 +51,7 @@ class ExecutorConformance(
     Sizes,
     Exactness,
     Counts,
-    Honesty,
+    Claims,
 ):
     """All promises of an executor, as tests.
 

@@ -18,8 +18,8 @@ from kvtxn.testing import (
     registered,
 )
 from kvtxn.testing.caches import GUARD, build_cache
-from kvtxn.testing.honesty import Honesty
 from kvtxn.testing.oracle import Replay
+from kvtxn.testing.promise_claims import Claims
 from kvtxn.testing.promise_counts import Counts
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_the_quick_tests_of_the_kit_come_first(request, tmp_path):
     mine = type("TestMine", (ExecutorConformance,), {})
     module.obj = type("namespace", (), {"TestMine": mine})
     names = [each.originalname for each in collected(module)]
-    quick = [name for part in (Honesty, Counts) for name in vars(part) if name.startswith("test_")]
+    quick = [name for part in (Claims, Counts) for name in vars(part) if name.startswith("test_")]
     assert list(dict.fromkeys(names))[: len(quick)] == quick
 
 

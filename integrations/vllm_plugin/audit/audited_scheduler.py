@@ -16,7 +16,7 @@ from weakref import WeakSet
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
 from ...serving.ledger.violation_log import say_logged_alone
-from ..internals import audited_requests, containment, scheduling
+from ..internals import audited_requests, containment, prefix_lookups
 from ..internals.engine_protocols import (
     BeforeCacheManager,
     BeforeScheduler,
@@ -61,10 +61,10 @@ class TellingScheduler(BeforeScheduler):
         If that fails, the error is logged once, and such rows are not counted any more.
         """
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        manager = scheduling.manager_of(self)
+        manager = prefix_lookups.manager_of(self)
         if manager not in _blind:
             try:
-                scheduling.tell(self, output)
+                prefix_lookups.tell(self, output)
             except Exception as error:
                 _stop_looking(manager, error)
         return output
@@ -83,7 +83,7 @@ class LookingCacheManager(BeforeCacheManager):
         )
         if self not in _blind:
             try:
-                scheduling.look(self, request, found)
+                prefix_lookups.look(self, request, found)
             except Exception as error:
                 _stop_looking(self, error)
         return found
@@ -144,7 +144,7 @@ def follow_scheduler(
         mixins.append(ContainingScheduler)
     if _can_tell(scheduler, config):
         mixins.append(TellingScheduler)
-        manager = scheduling.manager_of(scheduler)
+        manager = prefix_lookups.manager_of(scheduler)
         swap_class(manager, LookingCacheManager)
         _hooked.add(manager)
     if mixins:
@@ -175,11 +175,13 @@ def _can_tell(scheduler: Scheduler, config: VllmConfig) -> bool:
     Without a prefix cache it is False, and nothing is logged.
     """
     why = audited_requests.foreign_scheduler(config) or check_methods(
-        type(scheduler), scheduling.PLANNING_METHODS
+        type(scheduler), prefix_lookups.PLANNING_METHODS
     )
-    if why is None and not scheduling.caches(scheduler):
+    if why is None and not prefix_lookups.caches(scheduler):
         return False
-    why = why or check_methods(type(scheduling.manager_of(scheduler)), scheduling.LOOKING_METHODS)
+    why = why or check_methods(
+        type(prefix_lookups.manager_of(scheduler)), prefix_lookups.LOOKING_METHODS
+    )
     if why is not None:
         _say_not_counted(why)
     return why is None

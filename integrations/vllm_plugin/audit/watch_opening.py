@@ -25,8 +25,8 @@ from ..internals import (
     aligned_states,
     audited_requests,
     audited_states,
-    config,
     connectors,
+    engine_config,
     ranks,
     workers,
 )
@@ -136,7 +136,7 @@ def open_watch(
         RequiredError: it is impossible, and the user requires the audit.
     """
     if on_device:
-        facts = config.runner_facts(runner)
+        facts = engine_config.runner_facts(runner)
         late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
         if late is not None:  # the last stage is watched: there, the engine has its audit
             stay_out(late, runner.kvtxn_rank)

@@ -21,8 +21,8 @@ from ...serving.eager_steps import EagerSteps, StateSteps
 from ...serving.parts import Part
 from ...serving.step import PlannedStep, drafts_and_ends
 from ..internals import batches, cpu_states, state_layers
-from ..internals.config import runner_facts
 from ..internals.cpu_states import StateBatch, step_batch
+from ..internals.engine_config import runner_facts
 from ..internals.hooks import check_methods, not_called
 from ..internals.layers import TargetLayer
 from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer

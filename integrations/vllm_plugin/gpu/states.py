@@ -31,7 +31,7 @@ from ..internals import (
     state_commits,
     state_layers,
 )
-from ..internals.config import runner_facts
+from ..internals.engine_config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.hooks import check_methods, mix_in
 from ..internals.layers import attention_of

@@ -29,11 +29,11 @@ from ..internals import (
     backends,
     batches,
     connectors,
+    engine_config,
     state_layers,
     whole_graphs,
     workers,
 )
-from ..internals import config as engine_config
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine_facts import EngineFacts

@@ -27,8 +27,8 @@ from .engine_protocols import (
 from .layers import draft_layers
 from .lora_adapters import Adapters, hash_of
 from .media_contents import Media
+from .prefix_lookups import spec_of, unused_prefixes
 from .runner_protocols import BlockTable, Runner, RunnerV1, RunnerV2
-from .scheduling import spec_of, unused_prefixes
 
 #: Methods that an audit overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {**batches.V1_METHODS, "sample_tokens": ("grammar_output",)}

@@ -10,7 +10,7 @@ import attrs
 
 from ...serving.ledger.rank_agreement import Wrong
 from .engine_protocols import Request, Scheduler, SchedulerOutput
-from .scheduling import CONTAINED
+from .prefix_lookups import CONTAINED
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {

@@ -23,8 +23,8 @@ from ....errors import LayerError
 from ....log import get_logger
 from ....state_supplier import Capture, StateSupplier
 from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
-from . import aligned_states, config
-from .config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
+from . import aligned_states, engine_config
+from .engine_config import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .hooks import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows, staged_bytes
 from .runner_protocols import Runner, RunnerV2
@@ -492,7 +492,7 @@ def width(runner: Runner) -> int:
 
 def most_rows(runner: Runner) -> int:
     """Return the most rows that requests with drafts can have in one step."""
-    return config.most_window_rows(runner.vllm_config)
+    return engine_config.most_window_rows(runner.vllm_config)
 
 
 def most_requests(runner: Runner) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..policy.engine_facts import EngineFacts
 from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
-from .config import runner_facts
+from .engine_config import runner_facts
 from .engine_protocols import KVCacheSpec
 from .runner_protocols import AttentionLayer, Runner, ScaledImpl
 

@@ -33,7 +33,7 @@ from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 def engine_facts(monkeypatch):
     """What a configuration would say of the engine; there is one rank."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.engine_config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
     return facts
@@ -302,7 +302,7 @@ def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
 
 def test_stages_before_the_last_are_left_out_where_there_are_drafts(monkeypatch, lines):
     facts = EngineFacts(device="cuda", runner="v2", last_stage=False)
-    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.engine_config, "runner_facts", lambda runner: facts)
     rig = Rig()
     rig.runner.initialize_kv_cache(rig.config)
     assert rig.watch is None

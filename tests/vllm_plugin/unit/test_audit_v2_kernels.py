@@ -28,7 +28,7 @@ class FewPrograms(TritonPasses):
 def made(monkeypatch):
     """A function that makes a rig whose ledger has the given passes."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(watch_opening.engine_config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.internals import backends, workers
-from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.policy.decision import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts

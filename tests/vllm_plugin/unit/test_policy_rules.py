@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from invented_releases import invented  # noqa: F401
-from kvtxn.integrations.vllm_plugin.internals.config import connector_names
+from kvtxn.integrations.vllm_plugin.internals.engine_config import connector_names
 from kvtxn.integrations.vllm_plugin.policy import wants
 from kvtxn.integrations.vllm_plugin.policy.decision import ON_ONE_GPU, UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.doctor import hook_gone

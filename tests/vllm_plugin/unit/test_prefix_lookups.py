@@ -11,9 +11,9 @@ from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import (
     LookingCacheManager,
     TellingScheduler,
 )
-from kvtxn.integrations.vllm_plugin.internals import scheduling
+from kvtxn.integrations.vllm_plugin.internals import prefix_lookups
 from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
-from kvtxn.integrations.vllm_plugin.internals.scheduling import Found, unused_prefixes
+from kvtxn.integrations.vllm_plugin.internals.prefix_lookups import Found, unused_prefixes
 from test_audit_watch import config
 
 from kvtxn import KVTxnError
@@ -231,7 +231,7 @@ def test_an_error_costs_the_count_and_not_the_engine(monkeypatch, lines, part):
     def fail(*args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduling, part, fail)
+    monkeypatch.setattr(prefix_lookups, part, fail)
     scheduler = Plain(manager_of(whole()), request_of([*range(20)]))
     swap_class(scheduler, TellingScheduler)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_an_error_behind_a_class_of_somebody_else(monkeypatch, lines, part):
     def fail(*args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduling, part, fail)
+    monkeypatch.setattr(prefix_lookups, part, fail)
     manager = manager_of(whole())
     theirs = manager.__class__ = type("Theirs", (type(manager),), {})
     scheduler = Plain(manager, request_of([*range(20)]))

@@ -28,7 +28,7 @@ LIGHT = {
     "kvtxn.integrations.vllm_plugin.internals",
     "kvtxn.integrations.vllm_plugin.internals.frontend",
     "kvtxn.integrations.vllm_plugin.internals.hooks",
-    "kvtxn.integrations.vllm_plugin.internals.scheduling",
+    "kvtxn.integrations.vllm_plugin.internals.prefix_lookups",
     "kvtxn.integrations.vllm_plugin.internals.workers",
     "kvtxn.integrations.vllm_plugin.plugin",
     "kvtxn.integrations.vllm_plugin.policy",

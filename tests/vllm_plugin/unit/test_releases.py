@@ -12,7 +12,7 @@ import attrs
 import pytest
 from invented_releases import LISTS
 from kvtxn.integrations.serving.source_files import Sources
-from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
 from kvtxn.integrations.vllm_plugin.gpu import cache_layout
-from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory

@@ -11,7 +11,7 @@ from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
 from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
-from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules
 from kvtxn.integrations.vllm_plugin.policy.decision import MEASURED, ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.doctor import check_states

@@ -212,7 +212,8 @@ class Worker:
     def __init__(self, monkeypatch, facts) -> None:
         monkeypatch.setattr(starting, "_most_rows", lambda config, found: 8)
         monkeypatch.setattr(
-            "kvtxn.integrations.vllm_plugin.internals.config.config_facts", lambda config: facts
+            "kvtxn.integrations.vllm_plugin.internals.engine_config.config_facts",
+            lambda config: facts,
         )
         self.model_runner = Runner()
         asked = {"kvtxn": {"policy": "deferred"}}

@@ -22,7 +22,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1, WindowsV2
     from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+    from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
     from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
     from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer

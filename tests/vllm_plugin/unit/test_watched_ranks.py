@@ -73,7 +73,7 @@ def opened(request, monkeypatch):
         if on_cpu:
             return watch_opening.open_watch(runner), other.calls
         facts = EngineFacts(device="cuda", runner="v2")
-        monkeypatch.setattr(watch_opening.config, "runner_facts", lambda runner: facts)
+        monkeypatch.setattr(watch_opening.engine_config, "runner_facts", lambda runner: facts)
         monkeypatch.setattr(watch_opening.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))

@@ -12,8 +12,7 @@ from .....config import POLICIES
 from .....doctor import LACKS
 from .....errors import ConfigError
 from ....serving.source_files import Sources
-from ...internals import audited_requests, workers
-from ...internals import config as engine_config
+from ...internals import audited_requests, engine_config, workers
 from ...internals.engine_protocols import VllmConfig
 from ...internals.hook_points import HOOK_POINTS, places_of
 from .. import release_records, supported
@@ -59,8 +58,8 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         reason (of an engine with pipeline stages for the last one, and for those before it),
         whether the ledger can watch, and what "auto" comes to for every kind of engine on this
         device.
-        Facts that only a loaded model can tell are guessed by ``internals.config.FROM_MODEL``; see
-        ``ASSUMED``.
+        Facts that only a loaded model can tell are guessed by
+        ``internals.engine_config.FROM_MODEL``; see ``ASSUMED``.
 
     Raises:
         ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid, or vLLM does

@@ -26,7 +26,7 @@ from .rig import SIMPLE, AnySpec, Rig, registered
 from .trees import run_tree
 
 
-class Honesty(KitBase):
+class Claims(KitBase):
     """The declared capabilities are exactly the capabilities that work."""
 
     def test_the_declaration_is_well_formed(self, kit: Kit) -> None:
