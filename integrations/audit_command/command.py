@@ -168,7 +168,8 @@ def watched(engine_args: Any) -> dict[str, Any]:
     """
     import torch
 
-    from ..vllm_plugin.policy.settings import AUDITS, settings
+    from ..serving.audit_settings import AUDITS
+    from ..vllm_plugin.policy.settings import settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model"), str):
         raise ConfigError(
@@ -216,7 +217,8 @@ def watched_sglang(engine_args: Any) -> dict[str, Any]:
         ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not; or
             the settings let the audit raise.
     """
-    from ..sglang_plugin.settings import AUDITS, WHERE, read_settings
+    from ..serving.audit_settings import AUDITS
+    from ..sglang_plugin.settings import WHERE, read_settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model_path"), str):
         raise ConfigError(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from ...doctor import LACKS
 from ...errors import ConfigError
+from ..serving.audit_settings import AuditSettings
 from .plugin import VARIABLE
 from .seam import hook_points
-from .settings import Settings, read_settings
+from .settings import read_settings
 from .supported import SEEN
 
 
@@ -42,18 +43,18 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
     }
 
 
-def _settings() -> tuple[str, Settings | None]:
+def _settings() -> tuple[str, AuditSettings | None]:
     """Say what the settings in the environment come to; return them, and None if not valid."""
     text = os.environ.get(VARIABLE)
     if not text:
-        return f"{VARIABLE} is not set: SGLang runs as if kvtxn were not there", Settings()
+        return f"{VARIABLE} is not set: SGLang runs as if kvtxn were not there", AuditSettings()
     try:
         return str(found := read_settings(text)), found
     except ConfigError as error:
         return str(error), None
 
 
-def _lacking(wanted: Settings | None, wrong: list[str], uncontained: list[str]) -> list[str]:
+def _lacking(wanted: AuditSettings | None, wrong: list[str], uncontained: list[str]) -> list[str]:
     """Name what is asked for, and not had with these hook points; settings that are not valid."""
     if wanted is None:
         return ["a start, since the settings are not valid"]

@@ -12,17 +12,13 @@ from typing import Final
 
 import attrs
 
-from ...audit.byte_books import EVERY
-from ...audit.weights import EVERY as WEIGHTS_EVERY
 from ...errors import ConfigError
+from ..serving.audit_settings import STALE, AuditSettings, read_audit
 from ..serving.given_settings import GivenSettings
 
 #: Where the settings are, for messages.
 WHERE: Final = "KVTXN_SGLANG"
 
-AUDITS: Final = ("off", "ledger", "bytes")
-ON_VIOLATION: Final = ("log", "raise", "contain")
-STALE: Final = ("count", "alarm")
 _NO_IDENTITIES: Final = "SGLang: a storage of HiCache's keeps no identities of rows"
 #: Settings of the plug-in for vLLM that do not work here, and why.
 ELSEWHERE: Final[Mapping[str, str]] = {
@@ -39,34 +35,8 @@ _VALUES_ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
-@attrs.frozen
-class Settings:
-    """The checked settings.
-
-    Attributes:
-        audit: ``"off"``, ``"ledger"``, or ``"bytes"``: checksums of rows are compared, too.
-        audit_every: audit "bytes" compares one slot in this many in each step.
-        on_violation: ``"log"``; ``"raise"``: the scheduler ends with an error; or ``"contain"``:
-            readers of wrong rows are computed again.
-        stale: ``"count"``, or ``"alarm"``: rows of earlier weights that are read are violations.
-        weights_every: a sample of each parameter is hashed every so many steps.
-        record: keep the life of every slot; each step waits for the device.
-        log_tokens: logged violations have the tokens of the rows; they are users'.
-        required: an engine that cannot be watched does not start.
-    """
-
-    audit: str = "off"
-    audit_every: int = EVERY
-    on_violation: str = "log"
-    stale: str = "count"
-    weights_every: int = WEIGHTS_EVERY
-    record: bool = False
-    log_tokens: bool = False
-    required: bool = False
-
-
-def read_settings(text: str) -> Settings:
-    """Read the settings, check them, and fill in the defaults of those left out.
+def read_settings(text: str) -> AuditSettings:
+    """Read and check the settings.
 
     Args:
         text: a JSON object.
@@ -85,19 +55,10 @@ def read_settings(text: str) -> Settings:
             hint="""write {"audit": "ledger"}, or leave the variable out""",
         )  # fmt: skip
     found = GivenSettings(WHERE, given, {**ELSEWHERE, **_VALUES_ELSEWHERE})
-    found.check_names([field.name for field in attrs.fields(Settings)])
+    found.check_names([field.name for field in attrs.fields(AuditSettings)])
     if "audit_every" in given and given.get("audit") != "bytes":
         raise ConfigError(
             WHERE, "audit_every has no effect without an audit of bytes",
             got=repr(given["audit_every"]), hint='add "audit": "bytes", or leave audit_every out',
         )  # fmt: skip
-    return Settings(
-        audit=found.one_of("audit", AUDITS),
-        audit_every=found.number("audit_every", EVERY),
-        on_violation=found.one_of("on_violation", ON_VIOLATION),
-        stale=found.one_of("stale", STALE),
-        weights_every=found.number("weights_every", WEIGHTS_EVERY),
-        record=found.flag("record"),
-        log_tokens=found.flag("log_tokens"),
-        required=found.flag("required"),
-    )
+    return AuditSettings(**read_audit(found, STALE[:2]))

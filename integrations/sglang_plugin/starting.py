@@ -8,6 +8,7 @@ from typing import Final
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from ..serving.audit_settings import AuditSettings
 from ..serving.given_settings import RequiredError
 from ..serving.ledger.violation_log import say_logged_alone
 from .metrics import Metrics
@@ -23,7 +24,7 @@ from .seam.protocols import (
     Scheduler,
 )
 from .seam.ranks import TensorRanks
-from .settings import Settings, read_settings
+from .settings import read_settings
 from .supported import ARGUMENTS, cannot_contain, cannot_watch, left_out
 from .watching import Watching
 
@@ -69,7 +70,7 @@ class Hooks:
         settings: the user's.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AuditSettings) -> None:
         self._settings: Final = settings
         #: Why wrong reads cannot be contained; empty if they can, or need not be.
         self._uncontained: Final = (

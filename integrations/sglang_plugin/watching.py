@@ -13,6 +13,7 @@ from torch import Tensor
 from ...audit import Scrub, WeightWatch
 from ...errors import LayerError
 from ...log import get_logger
+from ..serving.audit_settings import AuditSettings
 from ..serving.ledger.part import LedgerPart
 from ..serving.ledger.rank_agreement import Wrong
 from ..serving.ledger.step_forms import StepForms
@@ -29,7 +30,6 @@ from .seam.ranks import TensorRanks
 from .seam.requests import Requests
 from .seam.states import StateReader, state_group, state_slots
 from .seam.steps import ForwardStep, StepReader
-from .settings import Settings
 
 log = get_logger()
 
@@ -105,7 +105,7 @@ class Watching:
     def __init__(
         self,
         scheduler: Scheduler,
-        settings: Settings,
+        settings: AuditSettings,
         rank: int,
         *,
         trees: bool = False,
@@ -268,7 +268,7 @@ class Watching:
         ledger.restart()
 
     def _compare_bytes(
-        self, spaces: Sequence[SlotSpace], settings: Settings, rank: int, *, trees: bool
+        self, spaces: Sequence[SlotSpace], settings: AuditSettings, rank: int, *, trees: bool
     ) -> None:
         """Let the watch compare the bytes of rows, too; if that is impossible, log why.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
-from kvtxn.integrations.sglang_plugin.settings import Settings
 
 
 @pytest.fixture
@@ -16,4 +16,4 @@ def on_a_cpu(monkeypatch):
 @pytest.fixture
 def hooks(on_a_cpu):
     """The hooks of a process whose user asks for the ledger."""
-    return starting.Hooks(Settings("ledger"))
+    return starting.Hooks(AuditSettings(audit="ledger"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
 from kvtxn.integrations.sglang_plugin.seam.pools import layer_refs, slot_spaces
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_pools import SLOTS
 from toy_sglang import ToySglang
 
@@ -16,7 +16,7 @@ from kvtxn import LayerError
 @pytest.fixture
 def hooks(on_a_cpu):
     """The hooks of a process whose user asks for bytes, each slot in each step."""
-    return starting.Hooks(Settings("bytes", audit_every=1))
+    return starting.Hooks(AuditSettings(audit="bytes", audit_every=1))
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

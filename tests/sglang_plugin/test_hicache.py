@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting, supported
 from kvtxn.integrations.sglang_plugin.seam import engine_facts, retraction
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_contained import sglang_modules
 from toy_hicache import HOST, HiCacheToy
 from toy_pools import SLOTS
@@ -117,7 +117,7 @@ def test_the_host_has_slots_behind_the_devices(hooks):
 
 
 def test_bytes_of_copies_are_not_compared(on_a_cpu, caplog):
-    hooks = starting.Hooks(Settings("bytes"))
+    hooks = starting.Hooks(AuditSettings(audit="bytes"))
     toy = HiCacheToy(hooks.around(), seed=1)
     toy.serve(6)
     assert "rows of HiCache are copied, and their checksums are not" in caplog.text

@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 import torch
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_sglang import ToySglang
 
 
@@ -46,7 +46,7 @@ def test_a_request_that_is_done_before_its_last_forward(hooks, drafts, trees):
 
 def test_experts_that_change_places_are_no_other_weights(on_a_cpu):
     """SGLang moves them between GPUs while it serves; only an update makes rows stale."""
-    hooks = starting.Hooks(Settings("ledger", stale="alarm", weights_every=1))
+    hooks = starting.Hooks(AuditSettings(audit="ledger", stale="alarm", weights_every=1))
     toy = ToySglang(hooks.around(), seed=1)
     toy.server_args.enable_eplb = True
     weight = toy.tp_worker.model_runner.model.weight

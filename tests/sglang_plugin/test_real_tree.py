@@ -130,7 +130,7 @@ def test_a_session_between_turns_is_asked_for(engine):
 
 
 class Anything:
-    """Settings of SGLang's that are all off."""
+    """AuditSettings of SGLang's that are all off."""
 
     def __getattr__(self, name):
         return None

@@ -13,9 +13,9 @@ from kvtxn.integrations.audit_command import command, engine, page, sglang_engin
 from kvtxn.integrations.audit_command.jobs import Job, Refused
 from kvtxn.integrations.audit_command.verdict import judge
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
 from kvtxn.integrations.sglang_plugin.seam import frontend
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from served_toy import ServedToy
 
 from kvtxn.errors import ConfigError
@@ -28,7 +28,7 @@ def served(on_a_cpu, monkeypatch):
     """Makes the engine that the next audit starts."""
 
     def make(settings=None, **more):
-        hooks = starting.Hooks(settings or Settings("ledger", record=True))
+        hooks = starting.Hooks(settings or AuditSettings(audit="ledger", record=True))
         toy = ServedToy(hooks, **more)
         monkeypatch.setattr(frontend, "start", lambda arguments: frontend.Frontend(toy))
         return toy

@@ -8,9 +8,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting, watching
 from kvtxn.integrations.sglang_plugin.seam import hook_points, retraction
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from test_rare_steps import TakesInFirst
 from test_sglang_faults import foreign_line, given_twice, lost_write, wrong_slot
 from toy_contained import ReadingToy, sglang_modules
@@ -18,7 +19,7 @@ from toy_sglang import decodes
 
 from kvtxn.audit import books
 
-SETTINGS = Settings("ledger", on_violation="contain")
+SETTINGS = AuditSettings(audit="ledger", on_violation="contain")
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_violations_that_nobody_has_read_spoil_every_request(contained, caplog):
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda x: x.__name__)
 def test_without_containing_texts_are_wrong(contained, plant):
     """The toy's model reads what it is given."""
-    toy = contained(settings=Settings("ledger"), seed=4)
+    toy = contained(settings=AuditSettings(audit="ledger"), seed=4)
     toy.retracts = 0
     plants(toy, plant)
     toy.serve(12)
@@ -389,7 +390,7 @@ def test_a_second_wrong_read_ends_the_request(contained):
 
 def test_a_request_that_lives_through_updates_of_weights_goes_on(contained):
     """Its rows are computed again after each; a second update is no second wrong read."""
-    toy = contained(seed=4, settings=Settings("ledger", on_violation="contain", stale="alarm"))
+    toy = contained(seed=4, settings=evolve(SETTINGS, stale="alarm"))
     toy.retracts = 0
     for number in range(3):
         toy.offer([20 + number, *range(1, 12)], 16)
@@ -585,9 +586,8 @@ def test_ranks_reach_each_other(tmp_path):
 @pytest.mark.parametrize("required", [True, False])
 def test_a_release_that_cannot_contain_says_so(on_a_cpu, caplog, monkeypatch, required):
     """Wrong rows are logged; an engine that has to contain them does not start."""
-    settings = Settings("ledger", on_violation="contain", required=required)
     monkeypatch.setattr(hook_points, "folder", lambda: None)  # without SGLang
-    hooks = starting.Hooks(settings)
+    hooks = starting.Hooks(evolve(SETTINGS, required=required))
     toy = ReadingToy(hooks.around(), seed=4)
     if required:
         with pytest.raises(starting.RequiredError, match="cannot be contained"):

@@ -7,8 +7,8 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_sglang import VOCABULARY, ToySglang, decodes
 
 
@@ -275,7 +275,7 @@ def test_weights_that_nobody_told_of_are_found(hooks):
 
 def test_an_update_that_keeps_the_cache_makes_its_rows_older(on_a_cpu):
     """SGLang says that it has updated them; rows that are read since are of earlier weights."""
-    hooks = starting.Hooks(Settings("ledger", stale="alarm"))
+    hooks = starting.Hooks(AuditSettings(audit="ledger", stale="alarm"))
     toy = ToySglang(hooks.around(), seed=2)
     update = partial(hooks.weights_updated, lambda updater, request: (True, ""), None, None)
     toy.offer(prompt := [*range(1, 17)], 3)

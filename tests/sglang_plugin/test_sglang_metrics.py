@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from kvtxn.integrations.serving import metrics_page
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import metrics, starting
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from metrics_registry import own_registry
 from toy_sglang import ToySglang
 
@@ -60,7 +60,7 @@ def test_violations_and_the_end_of_the_audit_are_shown(toy, value):
 
 def test_an_engine_that_is_not_watched_is_shown(value):
     """Its gauge is 0, for which an alert can wait."""
-    hooks = starting.Hooks(Settings("ledger"))
+    hooks = starting.Hooks(AuditSettings(audit="ledger"))
     toy = ToySglang(hooks.around(), seed=4)
     toy.server_args.enable_metrics, toy.server_args.served_model_name = True, "unwatched"
     toy.serve(2)

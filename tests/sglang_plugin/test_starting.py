@@ -1,4 +1,4 @@
-"""Settings, hook points and rules: what is refused, and with which sentence."""
+"""AuditSettings, hook points and rules: what is refused, and with which sentence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.serving import audit_settings
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import doctor, plugin, starting, supported
 from kvtxn.integrations.sglang_plugin.seam import engine_facts, hook_points
 from kvtxn.integrations.sglang_plugin.seam.engine_facts import EngineFacts
-from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, Settings, read_settings
+from kvtxn.integrations.sglang_plugin.settings import ELSEWHERE, read_settings
 from kvtxn.integrations.vllm_plugin.policy import settings as of_vllm
 from toy_pools import WINDOW, MHATokenToKVPool
 from toy_sglang import ToySglang
@@ -36,17 +38,16 @@ def test_settings_are_read():
         "required": True,
     }
     assert attrs.asdict(read_settings(json.dumps(given))) == given
-    assert read_settings("{}") == Settings()
+    assert read_settings("{}") == AuditSettings()
 
 
 def test_each_setting_of_the_plugin_for_vllm_works_or_says_why_not():
     """The same words in both engines."""
     theirs = {field.name for field in attrs.fields(of_vllm.PluginSettings)} - {"txn", "windows"}
-    ours = {field.name for field in attrs.fields(Settings)}
+    ours = {field.name for field in attrs.fields(AuditSettings)}
     assert theirs | {"policy"} == ours | ELSEWHERE.keys()
     for name in ours & {"audit", "on_violation", "stale"}:
-        values = getattr(of_vllm, {"audit": "AUDITS"}.get(name, name.upper()))
-        for value in values:
+        for value in getattr(audit_settings, {"audit": "AUDITS"}.get(name, name.upper())):
             try:
                 assert getattr(read_settings(json.dumps({name: value})), name) == value
             except ConfigError as error:
@@ -357,7 +358,7 @@ def test_facts_are_of_the_resolved_arguments():
 @pytest.mark.parametrize("required", [True, False])
 def test_an_engine_that_cannot_be_watched_runs_as_it_is(caplog, required):
     """Its scheduler hears one sentence."""
-    hooks = starting.Hooks(Settings("ledger", required=required))
+    hooks = starting.Hooks(AuditSettings(audit="ledger", required=required))
     toy = ToySglang(hooks.around(), seed=3)
     if required:
         with pytest.raises(starting.RequiredError, match="'cpu' is not followed"):
@@ -473,7 +474,7 @@ def test_an_error_of_the_forward_is_the_engines(hooks, monkeypatch):
 
 def test_a_wrong_row_ends_the_scheduler_if_the_user_asks_for_it(on_a_cpu):
     """With an error that names the row."""
-    hooks = starting.Hooks(Settings("ledger", on_violation="raise"))
+    hooks = starting.Hooks(AuditSettings(audit="ledger", on_violation="raise"))
     toy = ToySglang(hooks.around(), seed=3)
 
     def fault(toy, batch):

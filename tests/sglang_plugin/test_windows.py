@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kvtxn.integrations.serving.audit_settings import AuditSettings
 from kvtxn.integrations.sglang_plugin import starting
 from kvtxn.integrations.sglang_plugin.seam.pools import WINDOWS, layer_refs, slot_spaces
-from kvtxn.integrations.sglang_plugin.settings import Settings
 from toy_pools import WINDOW
 from toy_sglang import ToySglang, decodes
 
@@ -140,7 +140,7 @@ def test_a_hit_behind_rows_that_have_left_is_found(hooks, monkeypatch):
 
 def test_bytes_are_compared_in_both_pools(on_a_cpu):
     """A changed row is found by its layer, and its slot in its pool."""
-    hooks = starting.Hooks(Settings("bytes", audit_every=1))
+    hooks = starting.Hooks(AuditSettings(audit="bytes", audit_every=1))
     toy = ToySglang(hooks.around(), kind="windows", seed=4)
     names = {ref.name: ref.group for ref in layer_refs(slot_spaces(toy))}
     assert {n: g == WINDOWS for n, g in names.items()} == {

@@ -16,13 +16,12 @@ import torch
 
 from .... import registry
 from ....acceptance import Acceptance
-from ....audit.byte_books import EVERY
 from ....audit.store_url import store_url
-from ....audit.weights import EVERY as WEIGHTS_EVERY
 from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError
 from ....policy_choice import choose_policy
 from ...serving import window_rows
+from ...serving.audit_settings import AUDITS, AuditSettings, read_audit
 from ...serving.given_settings import GivenSettings
 from . import is_asked, wants
 
@@ -38,12 +37,6 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": window_rows.WI
 #: attention, but an engine with one state per request stops if its commits cannot run.
 RECURRENT: Final = ("off", "exact", "fast", "auto")
 
-#: The values of ``audit`` and ``on_violation``, and what a violation does.
-AUDITS: Final = ("off", "ledger", "bytes")
-ON_VIOLATION: Final = ("log", "raise", "contain")
-#: The values of ``stale``: what becomes of rows of earlier weights that are read.
-STALE: Final = ("count", "alarm", "contain")
-
 #: Settings that have no effect without an audit.
 _OF_AUDITS: Final = (
     *("on_violation", "record", "log_tokens", "stale", "weights_every"),
@@ -52,43 +45,26 @@ _OF_AUDITS: Final = (
 
 
 @attrs.frozen
-class PluginSettings:
-    """The checked settings.
+class PluginSettings(AuditSettings):
+    """The checked settings, those of the audit among them.
 
     Attributes:
         txn: how windows keep their promises.
-        required: an engine that cannot have the policy or audit asked for does not start.
         unchecked: windows may run with a release of vLLM that was not checked, after a self-test;
             and, without one, on pipeline stages before the last one.
         windows: the user names a policy; without a policy no window is opened.
         recurrent: one of ``RECURRENT``.
-        audit: one of ``AUDITS``.
-        on_violation: one of ``ON_VIOLATION``.
-        record: keep the life of every slot, as ``kvtxn audit`` does for its page.
-        log_tokens: logged violations have the tokens that ``audit_report`` has; they are users'.
-        audit_every: audit "bytes" compares one slot in this many in each step.
         poison: audit "bytes" fills dead rows and states with NaN; on a GPU alone.
-        stale: one of ``STALE``.
-        weights_every: a sample of each parameter is hashed every so many steps, to find weights
-            that have changed although nobody said so.
         audit_store: the URL of a store of identities that several processes share; None: rows that
             other processes computed are not verified.
         audit_key_file: the file with the key of these processes.
     """
 
     txn: TxnConfig
-    required: bool = False
     windows: bool = True
     recurrent: str = "off"
-    audit: str = "off"
-    on_violation: str = "log"
-    record: bool = False
     unchecked: bool = False
-    audit_every: int = EVERY
     poison: bool = False
-    log_tokens: bool = False
-    stale: str = "count"
-    weights_every: int = WEIGHTS_EVERY
     audit_store: str | None = None
     audit_key_file: str | None = None
 
@@ -148,9 +124,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     ours = [field.name for field in attrs.fields(PluginSettings) if field.name not in derived]
     found = GivenSettings(_WHERE, given)
     found.check_names([field.name for field in attrs.fields(TxnConfig)] + ours)
-    audit = found.one_of("audit", AUDITS)
     windows = given.get("policy") is not None
-    if not windows and audit == "off":
+    if not windows and found.one_of("audit", AUDITS) == "off":
         raise ConfigError(
             _WHERE,
             "names neither a policy nor an audit, so kvtxn has nothing to do",
@@ -162,17 +137,10 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     checked = PluginSettings(
         TxnConfig(),
         windows=windows,
-        audit=audit,
         recurrent=found.one_of("recurrent", RECURRENT),
-        on_violation=found.one_of("on_violation", ON_VIOLATION),
-        stale=found.one_of("stale", STALE),
-        required=found.flag("required"),
-        record=found.flag("record"),
         unchecked=found.flag("unchecked"),
-        log_tokens=found.flag("log_tokens"),
         poison=found.flag("poison"),
-        audit_every=found.number("audit_every", EVERY, "; 1 compares every slot in each step"),
-        weights_every=found.number("weights_every", WEIGHTS_EVERY),
+        **read_audit(found),
     )
     for name, why, hint in _idle(given, checked, device):
         if name in given:
