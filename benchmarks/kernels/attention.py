@@ -79,7 +79,7 @@ class Pass:
 
     def __init__(self, case: PassCase) -> None:
         from ...backends.move_rows.selection import Select
-        from ...integrations.vllm_plugin.gpu.cache_layout import waiting_rows
+        from ...integrations.vllm_plugin.internals.gpu_cache_layout import waiting_rows
         from .workload import Workload
 
         length = case.context + case.drafts + 1

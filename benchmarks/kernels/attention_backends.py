@@ -19,8 +19,12 @@ from ...backends.graphs.slot_block_table import slot_tables
 from ...backends.move_rows.acceptance import acceptance_arg
 from ...backends.move_rows.selection import Select
 from ...backends.triton_executor import TritonExecutor
-from ...integrations.vllm_plugin.gpu.cache_layout import by_rows, keys_and_values, waiting_rows
 from ...integrations.vllm_plugin.internals import measuring
+from ...integrations.vllm_plugin.internals.gpu_cache_layout import (
+    by_rows,
+    keys_and_values,
+    waiting_rows,
+)
 from ...layout import RowLayout
 from .timer import COLD_BYTES
 

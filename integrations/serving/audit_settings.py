@@ -45,6 +45,11 @@ class AuditSettings:
     log_tokens: bool = False
     required: bool = False
 
+    @property
+    def evicts(self) -> bool:
+        """True if the engine has to take blocks out of its prefix cache."""
+        return "contain" in (self.on_violation, self.stale)
+
 
 def read_audit(found: GivenSettings, stale: Sequence[str] = STALE) -> dict[str, Any]:
     """Return the fields of ``AuditSettings`` by name; ``stale`` lists the values of that one.

@@ -19,8 +19,6 @@ from ...serving.ledger.shared_identities import SharedIdentities, read_key, shar
 from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
-from ..gpu.cache_layout import CachePlan, is_given, planned
-from ..gpu.cache_layout import layer_refs as device_refs
 from ..internals import (
     aligned_states,
     audited_requests,
@@ -33,6 +31,8 @@ from ..internals import (
 from ..internals import layers as attention_layers
 from ..internals import weights as engine_weights
 from ..internals.engine_protocols import WorkerWrapper
+from ..internals.gpu_cache_layout import CachePlan, is_given, planned
+from ..internals.gpu_cache_layout import layer_refs as device_refs
 from ..internals.hooks import mix_in
 from ..internals.request_blocks import RequestBlocks
 from ..internals.runner_protocols import Runner

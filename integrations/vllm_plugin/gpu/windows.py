@@ -30,18 +30,13 @@ from ..internals import (
     batches,
     connectors,
     engine_config,
+    gpu_cache_layout,
     state_layers,
     whole_graphs,
     workers,
 )
 from ..internals import layers as attention_layers
-from ..internals.layers import TargetLayer
-from ..policy.engine_facts import EngineFacts
-from ..policy.rules import decide
-from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
-from ..seam.window_steps import end_unheard, open_steps
-from . import cache_layout
-from .cache_layout import (
+from ..internals.gpu_cache_layout import (
     SpareBlocks,
     by_rows,
     keys_and_values,
@@ -49,6 +44,11 @@ from .cache_layout import (
     waiting_rows,
     with_spare_blocks,
 )
+from ..internals.layers import TargetLayer
+from ..policy.engine_facts import EngineFacts
+from ..policy.rules import decide
+from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
+from ..seam.window_steps import end_unheard, open_steps
 
 if TYPE_CHECKING:
     from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
@@ -196,7 +196,7 @@ class WindowCaches(Part):
         """
         runner, wanted = self._runner, self._runner.kvtxn_config
         try:
-            if rows_may_wait(runner) and cache_layout.has_rows_in_line(config):
+            if rows_may_wait(runner) and gpu_cache_layout.has_rows_in_line(config):
                 others = attention_layers.draft_layers(runner)
                 others |= set(state_layers.modules_of(runner))
                 config, self.spare = with_spare_blocks(config, wanted.max_rows, others)
@@ -470,7 +470,7 @@ def reserve_memory(wrapper: Foreign) -> None:
     runner: Any = workers.runner_of(wrapper)
 
     def rest(available: int) -> int:
-        if cache_layout.is_given(runner):
+        if gpu_cache_layout.is_given(runner):
             return available
         wanted: int = runner.kvtxn_parts.memory_wanted()
         return max(available - MOST_BYTES - wanted, 0)
@@ -488,12 +488,12 @@ def bytes_of_steps(runner: HookedRunnerV1 | HookedRunnerV2) -> int:
     """
     wanted = runner.kvtxn_config
     try:
-        size = cache_layout.bytes_of_rows(runner, wanted.max_rows)
+        size = gpu_cache_layout.bytes_of_rows(runner, wanted.max_rows)
         size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
         if not rows_may_wait(runner):
             return size
-        spare = cache_layout.bytes_of_spare_blocks(runner, wanted.max_rows)
-        return max(size, spare) + cache_layout.bytes_of_tables(runner)
+        spare = gpu_cache_layout.bytes_of_spare_blocks(runner, wanted.max_rows)
+        return max(size, spare) + gpu_cache_layout.bytes_of_tables(runner)
     except Exception as error:
         if wanted.on_error == "raise":
             raise

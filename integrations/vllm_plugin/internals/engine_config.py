@@ -255,9 +255,9 @@ def expected_facts(config: VllmConfig) -> EngineFacts:
 def _rows_in_line(config: VllmConfig) -> bool:
     """Tell whether row will follow row in the caches, before there are any.
 
-    ``cache_layout.has_rows_in_line`` reads it off the caches themselves. Rows are in line in the
-    layout that vLLM chooses, but the user's environment or a KV connector may ask for another one.
-    A connector that kvtxn was not checked with is not asked.
+    ``gpu_cache_layout.has_rows_in_line`` reads it off the caches. Rows are in line in the layout
+    that vLLM chooses, but the user's environment or a KV connector may ask for another one. A
+    connector that kvtxn was not checked with is not asked.
     """
     from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout

@@ -68,11 +68,6 @@ class PluginSettings(AuditSettings):
     audit_store: str | None = None
     audit_key_file: str | None = None
 
-    @property
-    def evicts(self) -> bool:
-        """True if the scheduler has to take blocks out of the prefix cache."""
-        return "contain" in (self.on_violation, self.stale)
-
 
 def is_audited(additional_config: object) -> bool:
     """Tell whether the user asks for an audit, "ledger" or "bytes"."""

@@ -16,7 +16,7 @@ from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin import runner_parts
     from kvtxn.integrations.vllm_plugin.audit import watch_opening
-    from kvtxn.integrations.vllm_plugin.gpu import cache_layout
+    from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
 
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.vllm_plugin.internals import (
@@ -316,9 +316,9 @@ def test_memory_is_counted_before_the_cache_is_sized(window):
     groups = rig.config.kv_cache_groups
     specs = {f"{name}.{n}": g.kv_cache_spec for g in groups for name in g.layer_names for n in "ab"}
     rig.runner.get_kv_cache_spec = lambda: specs
-    plan = cache_layout.planned(rig.runner)
+    plan = gpu_cache_layout.planned(rig.runner)
     page = 2 * SIZE * 8 * 4
-    assert plan == cache_layout.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
+    assert plan == gpu_cache_layout.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
     kept = watch_opening.cache_bytes_left(rig.runner, wanted, free)

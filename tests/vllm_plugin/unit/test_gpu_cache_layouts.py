@@ -9,7 +9,7 @@ import torch
 from kernels_here import importing_kernels
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs
+    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import layer_refs
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 
 BLOCKS, HEADS, SIZE, WIDTH, LAYERS = 4, 2, 8, 16, 3

@@ -13,8 +13,8 @@ from kernels_here import importing_kernels
 pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
-from kvtxn.integrations.vllm_plugin.gpu import cache_layout
 from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory
@@ -126,8 +126,8 @@ def test_room_is_that_of_the_spare_blocks(rows, layers, states, groups):
     added = sum(-(-rows // size) for size in sizes) * 4 * (1 << 16)
     with pytest.MonkeyPatch.context() as patch:
         names = {name: None for name in specs if name.startswith("state")}
-        patch.setattr(cache_layout.state_layers, "modules_of", lambda runner: names)
-        assert cache_layout.bytes_of_spare_blocks(made, rows) == added
+        patch.setattr(gpu_cache_layout.state_layers, "modules_of", lambda runner: names)
+        assert gpu_cache_layout.bytes_of_spare_blocks(made, rows) == added
 
 
 class Wanting(Part):

@@ -21,8 +21,8 @@ from planned_caches import (
 )
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import cache_layout
-    from kvtxn.integrations.vllm_plugin.gpu.cache_layout import layer_refs, waiting_rows
+    from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
+    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import layer_refs, waiting_rows
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 
     from kvtxn.errors import LayerError
@@ -59,7 +59,7 @@ def test_caches_are_what_vllm_plans_for_more_blocks(layout, groups, kernel_size)
     """By as many as each group of the target's needs; what was given stays as it is."""
     config = planned(layout, groups)
     given = deepcopy(config)
-    more, spare = cache_layout.with_spare_blocks(config, ROWS, drafters(groups))
+    more, spare = gpu_cache_layout.with_spare_blocks(config, ROWS, drafters(groups))
     assert config == given
     assert more.kv_cache_groups == given.kv_cache_groups
     added = sum(-(-ROWS // size) for _, _, size in target(groups))
@@ -83,7 +83,9 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 
     However small the blocks are that the attention counts.
     """
-    more, spare = cache_layout.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, spare = gpu_cache_layout.with_spare_blocks(
+        planned(layout, groups), ROWS, drafters(groups)
+    )
     caches = allocated(more, layout, kernel_size)
     assert set(spare.first) == {f"group.{number}" for number, _, _ in target(groups)}
     handed_out = []
@@ -104,7 +106,7 @@ def test_rows_wait_where_nothing_else_is(layout, groups, kernel_size):
 @EVERY
 def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
     """Their regions have all moved by as much as they grew."""
-    more, _ = cache_layout.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
+    more, _ = gpu_cache_layout.with_spare_blocks(planned(layout, groups), ROWS, drafters(groups))
     caches = allocated(more, layout, kernel_size)
     for names, _ in groups:
         found = [
@@ -117,7 +119,7 @@ def test_layers_of_a_group_do_not_overlap(layout, groups, kernel_size):
 
 def test_kernels_may_count_smaller_blocks():
     """Four to one of vLLM's."""
-    spare = cache_layout.SpareBlocks(own=7, total=9, first={})
+    spare = gpu_cache_layout.SpareBlocks(own=7, total=9, first={})
     assert spare.begin(torch.empty(4 * 9, 2, 2, 4)) == 4 * 7
 
 
@@ -128,7 +130,7 @@ def test_a_layout_that_is_not_by_blocks_is_refused(name):
     setattr(config.kv_cache_tensors[0], name, getattr(config.kv_cache_tensors[0], name) + 2)
     given = deepcopy(config)
     with pytest.raises(LayerError, match=rf"{name} of a KVCacheTensor a multiple of 7 blocks"):
-        cache_layout.with_spare_blocks(config, ROWS, set())
+        gpu_cache_layout.with_spare_blocks(config, ROWS, set())
     assert config == given
 
 
@@ -136,7 +138,7 @@ def test_a_layout_that_is_not_by_blocks_is_refused(name):
 def test_blocks_of_one_row(layout, groups, kernel_size):
     """By slot they are what plain indexing finds; there are none if rows lie unevenly."""
     for cache in allocated(planned(layout, groups), layout, kernel_size).values():
-        rows = cache_layout.by_rows(cache)
+        rows = gpu_cache_layout.by_rows(cache)
         blocks, heads, size, width = cache.shape
         there = cells(cache, torch.arange(blocks * size))
         assert (rows is not None) == (len(there[:, 0].diff().unique()) == 1)
@@ -159,18 +161,18 @@ def test_blocks_of_one_row(layout, groups, kernel_size):
 )
 def test_what_is_even_depends_on_strides_alone(groups, layout, even):
     caches = allocated(planned(layout, groups), layout)
-    assert {cache_layout.by_rows(cache) is not None for cache in caches.values()} == {even}
+    assert {gpu_cache_layout.by_rows(cache) is not None for cache in caches.values()} == {even}
 
 
 def test_latent_rows_are_blocks_of_one_row():
     """Where they follow each other evenly; in memory that several layers share they do not."""
     whole = torch.arange(4 * 2 * 16 * 24).view(4, 2, 16, 24)
     even, uneven = whole.view(8, 16, 24), whole[:, 0]
-    rows = cache_layout.by_rows(even)
+    rows = gpu_cache_layout.by_rows(even)
     assert rows is not None
     assert rows.equal(even.reshape(128, 1, 24))
     assert rows.data_ptr() == even.data_ptr()
-    assert cache_layout.by_rows(uneven) is None
+    assert gpu_cache_layout.by_rows(uneven) is None
 
 
 @pytest.mark.parametrize(

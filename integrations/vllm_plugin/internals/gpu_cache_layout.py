@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ....errors import LayerError
 from ....layers import LayerRef
-from ..internals import batches, state_layers
-from ..internals import layers as attention_layers
-from ..internals.engine_protocols import KVCacheConfig
-from ..internals.layers import TargetLayer, draft_layers, lines_by_row, row_specs
-from ..internals.runner_protocols import Runner, RunnerV1, RunnerV2
+from . import batches, state_layers
+from . import layers as attention_layers
+from .engine_protocols import KVCacheConfig
+from .layers import TargetLayer, draft_layers, lines_by_row, row_specs
+from .runner_protocols import Runner, RunnerV1, RunnerV2
 
 
 def by_rows(cache: Tensor) -> Tensor | None:
