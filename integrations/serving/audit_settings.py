@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -15,6 +15,8 @@ AUDITS: Final = ("off", "ledger", "bytes")
 ON_VIOLATION: Final = ("log", "raise", "contain")
 #: What becomes of rows of earlier weights that are read.
 STALE: Final = ("count", "alarm", "contain")
+#: Settings that have no effect without an audit.
+OF_AUDITS: Final = ("on_violation", "record", "log_tokens", "stale", "weights_every")
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +51,20 @@ class AuditSettings:
     def evicts(self) -> bool:
         """True if the engine has to take blocks out of its prefix cache."""
         return "contain" in (self.on_violation, self.stale)
+
+
+def idle_settings(audit: str, of_audits: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield names of settings that have no effect if they are given, why, and the next step.
+
+    Args:
+        audit: the setting of this name.
+        of_audits: the settings that have no effect without an audit.
+    """
+    if audit != "bytes":
+        hint = 'add "audit": "bytes", or leave audit_every out'
+        yield "audit_every", "without an audit of bytes", hint
+    for name in of_audits if audit == "off" else ():
+        yield name, "without an audit", f'add "audit": "ledger", or leave {name} out'
 
 
 def read_audit(found: GivenSettings, stale: Sequence[str] = STALE) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from ...errors import ConfigError
-from ..serving.audit_settings import STALE, AuditSettings, read_audit
+from ..serving.audit_settings import OF_AUDITS, STALE, AuditSettings, idle_settings, read_audit
 from ..serving.given_settings import GivenSettings
 
 #: Where the settings are, for messages.
@@ -43,7 +43,7 @@ def read_settings(text: str) -> AuditSettings:
 
     Raises:
         ConfigError: it is none, or a setting does not exist, does not work beside SGLang, or cannot
-            take its value; or ``audit_every`` stands without audit "bytes".
+            take its value; or it has no effect without an audit, or without one of bytes.
     """
     try:
         given = json.loads(text)
@@ -56,9 +56,10 @@ def read_settings(text: str) -> AuditSettings:
         )  # fmt: skip
     found = GivenSettings(WHERE, given, {**ELSEWHERE, **_VALUES_ELSEWHERE})
     found.check_names([field.name for field in attrs.fields(AuditSettings)])
-    if "audit_every" in given and given.get("audit") != "bytes":
-        raise ConfigError(
-            WHERE, "audit_every has no effect without an audit of bytes",
-            got=repr(given["audit_every"]), hint='add "audit": "bytes", or leave audit_every out',
-        )  # fmt: skip
-    return AuditSettings(**read_audit(found, STALE[:2]))
+    settings = AuditSettings(**read_audit(found, STALE[:2]))
+    for name, why, hint in idle_settings(settings.audit, OF_AUDITS):
+        if name in given:
+            raise ConfigError(
+                WHERE, f"{name} has no effect {why}", got=repr(given[name]), hint=hint
+            )
+    return settings

@@ -21,7 +21,13 @@ from ....config import POLICIES, TxnConfig
 from ....errors import ConfigError, KVTxnError
 from ....policy_choice import choose_policy
 from ...serving import window_rows
-from ...serving.audit_settings import AUDITS, AuditSettings, read_audit
+from ...serving.audit_settings import (
+    AUDITS,
+    OF_AUDITS,
+    AuditSettings,
+    idle_settings,
+    read_audit,
+)
 from ...serving.given_settings import GivenSettings
 from . import is_asked, wants
 
@@ -36,12 +42,6 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": window_rows.WI
 #: the rule of ``policy.state_rules``. "off" is the default: without a window stock writes rows of
 #: attention, but an engine with one state per request stops if its commits cannot run.
 RECURRENT: Final = ("off", "exact", "fast", "auto")
-
-#: Settings that have no effect without an audit.
-_OF_AUDITS: Final = (
-    *("on_violation", "record", "log_tokens", "stale", "weights_every"),
-    *("audit_store", "audit_key_file"),
-)
 
 
 @attrs.frozen
@@ -168,9 +168,8 @@ def _idle(
         why = f"under policy {policy!r}: no rows wait outside of the cache"
         yield "staging", why, "leave staging out"
     if checked.audit != "bytes":
-        for name in ("audit_every", "poison"):
-            hint = f'add "audit": "bytes", or leave {name} out'
-            yield name, "without an audit of bytes", hint
+        hint = 'add "audit": "bytes", or leave poison out'
+        yield "poison", "without an audit of bytes", hint
     elif checked.poison and device == "cpu":
         why = "on device cpu: its attention multiplies masked rows by zero, and lets a NaN through"
         yield "poison", why, "leave poison out"
@@ -183,8 +182,7 @@ def _idle(
     if "audit_store" not in given:
         hint = 'add "audit_store": "sqlite:///PATH" or "redis://HOST", or leave it out'
         yield "audit_key_file", "without a store", hint
-    for name in _OF_AUDITS if checked.audit == "off" else ():
-        yield name, "without an audit", f'add "audit": "ledger", or leave {name} out'
+    yield from idle_settings(checked.audit, (*OF_AUDITS, "audit_store", "audit_key_file"))
     for name, why in WITHOUT_EFFECT.get(device, {}).items():
         if given.get(name, "auto") != "auto":
             yield name, f"on device {device}: {why}", f"leave {name} out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvtxn.integrations.vllm_plugin import audit_report, metrics, snapshots
+from kvtxn.integrations.vllm_plugin import audit_report, snapshots, worker_answers
 from kvtxn.integrations.vllm_plugin.audit import watch_opening
 from planting import Rig, around, texts
 
@@ -123,7 +123,7 @@ def pretend(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     worker.sleep, worker.wake_up, worker.discard = sleep, wake_up, lose
     worker.reload_weights = lambda: None
-    undo = (metrics.let_sleep(wrapper), watch_opening.follow_updates(wrapper))
+    undo = (worker_answers.let_sleep(wrapper), watch_opening.follow_updates(wrapper))
     report = live(llm)
     for each in reversed(undo):
         each()
