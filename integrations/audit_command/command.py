@@ -208,7 +208,7 @@ def watched_sglang(engine_args: Any) -> dict[str, Any]:
     """Return ``engine_args`` and ``settings`` of a job for SGLang; the settings ask for an audit.
 
     The settings are those of the environment, if there are any, with a recording, and with audit
-    "ledger" if they have none.
+    "ledger" if they have none or one that is off.
 
     Args:
         engine_args: as for ``sglang.Engine``.
@@ -217,8 +217,7 @@ def watched_sglang(engine_args: Any) -> dict[str, Any]:
         ConfigError: they are no JSON object, name no model, or ask for something kvtxn has not; or
             the settings let the audit raise.
     """
-    from ..serving.audit_settings import AUDITS
-    from ..sglang_plugin.settings import WHERE, read_settings
+    from ..sglang_plugin.settings import WHERE, given_settings, read_settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model_path"), str):
         raise ConfigError(
@@ -227,12 +226,11 @@ def watched_sglang(engine_args: Any) -> dict[str, Any]:
             got="nothing" if engine_args is None else _kind(engine_args),
             hint="""pass an object, such as '{"model_path": "DIR"}'""",
         )
-    text = os.environ.get(WHERE, "{}")
-    settings = read_settings(text)
-    if settings.on_violation == "raise":
+    given = given_settings(os.environ.get(WHERE, "{}"))
+    audit = given.get("audit", "off")
+    wanted = json.dumps({**given, "audit": "ledger" if audit == "off" else audit, "record": True})
+    if read_settings(wanted).on_violation == "raise":
         raise _ends_early(f"leave on_violation out of {WHERE}")
-    audit = settings.audit if settings.audit in AUDITS[1:] else "ledger"
-    wanted = json.dumps({**json.loads(text), "audit": audit, "record": True})
     return {"engine_args": dict(engine_args), "settings": wanted}
 
 

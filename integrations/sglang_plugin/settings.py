@@ -35,15 +35,14 @@ _VALUES_ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
-def read_settings(text: str) -> AuditSettings:
-    """Read and check the settings.
+def given_settings(text: str) -> dict[str, object]:
+    """Return the settings as they are given, by name; nothing is checked but their form.
 
     Args:
         text: a JSON object.
 
     Raises:
-        ConfigError: it is none, or a setting does not exist, does not work beside SGLang, or cannot
-            take its value; or it has no effect without an audit, or without one of bytes.
+        ConfigError: it is none.
     """
     try:
         given = json.loads(text)
@@ -54,6 +53,20 @@ def read_settings(text: str) -> AuditSettings:
             WHERE, "the settings are not valid", expected="a JSON object", got=repr(text),
             hint="""write {"audit": "ledger"}, or leave the variable out""",
         )  # fmt: skip
+    return given
+
+
+def read_settings(text: str) -> AuditSettings:
+    """Read and check the settings.
+
+    Args:
+        text: a JSON object.
+
+    Raises:
+        ConfigError: it is none, or a setting does not exist, does not work beside SGLang, or cannot
+            take its value; or it has no effect without an audit, or without one of bytes.
+    """
+    given = given_settings(text)
     found = GivenSettings(WHERE, given, {**ELSEWHERE, **_VALUES_ELSEWHERE})
     found.check_names([field.name for field in attrs.fields(AuditSettings)])
     settings = AuditSettings(**read_audit(found, STALE[:2]))
