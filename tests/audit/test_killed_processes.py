@@ -22,7 +22,7 @@ LONG = 30.0
 #: Seconds between what a process does, as between an engine's fast steps.
 STEP = 0.002
 #: Kills of a run.
-ROUNDS = 60
+ROUNDS = 25
 #: Blocks of a batch, of one prefix and of two with the same bytes by turns.
 MOST = 12
 
