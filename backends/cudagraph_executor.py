@@ -187,7 +187,7 @@ class CudaGraphExecutor(Executor):
         self.replays += 1
 
     def _drop(self, shared: Hashable, place: int) -> None:
-        """Forget a graph and its buffers, and free its place among those that read in place."""
+        """Forget a graph and its buffers, and free its place among graphs that read in place."""
         del self._captured[shared, place]
         self._in_place[shared] -= place > 0
         if not self._in_place[shared]:

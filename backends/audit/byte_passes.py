@@ -75,7 +75,7 @@ class TritonBytePasses(BytePasses):
         self._any_step: Final = Step(self._none, self._none, self._none, self._none, {})
 
     def compare(self, step: Step) -> None:
-        """Compare the bytes of sealed slots whose turn it is among those that a step will read.
+        """Of the sealed slots that a step will read, compare the bytes of those whose turn it is.
 
         Slots that changed are reported, and are not sealed any more; at most ``CAPACITY`` are
         compared. See ``BytePasses.compare``.

@@ -127,7 +127,7 @@ class NumbaBytePasses(TorchBytePasses):
         return torch.from_numpy(numpy.stack(found))
 
     def compare(self, step: Step) -> None:
-        """Compare the bytes of sealed slots whose turn it is among those that a step reads.
+        """Of the sealed slots that a step reads, compare the bytes of those whose turn it is.
 
         Where all are right they are counted; else the passes in torch do it again, and report. See
         ``BytePasses.compare``.

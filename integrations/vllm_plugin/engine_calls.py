@@ -1,4 +1,4 @@
-"""What the front end asks of an engine's workers: users' calls, and counters unasked.
+"""Questions of the front end to an engine's workers: users' calls, and counters unasked.
 
 An ``LLM``'s engine is asked for its counters once more right before it is shut down or collected,
 so that they outlive it. A server's workers are asked every few seconds for its ``/metrics`` page,

@@ -1,4 +1,4 @@
-"""What a worker answers when its engine is asked: counters, and what its audit found.
+"""The answers of a worker to its engine's front end: counters, and what its audit found.
 
 No step has anything to do with it: between two steps each rank reads a few integers from its
 device. ``engine_calls`` asks.

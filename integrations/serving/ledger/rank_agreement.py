@@ -241,7 +241,7 @@ class RankAgreement:
         return own
 
     def compare(self) -> None:
-        """Compare this rank's fingerprints with those that the last meeting brought, once.
+        """Compare this rank's fingerprints, once, with the other ranks' of the last meeting.
 
         The ledger notes a violation for each difference.
         """

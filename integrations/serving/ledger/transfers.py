@@ -266,7 +266,7 @@ class TransferWatch:
         self._ledger.release(_NOBODYS)
 
     def _note_stored(self, kept: Iterable[Handed], known: set[Place]) -> None:
-        """Note the places in the store that got known blocks; forget those that got others."""
+        """Note the store's places that got known blocks; forget places that got other blocks."""
         for each in kept:
             for block, key in zip(each.blocks, each.keys or (), strict=False):
                 if (each.group, block) in known:

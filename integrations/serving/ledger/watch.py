@@ -322,8 +322,8 @@ class Watch:
     def admit(self, arrivals: Iterable[Arrival]) -> None:
         """Begin requests, or renew the tokens of known ones.
 
-        If there are more than the ledger has lines for, those that were in no batch for the longest
-        time are forgotten.
+        If there are more than the ledger has lines for, it forgets requests that were in no batch
+        for the longest time.
         """
         self._come_and_go((), list(arrivals), {})
 

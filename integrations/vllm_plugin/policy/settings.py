@@ -36,7 +36,6 @@ _WHERE: Final = "additional_config['kvtxn']"
 #: By device type: settings of ``TxnConfig`` that its steps do not use, and why.
 WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": window_rows.WITHOUT_EFFECT}
 
-
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
 #: "exact" runs vLLM's own, "fast" kvtxn's kernels where it has some; "auto" is "exact" or "off", by
 #: the rule of ``policy.state_rules``. "off" is the default: without a window stock writes rows of
