@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ... import cuda_graphs
 from ..common import machine
 
 #: Bytes that a graph must touch before it returns to the same memory: several times any L2.
@@ -42,10 +43,12 @@ def capture(steps: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     for step in steps[:2]:
         step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for step in steps:
             step()
+
+    graph = cuda_graphs.capture(run)
     graph.replay()
     torch.cuda.synchronize()
     return graph

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..captured_rows import CapturedRows
 from ..captured_window import CapturedWindow
 from ..captured_windows import CapturedWindows
+from ..cuda_graphs import capture
 from ..formats import words
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout
@@ -195,9 +196,7 @@ class CapturedForward:
         whole()
         if self.captured is not None:
             self.captured = CapturedRows()  # of the graph, not of the warm-up
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            whole()
+        graph = capture(whole)
         self.slots.copy_(slots)
         self._position.copy_(position)
         return graph.replay

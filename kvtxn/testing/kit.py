@@ -93,9 +93,9 @@ class Kit:
     def need(self, *names: str) -> None:
         """Skip the test for executors that do not declare these capabilities.
 
-        That commit can be captured, or that nothing waits, is promised for CUDA devices alone.
+        That commit can be captured is promised for CUDA devices alone.
         """
-        if {"capturable", "no_host_sync"} & {*names}:
+        if "capturable" in names:
             self.need_cuda()
         for name in names:
             if not getattr(self.capabilities, name):

@@ -185,6 +185,6 @@ class Hooks(MixedKit):
         """Calling an ``on_commit`` hook, and reading ``stored``, costs no host sync."""
         kit.need("no_host_sync")
         stored = []
-        mixed.manager.on_commit(lambda window: stored.append(window.stored()))
+        mixed.manager.on_commit(lambda ended: stored.append(list(map(ended.stored, ended.slots))))
         window_without_sync(mixed, attend=False)
         assert len(stored) == 3

@@ -362,12 +362,13 @@ class CapturedSteps(MixedKit):
         forward.step(mixed.batch(SHAPE), COUNTS)
         stored = []
         if hooked:
-            mixed.manager.on_commit(lambda window: stored.append(window.stored()))
+            mixed.manager.on_commit(
+                lambda ended: stored.append(list(map(ended.stored, ended.slots)))
+            )
         for _ in range(3):
             batch, counts = mixed.batch(SHAPE), forward.sampled(COUNTS)
             window = forward.begin(batch)
             window.abort()
-            torch.cuda.synchronize()
             plan = forward.windows.plan(window.layout)
             with no_host_sync():
                 window = forward.windows.begin(plan)

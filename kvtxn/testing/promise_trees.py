@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from .. import window as window_module
+from ..cuda_graphs import capture
 from ..errors import AcceptanceError, TreeError
 from ..layout import RowLayout
 from ..window_transitions import WindowState
@@ -290,9 +291,7 @@ class Trees(MixedKit):
         rig.stage(window, batch)
         rig.expect_staged(batch)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            window.commit(path)
+        graph = capture(lambda: window.commit(path))
         rig.check("captured, not run")
         path.copy_(padded([[0, 2], [1], [0, 1, 2, 4]], kit.device))
         graph.replay()

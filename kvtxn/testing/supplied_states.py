@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .. import cuda_graphs
 from ..state_supplier import Capture, StateSupplier
 
 SLOTS, WIDTH, MOST_ROWS = 8, 4, 32
@@ -161,10 +162,7 @@ class ToyStates(StateSupplier):
         self.captured += 1
         again = run
         if self.memory[0].is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            again = graph.replay
+            again = cuda_graphs.capture(run).replay
 
         def replay() -> None:
             """Replay, or raise ``error`` if ``fails`` has "replay", once."""

@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -293,7 +294,9 @@ def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) ->
     llm.collective_rpc("audit_switch", args=(True,))
     if "audit_every" not in job["asked"]:
         llm.collective_rpc("audit_compare_all")
-    rig, work = Rig(llm), planted_ends.work if job.get("ends") else planted_engines.work
+    # The hybrids here accept no draft in shorter answers, and some faults need an accepted one.
+    long = partial(planted_engines.work, lengths=(40, 30, 70, 20))
+    rig, work = Rig(llm), planted_ends.work if job.get("ends") else long
     before = work(rig)
     report |= {"healthy": rig.found()[:5], "found": {}, "again": "it did not come to that"}
     faults = gpu_planted.by_name(v2=hasattr(rig.runner, "prepare_attn"))

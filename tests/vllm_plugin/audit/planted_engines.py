@@ -52,12 +52,16 @@ CONNECTED = (
 )
 
 
-def work(rig: Rig) -> list[list[int]]:
-    """Prompts that repeat themselves, again in a full cache, and more than fit."""
-    found = rig.run(texts(1, 4, 70), 24)
-    found += rig.run(texts(1, 4, 70), 16)
-    found += rig.run(texts(2, 8, 60), 44)
-    found += rig.run(texts(1, 4, 70), 12)
+def work(rig: Rig, lengths: tuple[int, int, int, int] = (24, 16, 44, 12)) -> list[list[int]]:
+    """Prompts that repeat themselves, again in a full cache, and more than fit.
+
+    ``lengths``: tokens of the answers, by round.
+    """
+    once, again, many, last = lengths
+    found = rig.run(texts(1, 4, 70), once)
+    found += rig.run(texts(1, 4, 70), again)
+    found += rig.run(texts(2, 8, 60), many)
+    found += rig.run(texts(1, 4, 70), last)
     return found
 
 
