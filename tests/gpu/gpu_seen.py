@@ -43,8 +43,9 @@ COMPARISON: Final = HERE.parents[1] / "integrations" / "KV_CANARY.md"
 
 HEAD: Final = """# States, the audit, KV connectors, pipeline stages, servers and SGLang on a GPU
 
-What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
-have random weights. Each engine has a process of its own.
+What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`; of vLLM 0.33.0 where
+nothing else is named. Models are small and have random weights. Each engine has a process of its
+own.
 """
 STATES: Final = """## Recurrent states
 

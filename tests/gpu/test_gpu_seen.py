@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import identity_faults
+import identity_jobs
 import pytest
 import seen_stages
 from gpu_seen import PAGE, RECORD, draw
@@ -85,9 +87,9 @@ def test_the_matrix_says_which_hybrids_were_seen():
     seen, graphs = {}, {}
     engines = {**SEEN["states"], **SEEN.get("fast", {})}
     for engine, found in engines.items():
-        if "vLLM" in engine:  # two kernels of stock's, or another release than the matrix's
+        if engine.startswith("vLLM's two kernels"):
             continue
-        kind, _, policy = engine.rpartition(".")
+        kind, _, policy = engine.partition(",")[0].rpartition(".")  # of whatever release
         start = kind.partition(".")[0].partition("_")[0]
         family, name = FAMILIES[start]
         family = FAST[family] if policy == "fast" else family
@@ -201,13 +203,13 @@ def test_stages_are_those_of_stock(engine):
 @pytest.mark.parametrize("engine", SEEN["identities"])
 def test_identities_follow_rows_behind_connectors(engine):
     """No alarm without a fault; blocks of other tokens are found, and unknown bytes are counted."""
-    found = SEEN["identities"][engine]
-    assert found["alarms"] == 0
+    found, job = SEEN["identities"][engine], identity_jobs.ENGINES[engine]
+    assert (found["alarms"] > 0) == ("differs" in job)  # the engine that stored the rows differs
     assert found["same"]
     assert found["brought"] > 400
     assert found["unverified"] <= found["brought"] / 50  # parts of blocks
-    for fault in ("swapped_blocks", "foreign_block"):
-        assert found["faults"][fault] == "imported"
-    for fault in ("swapped_layers", "shifted_block", "nothing_came"):
-        assert found["faults"][fault] == "imported" or "counted" in found["faults"][fault]
-    assert found["old"] in ("stale", None)
+    assert set(job["faults"]) <= set(found["faults"])
+    for fault, told in found["faults"].items():
+        assert told == "imported" or (fault in identity_faults.UNKNOWN and "counted" in told)
+    # Rows of another engine are of another process's weights.
+    assert found["old"] in (("imported",) if job.get("second") else ("stale", None))
