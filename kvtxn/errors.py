@@ -86,7 +86,7 @@ class UnknownSettingError(ConfigError, TypeError):
 
 
 class ManagerCopyError(KVTxnError, TypeError):
-    """A ``TransactionManager`` or a ``Window`` cannot be copied or pickled."""
+    """A ``TransactionManager``, a ``Window`` or a ``Ledger`` cannot be copied or pickled."""
 
 
 class WindowStateError(KVTxnError, RuntimeError):

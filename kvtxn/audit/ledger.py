@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ..errors import AcceptanceError, ConfigError, WindowStateError
+from ..errors import AcceptanceError, ConfigError, ManagerCopyError, WindowStateError
 from ..manager import TransactionManager
 from . import arguments, checks
 from . import books as book
@@ -115,6 +115,19 @@ class Ledger:
         self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
         self._following: Following | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+        Raises:
+            ManagerCopyError: always.
+        """
+        raise ManagerCopyError(
+            type(self).__name__,
+            "a ledger can be neither copied nor pickled: its passes read the books by their "
+            "addresses, and the windows that it follows tell nobody else of their end",
+            hint="make a new ledger with the same groups, and admit the requests again",
+        )
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import attrs
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from kvtxn import CapacityError, ConfigError, WindowStateError
 from kvtxn.audit import KINDS, Ledger, RowGroup, StateGroup, Step, Violation
 from kvtxn.audit.books import Sizes
+from kvtxn.errors import ManagerCopyError
 
 GROUPS = (RowGroup("full", 4, 10), StateGroup("mamba", 6))
 
@@ -401,3 +405,12 @@ def test_misuse_is_refused(ledger):
 def test_groups_have_to_fit_together(groups, message):
     with pytest.raises(ConfigError, match=message):
         Ledger(groups, max_requests=1, max_length=8)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_ledger_is_not_copied(ledger, way):
+    """The passes of a copy would go on with the books of the first."""
+    with pytest.raises(ManagerCopyError, match=r"neither copied nor pickled.*make a new ledger"):
+        way(ledger)
+    filled(ledger)
+    assert not ledger.violations()
