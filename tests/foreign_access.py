@@ -5,7 +5,7 @@ An expression is *foreign* if it is
 - a parameter that is annotated as ``Foreign`` or ``Any`` or as a protocol of a class of vLLM's, or
   that has no annotation and a name that objects of vLLM's have (``NAMES``);
 - a name that was bound to a foreign expression, or to an element of a container of them;
-- the result of a function of ``internals`` that returns ``Foreign``, or of ``super().method()``;
+- the result of a function of ``seam`` that returns ``Foreign``, or of ``super().method()``;
 - an attribute that one of the plug-in's own classes annotates as ``Foreign``.
 
 Of a foreign expression only attributes that start with "kvtxn" may be used, and Python's own, such
@@ -51,12 +51,12 @@ class Sources:
     """Several files, as far as the rule has to know them all.
 
     Args:
-        internals: the sources of the package that may touch vLLM.
+        seam: the sources of the package that may touch vLLM.
         ours: the sources that may not.
     """
 
-    def __init__(self, internals: Iterable[str], ours: Iterable[str]) -> None:
-        trees = [ast.parse(text) for text in internals]
+    def __init__(self, seam: Iterable[str], ours: Iterable[str]) -> None:
+        trees = [ast.parse(text) for text in seam]
         functions = [n for tree in trees for n in _ours(tree) if isinstance(n, ast.FunctionDef)]
         self.protocols = {node.name for tree in trees for node in tree.body if _is_protocol(node)}
         self.returns_foreign = {f.name for f in functions if self.is_opaque(f.returns)}

@@ -9,9 +9,9 @@ from foreign_access import Sources, looks, read
 
 ROOT = Path(__file__).parent.parent
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
-INTERNALS = sorted((PLUGIN / "internals").rglob("*.py"))
-OURS = [path for path in sorted(PLUGIN.rglob("*.py")) if path not in INTERNALS]
-SOURCES = Sources(read(INTERNALS), read(OURS))
+SEAM = sorted((PLUGIN / "seam").rglob("*.py"))
+OURS = [path for path in sorted(PLUGIN.rglob("*.py")) if path not in SEAM]
+SOURCES = Sources(read(SEAM), read(OURS))
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -32,7 +32,7 @@ PROGRAMS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_benchmarks_use_vllms_public_api(path):
-    """And ask ``internals`` for all that lies below."""
+    """And ask ``seam`` for all that lies below."""
     assert looks(SOURCES, path.read_text(), PUBLIC) == []
 
 

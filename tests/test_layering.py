@@ -109,7 +109,7 @@ def test_one_package_imports_vllms_modules(path):
     The demo and the benchmarks use vLLM's public API alone.
     """
     inner = {n for n in imports(path) if n.startswith("vllm.")}
-    if path.parent.name == "internals":
+    if path.parent.name == "seam":
         return
     public = {"vllm.LLM", "vllm.SamplingParams", "vllm.TokensPrompt"}
     assert inner <= public | {"vllm.sampling_params.RequestOutputKind"}
@@ -173,18 +173,18 @@ def test_no_class_is_cut_by_inheritance():
 def test_an_adapter_is_one_class_that_knows_parts_alone():
     """It has no base, so each of vLLM's methods is overridden once; parts hear of it by a list.
 
-    What they hear is of the step's record, which readers in ``internals`` make.
+    What they hear is of the step's record, which readers in ``seam`` make.
     """
     source = Source(ROOT)
-    seam = "kvtxn.integrations.vllm_plugin.seam"
-    adapters = {name for name in source.classes if name.startswith(f"{seam}.runner_")}
-    assert adapters == {f"{seam}.runner_v1.AdapterV1", f"{seam}.runner_v2.AdapterV2"}
+    runners = f"{PLUGIN}.runners"
+    adapters = {name for name in source.classes if name.startswith(f"{runners}.runner_")}
+    assert adapters == {f"{runners}.runner_v1.AdapterV1", f"{runners}.runner_v2.AdapterV2"}
     for name in adapters:
         assert source.before(name) == [name]
         known = imports(source.files[source.module_of(name)])
         ours = {each for each in known if each.startswith("kvtxn.integrations.")}
-        readers = (f"{PLUGIN}.internals.", "kvtxn.integrations.serving.")
-        assert {each for each in ours if not each.startswith(readers)} <= {f"{PLUGIN}.internals"}
+        readers = (f"{PLUGIN}.seam.", "kvtxn.integrations.serving.")
+        assert {each for each in ours if not each.startswith(readers)} <= {f"{PLUGIN}.seam"}
         assert "kvtxn.integrations.serving.parts.Parts" in ours
 
 

@@ -14,7 +14,7 @@ import attrs
 
 from ...audit.books import Sizes
 from ...integrations.serving.audit_settings import AUDITS as SETTINGS
-from ...integrations.vllm_plugin.internals import workers
+from ...integrations.vllm_plugin.seam import workers
 
 #: The engines that ``--policies`` knows beside stock and the policies: values of ``audit``.
 AUDITS: Final = tuple(each for each in SETTINGS if each != "off")

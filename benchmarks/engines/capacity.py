@@ -107,7 +107,7 @@ def scheduled(folder: Path, cases: Sequence[tuple[str, int, str]]) -> Iterator[d
         Per case, in numbers of requests: ``reported`` by vLLM, the fields of ``Scheduled.run``'s
         result, and ``quiet``, the most that run without a preemption.
     """
-    from ...integrations.vllm_plugin.internals.measuring import Scheduled
+    from ...integrations.vllm_plugin.seam.measuring import Scheduled
 
     layers = caches_of(model().shape)
     for cache, length, policy in cases:
@@ -151,7 +151,7 @@ def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
 
 def caches_of(shape: Shape) -> Any:
     """Return a hybrid's caches as vLLM's planning takes them: sizes of its layers of both kinds."""
-    from ...integrations.vllm_plugin.internals.measuring import Layers
+    from ...integrations.vllm_plugin.seam.measuring import Layers
 
     states = shape.states
     assert states is not None

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from ...integrations.vllm_plugin.internals import frontend
-from ...integrations.vllm_plugin.internals.measuring import (
+from ...integrations.vllm_plugin.seam import frontend
+from ...integrations.vllm_plugin.seam.measuring import (
     reported_requests,
     running_requests,
     set_acceptance,

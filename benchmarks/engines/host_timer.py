@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...integrations.vllm_plugin.internals import workers
+from ...integrations.vllm_plugin.seam import workers
 
 #: The calls of a window's step, in the order in which they come; the runners have some of them
 #: each. Of two that do the same, the first makes the other's call.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...executor import AttentionArgs
-from ...integrations.vllm_plugin.internals import measuring
+from ...integrations.vllm_plugin.seam import measuring
 from ...layers import LayerRef
 from ..common import conformance_gate as gate
 from ..common import machine
@@ -79,7 +79,7 @@ class Pass:
 
     def __init__(self, case: PassCase) -> None:
         from ...backends.move_rows.selection import Select
-        from ...integrations.vllm_plugin.internals.gpu_cache_layout import waiting_rows
+        from ...integrations.vllm_plugin.seam.gpu_cache_layout import waiting_rows
         from .workload import Workload
 
         length = case.context + case.drafts + 1

@@ -19,8 +19,8 @@ from ...backends.graphs.slot_block_table import slot_tables
 from ...backends.move_rows.acceptance import acceptance_arg
 from ...backends.move_rows.selection import Select
 from ...backends.triton_executor import TritonExecutor
-from ...integrations.vllm_plugin.internals import measuring
-from ...integrations.vllm_plugin.internals.gpu_cache_layout import (
+from ...integrations.vllm_plugin.seam import measuring
+from ...integrations.vllm_plugin.seam.gpu_cache_layout import (
     by_rows,
     keys_and_values,
     waiting_rows,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ...cli import natural
-from ...integrations.vllm_plugin.internals import measuring
+from ...integrations.vllm_plugin.seam import measuring
 from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...cuda_graphs import GraphCache
-from ...integrations.vllm_plugin.internals import measuring as vllm_operators
-from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
-from ...integrations.vllm_plugin.internals.state_commits import (
+from ...integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2
+from ...integrations.vllm_plugin.seam import measuring as vllm_operators
+from ...integrations.vllm_plugin.seam.held_states import bytes_by_formula
+from ...integrations.vllm_plugin.seam.state_commits import (
     CommitGraphs,
     StateTables,
     VerifyStep,
@@ -25,13 +26,12 @@ from ...integrations.vllm_plugin.internals.state_commits import (
     side_streams,
     write_side_by_side,
 )
-from ...integrations.vllm_plugin.internals.state_layers import StateLayer
-from ...integrations.vllm_plugin.internals.verified_rows import (
+from ...integrations.vllm_plugin.seam.state_layers import StateLayer
+from ...integrations.vllm_plugin.seam.verified_rows import (
     GatedDeltaRows,
     Mamba2Rows,
     VerifiedRows,
 )
-from ...integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2
 from .state_workload import StateWorkload, Step, Turn
 
 #: Most columns of a table that vLLM's fused kernel of gated delta nets takes.

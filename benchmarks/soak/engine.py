@@ -18,7 +18,7 @@ from typing import Any, Final
 import attrs
 
 from ...integrations.audit_command.workloads import WORKLOADS
-from ...integrations.vllm_plugin.internals.measuring import give_back, occupied
+from ...integrations.vllm_plugin.seam.measuring import give_back, occupied
 from .client import Account, Said, SoakClient, Tell
 
 #: Short requests that are made, one after another, until the engine has given every block back.
@@ -74,7 +74,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 async def _soak(piece: Piece, tell: Tell) -> None:
     """Start the engine of a piece, tell what it is, play the piece, and stop the engine."""
-    from ...integrations.vllm_plugin.internals import frontend, workers
+    from ...integrations.vllm_plugin.seam import frontend, workers
 
     config = frontend.async_config(piece.engine_args)
     counts = frontend.StepCounts()
@@ -158,7 +158,7 @@ class _Soak:
             The blocks that requests can have and that are not free; whether the prefix cache could
             be cleared, which an engine refuses while a block is in use.
         """
-        from ...integrations.vllm_plugin.internals import frontend
+        from ...integrations.vllm_plugin.seam import frontend
 
         blocks, client = frontend.usable_blocks(self._engine), next(iter(self._clients.values()))
         missing, cleared = blocks, False
@@ -177,7 +177,7 @@ class _Soak:
 
         Counts, blocks and windows left, memory.
         """
-        from ...integrations.vllm_plugin.internals.workers import SNAPSHOT
+        from ...integrations.vllm_plugin.seam.workers import SNAPSHOT
 
         missing, cleared = await self._rest()
         workers = list(await self._engine.collective_rpc(occupied))

@@ -17,7 +17,7 @@ _DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 #: The settings of OffloadingConnector for a store that a CPU engine can copy to.
 _MEMORY_STORE: Final = {
     "spec_name": "MemoryStoreSpec",
-    "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
+    "spec_module_path": "kvtxn.integrations.vllm_plugin.seam.memory_store",
 }
 #: The advice for an engine that no workload of this command fits.
 _WATCH_IT: Final = (
@@ -57,7 +57,7 @@ class VllmRequests:
         """
         from vllm import SamplingParams
 
-        from ..vllm_plugin.internals import frontend
+        from ..vllm_plugin.seam import frontend
 
         return SamplingParams(
             temperature=0.0,
@@ -70,7 +70,7 @@ class VllmRequests:
 
     def turn(self, tokens: Sequence[int], sampling: object) -> object:
         """Return an input of a streaming session, with these tokens and sampling parameters."""
-        from ..vllm_plugin.internals import frontend
+        from ..vllm_plugin.seam import frontend
 
         return frontend.session_input(list(tokens), sampling)
 
@@ -85,8 +85,8 @@ async def start(job: Job) -> Audited | Refused:
     Raises:
         Exception: whatever vLLM raises while an accepted configuration starts.
     """
-    from ..vllm_plugin.internals import audited_requests, frontend, workers
-    from ..vllm_plugin.internals.workers import RECORDING, SNAPSHOT
+    from ..vllm_plugin.seam import audited_requests, frontend, workers
+    from ..vllm_plugin.seam.workers import RECORDING, SNAPSHOT
 
     arguments = dict(job.engine_args)
     try:

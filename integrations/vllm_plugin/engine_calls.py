@@ -22,13 +22,13 @@ from ...errors import ConfigError
 from ...log import get_logger
 from ...metrics import FAMILIES, Family
 from ..serving.metrics_page import MetricsPage
-from .internals import frontend as front
-from .internals import workers
-from .internals.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine
-from .internals.hooks import give_back, is_swapped, swap_class
-from .internals.workers import AGES, NEW_WEIGHTS, REPORT, SNAPSHOT
 from .policy import is_asked
 from .policy.settings import asks_for_windows
+from .seam import frontend as front
+from .seam import workers
+from .seam.engine_protocols import AsyncClient, BeforeClient, Client, VllmEngine
+from .seam.hooks import give_back, is_swapped, swap_class
+from .seam.workers import AGES, NEW_WEIGHTS, REPORT, SNAPSHOT
 
 log = get_logger()
 

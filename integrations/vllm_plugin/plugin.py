@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from ...errors import shown
 from ..pytest_audit import engines as pytest_audit
-from .internals import Foreign, frontend, prefix_lookups, workers
-from .internals.workers import ANSWERS
 from .policy import STOPS_THE_START, RequiredError, is_asked, wants
+from .seam import Foreign, frontend, prefix_lookups, workers
+from .seam.workers import ANSWERS
 
 if TYPE_CHECKING:
-    from .internals.engine_protocols import Scheduler, VllmEngine, WorkerWrapper
+    from .seam.engine_protocols import Scheduler, VllmEngine, WorkerWrapper
 
 __all__ = ["register", "unregister"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..serving.parts import Part, Parts
-from .internals import Foreign, audited_requests, batches, state_layers
 from .policy.engine_facts import EngineFacts
 from .policy.settings import PluginSettings
-from .seam.hooked_runner import hook_runner, is_hooked
-from .seam.runner_v1 import AdapterV1
-from .seam.runner_v2 import AdapterV2
+from .runners.hooked_runner import hook_runner, is_hooked
+from .runners.runner_v1 import AdapterV1
+from .runners.runner_v2 import AdapterV2
+from .seam import Foreign, audited_requests, batches, state_layers
 
 
 def attach(

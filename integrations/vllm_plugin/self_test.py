@@ -23,9 +23,9 @@ from ...layers import LayerRef
 from ...log import get_logger
 from ...manager import TransactionManager
 from ...row_io import LayerRows, read, read_layers, write_layers
-from .internals import dummy_steps, ranks
-from .internals.dummy_steps import Dummy, Sizes
-from .seam.hooked_runner import HookedRunner, stay_out, unhook_runner
+from .runners.hooked_runner import HookedRunner, stay_out, unhook_runner
+from .seam import dummy_steps, ranks
+from .seam.dummy_steps import Dummy, Sizes
 
 log = get_logger()
 

@@ -20,15 +20,12 @@ from ..serving.ledger.violation_log import say_logged_alone
 from . import engine_calls, runner_parts, self_test, worker_answers
 from .audit import watch_opening
 from .audit.audited_scheduler import follow_scheduler, unhook_schedulers
-from .internals import audited_requests, engine_config, workers
-from .internals.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
-from .internals.media_contents import follow_media, unfollow_media
 from .policy import STOPS_THE_START, RequiredError, supported, wants
 from .policy.doctor import bounded, check_fit, hook_gone
 from .policy.engine_facts import EngineFacts
 from .policy.rules import decide, on_trial, refused
 from .policy.settings import PluginSettings, is_audited, settings
-from .seam.hooked_runner import (
+from .runners.hooked_runner import (
     HookedRunner,
     is_hooked,
     show_log,
@@ -36,6 +33,9 @@ from .seam.hooked_runner import (
     unhook_runner,
     unhook_runners,
 )
+from .seam import audited_requests, engine_config, workers
+from .seam.engine_protocols import Scheduler, VllmConfig, VllmEngine, WorkerWrapper
+from .seam.media_contents import follow_media, unfollow_media
 
 log = get_logger()
 
@@ -244,7 +244,7 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
 
     Where another plug-in has taken a name, its attention stays, and a warning is logged.
     """
-    from .internals import backends
+    from .seam import backends
 
     for name in names:
         try:

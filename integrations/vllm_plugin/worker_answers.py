@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from ...log import get_logger
 from ..pytest_audit.engines import tell_counters
-from .internals import workers
-from .internals.engine_protocols import WorkerWrapper
-from .internals.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 from .policy.settings import is_audited
+from .seam import workers
+from .seam.engine_protocols import WorkerWrapper
+from .seam.workers import AGES, NEW_WEIGHTS, RECORDING, REPORT, SNAPSHOT
 
 log = get_logger()
 

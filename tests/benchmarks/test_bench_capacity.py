@@ -9,7 +9,7 @@ import pytest
 from kvtxn.benchmarks.engines import capacity, child
 from kvtxn.benchmarks.engines.load import Work
 from kvtxn.benchmarks.engines.models import MODELS
-from kvtxn.integrations.vllm_plugin.internals.measuring import Scheduled
+from kvtxn.integrations.vllm_plugin.seam.measuring import Scheduled
 
 pytest.importorskip("vllm")
 

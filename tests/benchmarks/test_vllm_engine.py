@@ -17,7 +17,7 @@ import pytest
 import torch
 from kvtxn.benchmarks.engines.load import Work
 from kvtxn.benchmarks.engines.process import Engine, EngineError, EngineSpec
-from kvtxn.integrations.vllm_plugin.internals.measuring import (
+from kvtxn.integrations.vllm_plugin.seam.measuring import (
     set_acceptance,
     switch_windows,
     together,

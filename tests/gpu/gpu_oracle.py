@@ -23,9 +23,9 @@ from cache_oracle import (
     once_slots_are_known,
 )
 from failing_stage import failing_stage
-from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
-from kvtxn.integrations.vllm_plugin.internals.measuring import switch_windows
 from kvtxn.integrations.vllm_plugin.policy import rules as vllm_policy
+from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
+from kvtxn.integrations.vllm_plugin.seam.measuring import switch_windows
 
 from kvtxn.config import POLICIES
 

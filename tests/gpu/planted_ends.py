@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kvtxn.integrations.vllm_plugin.internals import aligned_states
+from kvtxn.integrations.vllm_plugin.seam import aligned_states
 from planting import Rig, texts
 from scenarios import Engine, text
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import (
+from kvtxn.integrations.vllm_plugin.seam.replayed_rows import (
     REPLAYED,
     ReplayedDelta,
     ReplayedMamba2,

@@ -14,8 +14,8 @@ import torch
 from gpu_oracle import Watch as Base
 from kvtxn.backends.graphs import static_window
 from kvtxn.integrations.serving.parts import Parts
-from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
-from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
+from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
+from kvtxn.integrations.vllm_plugin.seam.state_layers import state_layers
 
 state_recurrence.watch_launches()
 

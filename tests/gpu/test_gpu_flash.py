@@ -13,8 +13,8 @@ if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
 from kvtxn.backends.graphs.slot_block_table import slot_tables
-from kvtxn.integrations.vllm_plugin.internals import backends
-from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import by_rows
+from kvtxn.integrations.vllm_plugin.seam import backends
+from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import by_rows
 from vllm._custom_ops import reshape_and_cache_flash
 
 #: Rows of each request after the step, and its rows of the step.

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
-from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.seam.replayed_rows import REPLAYED
+from kvtxn.integrations.vllm_plugin.seam.state_commits import StateTables
 
 HEADS, KEY_HEADS, SIZE, WIDTH = 4, 2, 16, 5
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_driver import Driver
 from kernels_here import ON_GPU, importing_kernels
-from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
+from kvtxn.integrations.vllm_plugin.seam.state_commits import StateTables
 
 with importing_kernels():
     from kvtxn.backends.launching import kernel_call

@@ -21,7 +21,7 @@ with importing_kernels():
     import kvtxn.backends.move_rows.kernel as triton_kernels
     import kvtxn.backends.triton_executor as triton_executor
     from kvtxn.integrations.serving.graph_steps import GraphSteps
-    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import waiting_rows
+    from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import waiting_rows
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 __all__ = ["DEVICE", "ON_GPU", "BrokenLaunches", "Calls", "Rig", "anywhere", "triton_kernels"]

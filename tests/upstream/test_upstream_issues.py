@@ -7,7 +7,7 @@ import re
 
 import pytest
 from building import ROOT
-from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
+from kvtxn.integrations.vllm_plugin.seam.hook_points import HOOK_POINTS
 
 FOLDER = ROOT / "upstream"
 _SPEC = importlib.util.spec_from_file_location("upstream_check", FOLDER / "check.py")

@@ -16,8 +16,9 @@ from weakref import WeakSet
 from ....log import get_logger
 from ...serving.ledger.rank_agreement import Wrong
 from ...serving.ledger.violation_log import say_logged_alone
-from ..internals import audited_requests, containment, prefix_lookups
-from ..internals.engine_protocols import (
+from ..runners.hooked_runner import stay_out
+from ..seam import audited_requests, containment, prefix_lookups
+from ..seam.engine_protocols import (
     BeforeCacheManager,
     BeforeScheduler,
     CacheManager,
@@ -26,8 +27,7 @@ from ..internals.engine_protocols import (
     SchedulerOutput,
     VllmConfig,
 )
-from ..internals.hooks import check_methods, is_swapped, restore_class, swap_class
-from ..seam.hooked_runner import stay_out
+from ..seam.hooks import check_methods, is_swapped, restore_class, swap_class
 
 log = get_logger()
 

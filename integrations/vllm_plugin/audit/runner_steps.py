@@ -16,7 +16,8 @@ from torch import Tensor
 from ...serving.ledger.rank_agreement import Wrong
 from ...serving.ledger.watch import Watch
 from ...serving.step import Arrival, PlannedStep, Rows, States
-from ..internals import (
+from ..runners.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
+from ..seam import (
     Foreign,
     aligned_states,
     audited_requests,
@@ -27,9 +28,8 @@ from ..internals import (
     containment,
     held_states,
 )
-from ..internals.batches import PlannedV1, PlannedV2
-from ..internals.hooks import follow, mix_in
-from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
+from ..seam.batches import PlannedV1, PlannedV2
+from ..seam.hooks import follow, mix_in
 from .watch_opening import join_stages, new_state_reader, open_watch
 from .watched_connectors import WatchedConnectorV2
 

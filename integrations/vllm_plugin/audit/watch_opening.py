@@ -19,7 +19,10 @@ from ...serving.ledger.shared_identities import SharedIdentities, read_key, shar
 from ...serving.ledger.transfers import TransferWatch
 from ...serving.ledger.watch import Watch
 from ..cpu import cache_layout
-from ..internals import (
+from ..policy.settings import PluginSettings
+from ..policy.supported import last_stage_only, no_bytes
+from ..runners.hooked_runner import HookedRunner, stay_out
+from ..seam import (
     aligned_states,
     audited_requests,
     audited_states,
@@ -28,17 +31,14 @@ from ..internals import (
     ranks,
     workers,
 )
-from ..internals import layers as attention_layers
-from ..internals import weights as engine_weights
-from ..internals.engine_protocols import WorkerWrapper
-from ..internals.gpu_cache_layout import CachePlan, is_given, planned
-from ..internals.gpu_cache_layout import layer_refs as device_refs
-from ..internals.hooks import mix_in
-from ..internals.request_blocks import RequestBlocks
-from ..internals.runner_protocols import Runner
-from ..policy.settings import PluginSettings
-from ..policy.supported import last_stage_only, no_bytes
-from ..seam.hooked_runner import HookedRunner, stay_out
+from ..seam import layers as attention_layers
+from ..seam import weights as engine_weights
+from ..seam.engine_protocols import WorkerWrapper
+from ..seam.gpu_cache_layout import CachePlan, is_given, planned
+from ..seam.gpu_cache_layout import layer_refs as device_refs
+from ..seam.hooks import mix_in
+from ..seam.request_blocks import RequestBlocks
+from ..seam.runner_protocols import Runner
 from .watched_connectors import WatchedConnector, WatchedConnectorV1
 
 log = get_logger()

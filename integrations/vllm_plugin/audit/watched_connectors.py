@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from ...serving.ledger.transfers import TransferWatch
-from ..internals import connectors
-from ..internals.runner_protocols import ConnectorOutput
+from ..seam import connectors
+from ..seam.runner_protocols import ConnectorOutput
 
 
 class WatchedConnector:

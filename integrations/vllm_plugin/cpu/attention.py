@@ -23,11 +23,11 @@ from ....formats import words
 from ....layers import LayerRef
 from ....row_io import read, select, write
 from ...serving.eager_steps import EagerSteps, StateSteps
-from ..internals import batches
-from ..internals import layers as attention_layers
-from ..internals.hooks import check_methods, give_back, is_swapped, swap_class
-from ..internals.layers import TargetLayer
-from ..internals.runner_protocols import AttentionLayer, BatchMetadata
+from ..seam import batches
+from ..seam import layers as attention_layers
+from ..seam.hooks import check_methods, give_back, is_swapped, swap_class
+from ..seam.layers import TargetLayer
+from ..seam.runner_protocols import AttentionLayer, BatchMetadata
 
 
 @attrs.frozen(eq=False)

@@ -16,8 +16,8 @@ from torch import Tensor
 from ....errors import LayerError
 from ....formats import words
 from ....layers import LayerRef
-from ..internals import layers as attention_layers
-from ..internals.layers import TargetLayer
+from ..seam import layers as attention_layers
+from ..seam.layers import TargetLayer
 
 #: Writes one or more parts ``[block_size, *row_shape]`` of rows to slots 0, 1, ... of a block.
 Writer = Callable[..., None]

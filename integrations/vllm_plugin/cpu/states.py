@@ -20,17 +20,17 @@ from ....recurrent import Recurrence, RowPart, ShortConv
 from ...serving.eager_steps import EagerSteps, StateSteps
 from ...serving.parts import Part
 from ...serving.step import PlannedStep, drafts_and_ends
-from ..internals import batches, cpu_states, state_layers
-from ..internals.cpu_states import StateBatch, step_batch
-from ..internals.engine_config import runner_facts
-from ..internals.hooks import check_methods, not_called
-from ..internals.layers import TargetLayer
-from ..internals.runner_protocols import GatedDeltaLayer, Mamba2Layer
-from ..internals.state_layers import StateLayer
 from ..policy.engine_facts import GATED_DELTA, MAMBA2, SHORT_CONV, EngineFacts
 from ..policy.rules import decide
-from ..seam.hooked_runner import HookedRunnerV1
-from ..seam.window_steps import refuse_without_windows
+from ..runners.hooked_runner import HookedRunnerV1
+from ..runners.window_steps import refuse_without_windows
+from ..seam import batches, cpu_states, state_layers
+from ..seam.cpu_states import StateBatch, step_batch
+from ..seam.engine_config import runner_facts
+from ..seam.hooks import check_methods, not_called
+from ..seam.layers import TargetLayer
+from ..seam.runner_protocols import GatedDeltaLayer, Mamba2Layer
+from ..seam.state_layers import StateLayer
 from . import attention, cache_layout
 from .windows import RowCaches, row_slots
 
@@ -140,7 +140,7 @@ def operators_differ(modules: Sequence[object]) -> str | None:
     Args:
         modules: recurrent layers; the operators of their kinds are checked.
     """
-    from ..internals.state_layers import kind_of
+    from ..seam.state_layers import kind_of
 
     kinds = {kind_of(module): type(module) for module in modules}
     if GATED_DELTA in kinds and (wrong := cpu_states.core_differs()) is not None:

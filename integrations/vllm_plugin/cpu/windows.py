@@ -16,11 +16,11 @@ from ....manager import TransactionManager
 from ...serving.eager_steps import EagerSteps
 from ...serving.parts import Part
 from ...serving.windows_part import WindowsPart
-from ..internals import batches
-from ..internals.layers import TargetLayer
 from ..policy.engine_facts import EngineFacts
-from ..seam.hooked_runner import HookedRunnerV1
-from ..seam.window_steps import end_unheard, open_steps
+from ..runners.hooked_runner import HookedRunnerV1
+from ..runners.window_steps import end_unheard, open_steps
+from ..seam import batches
+from ..seam.layers import TargetLayer
 from . import attention, cache_layout
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
-from ..internals import Foreign, backends, batches
-from ..internals.backends import FlashTables
-from ..internals.runner_protocols import AttentionLayer
+from ..seam import Foreign, backends, batches
+from ..seam.backends import FlashTables
+from ..seam.runner_protocols import AttentionLayer
 from .slot_reading import Reading, SlotBuilder, SlotHook, WindowBackend, reading_of
 
 _FlashBuilder, _FlashImpl, _FlashBackend = backends.flash_attention()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..internals import backends
-from ..internals.backends import FlashLatentTables
+from ..seam import backends
+from ..seam.backends import FlashLatentTables
 from .slot_reading import SlotBuilder, WindowBackend, WindowLatentImpl
 
 _BUILDER, _IMPL, _BACKEND = backends.flash_latent()

@@ -23,9 +23,9 @@ from torch import Tensor
 from ....backends.graphs.slot_block_table import slot_tables
 from ....layers import LayerRef
 from ...serving.graph_steps import GraphSteps
-from ..internals import Foreign, batches
-from ..internals.backends import Tables
-from ..internals.runner_protocols import AttentionLayer
+from ..seam import Foreign, batches
+from ..seam.backends import Tables
+from ..seam.runner_protocols import AttentionLayer
 
 T = TypeVar("T")
 

@@ -24,23 +24,23 @@ from ....state_supplier import Capture
 from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.step import PlannedStep, known
-from ..internals import (
+from ..policy.engine_facts import GATED_DELTA, MAMBA2, EngineFacts
+from ..policy.rules import decide
+from ..policy.state_rules import measured_fast, takes
+from ..runners.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
+from ..runners.window_steps import refuse_without_windows
+from ..seam import (
     aligned_states,
     batches,
     held_states,
     state_commits,
     state_layers,
 )
-from ..internals.engine_config import runner_facts
-from ..internals.held_states import HeldStates
-from ..internals.hooks import check_methods, mix_in
-from ..internals.layers import attention_of
-from ..internals.state_commits import captures, uses_graphs
-from ..policy.engine_facts import GATED_DELTA, MAMBA2, EngineFacts
-from ..policy.rules import decide
-from ..policy.state_rules import measured_fast, takes
-from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2
-from ..seam.window_steps import refuse_without_windows
+from ..seam.engine_config import runner_facts
+from ..seam.held_states import HeldStates
+from ..seam.hooks import check_methods, mix_in
+from ..seam.layers import attention_of
+from ..seam.state_commits import captures, uses_graphs
 
 log = get_logger()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..internals import backends
-from ..internals.backends import BatchTables, TritonLatentTables
-from ..internals.runner_protocols import AttentionLayer
+from ..seam import backends
+from ..seam.backends import BatchTables, TritonLatentTables
+from ..seam.runner_protocols import AttentionLayer
 from .slot_reading import SlotBuilder, SlotHook, WindowBackend, WindowLatentImpl, attend, write
 
 _TritonBuilder, _TritonImpl, _TritonBackend = backends.triton_attention()

@@ -24,7 +24,11 @@ from ...serving.graph_steps import GraphSteps, PackedGraphSteps
 from ...serving.parts import Part
 from ...serving.pipeline_steps import PipelineSteps
 from ...serving.step import PlannedStep, known
-from ..internals import (
+from ..policy.engine_facts import EngineFacts
+from ..policy.rules import decide
+from ..runners.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
+from ..runners.window_steps import end_unheard, open_steps
+from ..seam import (
     Foreign,
     backends,
     batches,
@@ -35,8 +39,8 @@ from ..internals import (
     whole_graphs,
     workers,
 )
-from ..internals import layers as attention_layers
-from ..internals.gpu_cache_layout import (
+from ..seam import layers as attention_layers
+from ..seam.gpu_cache_layout import (
     SpareBlocks,
     by_rows,
     keys_and_values,
@@ -44,11 +48,7 @@ from ..internals.gpu_cache_layout import (
     waiting_rows,
     with_spare_blocks,
 )
-from ..internals.layers import TargetLayer
-from ..policy.engine_facts import EngineFacts
-from ..policy.rules import decide
-from ..seam.hooked_runner import HookedRunner, HookedRunnerV1, HookedRunnerV2, keep_for_graphs
-from ..seam.window_steps import end_unheard, open_steps
+from ..seam.layers import TargetLayer
 
 if TYPE_CHECKING:
     from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs

@@ -1,6 +1,6 @@
 """``releases.json``: the releases of vLLM that were checked, and the hook points of each.
 
-Each line of the file is a hook point as its release has it, see ``internals.hook_points``. The
+Each line of the file is a hook point as its release has it, see ``seam.hook_points``. The
 program ``policy.doctor.record_release`` writes the file; it reads hook points from a release's
 source files, without importing them. What a release may have is decided by ``rules``.
 """

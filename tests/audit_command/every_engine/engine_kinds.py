@@ -124,7 +124,7 @@ MEMORY: Final = connector(
     cpu_bytes_to_use=64 << 20,
     offload_prompt_only=False,
     spec_name="MemoryStoreSpec",
-    spec_module_path="kvtxn.integrations.vllm_plugin.internals.memory_store",
+    spec_module_path="kvtxn.integrations.vllm_plugin.seam.memory_store",
 )
 
 #: Engines that start on a CPU, by name.

@@ -15,7 +15,7 @@ import planted_forwards
 import planted_rows
 import planted_states
 import planted_transfers
-from kvtxn.integrations.vllm_plugin.internals import containment
+from kvtxn.integrations.vllm_plugin.seam import containment
 from planting import Fault, Rig, around, texts
 
 ROWS = planted_rows.FAULTS

@@ -13,7 +13,7 @@ from planting import Rig, around
 
 def _worker(rig: Rig) -> Any:
     """Return the worker that copies blocks."""
-    from kvtxn.integrations.vllm_plugin.internals import connectors
+    from kvtxn.integrations.vllm_plugin.seam import connectors
 
     return connectors.connector().connector_worker.worker
 
@@ -125,7 +125,7 @@ def stored_too_early(rig: Rig) -> Any:
                 rig.strike(name, (end - 1) * 32, int(table[end]) * 32)
 
     stack = ExitStack()
-    from kvtxn.integrations.vllm_plugin.internals import connectors
+    from kvtxn.integrations.vllm_plugin.seam import connectors
 
     stack.enter_context(around(connectors.connector(), "bind_connector_metadata", before))
     return stack

@@ -24,7 +24,7 @@ class Planting:
     def fail_audit(self, rank: int) -> None:
         """Let the audit's own code raise in each step of one rank."""
         if self.rank == rank:
-            from kvtxn.integrations.vllm_plugin.internals.audited_steps_cpu import StepReader
+            from kvtxn.integrations.vllm_plugin.seam.audited_steps_cpu import StepReader
 
             StepReader.rows = _fail  # type: ignore[method-assign]
 

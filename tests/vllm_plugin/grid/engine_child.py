@@ -15,8 +15,8 @@ from unittest import mock
 import ray_cluster
 import torch._dynamo
 from engine_jobs import FORKING
-from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import supported
+from kvtxn.integrations.vllm_plugin.seam import workers
 from model_files import write, write_tokenizer
 from scenarios import NGRAM, SCENARIOS, Engine, Tokens
 

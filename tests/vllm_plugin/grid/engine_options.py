@@ -42,7 +42,7 @@ def connector(folder: Path, kind: str) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "MemoryStoreSpec",
-            "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
+            "spec_module_path": "kvtxn.integrations.vllm_plugin.seam.memory_store",
             "cpu_bytes_to_use": 64 << 20,
             "offload_prompt_only": False,
         },

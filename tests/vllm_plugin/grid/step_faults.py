@@ -10,8 +10,8 @@ from unittest import mock
 import attrs
 import torch
 from kvtxn.integrations.serving import eager_steps as vllm_steps
-from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from kvtxn.integrations.vllm_plugin.policy import rules as vllm_policy
+from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
 from store_oracle import StoreOracle
 
 import kvtxn.attention

@@ -49,8 +49,8 @@ def more(model: str, name: str) -> dict[str, Any]:
 
 def take_off() -> str:
     """Take the running release off the list; returns its number."""
-    from kvtxn.integrations.vllm_plugin.internals import workers
     from kvtxn.integrations.vllm_plugin.policy import release_records, supported
+    from kvtxn.integrations.vllm_plugin.seam import workers
 
     version, load = workers.version(), release_records.load
     for known in ("RELEASES", "GPU_RELEASES"):

@@ -9,11 +9,11 @@ import model_files
 import pytest
 from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
-from kvtxn.integrations.vllm_plugin.internals import backends, workers
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.policy.decision import WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
+from kvtxn.integrations.vllm_plugin.seam import backends, workers
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
 
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)

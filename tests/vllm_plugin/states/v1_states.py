@@ -16,12 +16,12 @@ from engine_child import played
 from kvtxn.integrations.serving.graph_steps import PackedGraphSteps
 from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.gpu import states, windows
-from kvtxn.integrations.vllm_plugin.internals import held_states
-from kvtxn.integrations.vllm_plugin.internals.verified_rows import Mamba2Rows
 from kvtxn.integrations.vllm_plugin.policy.decision import Decision
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
-from kvtxn.integrations.vllm_plugin.seam import window_steps
+from kvtxn.integrations.vllm_plugin.runners import window_steps
+from kvtxn.integrations.vllm_plugin.seam import held_states
+from kvtxn.integrations.vllm_plugin.seam.verified_rows import Mamba2Rows
 from mixer_models import write
 from scenarios import NGRAM
 from state_engines import OWN

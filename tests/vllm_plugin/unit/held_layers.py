@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import interpreted
 import torch
-from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.seam.hooks import with_globals
 from torch import Tensor
 
 DRAFTS, REQUESTS, BLOCKS = 3, 4, 20

@@ -24,9 +24,9 @@ from held_layers import (
     Layer,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
-from kvtxn.integrations.vllm_plugin.internals.hooks import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import MAMBA2
+from kvtxn.integrations.vllm_plugin.seam.held_states import HeldStates
+from kvtxn.integrations.vllm_plugin.seam.hooks import with_globals
 from torch import Tensor
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig

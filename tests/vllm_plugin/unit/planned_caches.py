@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES
+from kvtxn.integrations.vllm_plugin.seam import workers
 from torch import Tensor
 
 pytest.importorskip("vllm")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from engine_jobs import missing
 from kernels_here import ON_GPU, importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import aligned_states
-from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.seam import aligned_states
+from kvtxn.integrations.vllm_plugin.seam.state_commits import StateTables
 from torch import Tensor
 
 with importing_kernels():

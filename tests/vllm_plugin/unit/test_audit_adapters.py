@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited_requests, lora_adapters
-from kvtxn.integrations.vllm_plugin.internals.media_contents import Media
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, lora_adapters
+from kvtxn.integrations.vllm_plugin.seam.media_contents import Media
 from transfer_rig import (
     TOKENS,
     Loaded,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.backends.audit_numba.engine_input import copy_step
-from kvtxn.integrations.vllm_plugin.internals import audited_steps_cpu
+from kvtxn.integrations.vllm_plugin.seam import audited_steps_cpu
 
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, RowGroup

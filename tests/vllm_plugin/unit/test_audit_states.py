@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.ledger.step_forms import fresh_blocks
 from kvtxn.integrations.serving.step import Arrival, Changes, Rows
-from kvtxn.integrations.vllm_plugin.internals import audited_states
+from kvtxn.integrations.vllm_plugin.seam import audited_states
 
 
 def test_columns_of_a_gated_delta_net():

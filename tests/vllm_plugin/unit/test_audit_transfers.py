@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvtxn.integrations.serving.step import Arrival, Rows
 from kvtxn.integrations.vllm_plugin.audit import watched_connectors
-from kvtxn.integrations.vllm_plugin.internals import audited_requests, connectors
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, connectors
 from transfer_rig import (
     GROUP,
     ROWS,

@@ -16,17 +16,17 @@ from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Own, Rig
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin import runner_parts
     from kvtxn.integrations.vllm_plugin.audit import watch_opening
-    from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
+    from kvtxn.integrations.vllm_plugin.seam import gpu_cache_layout
 
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
-from kvtxn.integrations.vllm_plugin.internals import (
+from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.runners.hooked_runner import is_hooked
+from kvtxn.integrations.vllm_plugin.seam import (
     connectors,
     containment,
     ranks,
 )
-from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.settings import settings
-from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kernels_here import ON_GPU, importing_kernels
 from kvtxn.integrations.vllm_plugin.audit import watch_opening
-from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
+from kvtxn.integrations.vllm_plugin.seam import ranks
 from v2_rig import Rig
 
 import kvtxn.audit.ledger

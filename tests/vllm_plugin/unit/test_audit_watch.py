@@ -10,12 +10,12 @@ import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-from kvtxn.integrations.vllm_plugin.internals import audited_steps_gpu
-from kvtxn.integrations.vllm_plugin.internals.audited_requests import unwatched
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
+from kvtxn.integrations.vllm_plugin.seam import audited_steps_gpu
+from kvtxn.integrations.vllm_plugin.seam.audited_requests import unwatched
 
 from kvtxn import ConfigError, log
 from kvtxn.audit import RowGroup, Violation

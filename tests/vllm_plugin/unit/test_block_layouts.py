@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import connectors
+from kvtxn.integrations.vllm_plugin.seam import connectors
 
 from kvtxn.audit import Key
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.cpu.cache_layout import layer_refs, probe
-from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 from kvtxn import LayerError
 

@@ -10,9 +10,9 @@ import torch
 from engine_jobs import missing
 from held_layers import DELTAS
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import state_commits
-from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.seam import state_commits
+from kvtxn.integrations.vllm_plugin.seam.state_commits import StateTables
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

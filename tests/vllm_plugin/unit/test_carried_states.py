@@ -20,7 +20,7 @@ from test_aligned_states import COLUMNS, TOKENS, Engine, EngineV1
 from torch import Tensor
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals import aligned_states, audited_states
+    from kvtxn.integrations.vllm_plugin.seam import aligned_states, audited_states
 
 from kvtxn.integrations.serving.step import Rows
 

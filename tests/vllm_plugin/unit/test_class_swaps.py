@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals.hooks import (
+from kvtxn.integrations.vllm_plugin.seam.hooks import (
     is_swapped,
     mix_in,
     restore_class,

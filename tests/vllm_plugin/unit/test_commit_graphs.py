@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import state_commits
-from kvtxn.integrations.vllm_plugin.internals.state_commits import StateTables, VerifyStep
+from kvtxn.integrations.vllm_plugin.seam import state_commits
+from kvtxn.integrations.vllm_plugin.seam.state_commits import StateTables, VerifyStep
 
 from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
 

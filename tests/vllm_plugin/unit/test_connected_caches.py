@@ -10,8 +10,8 @@ from kernels_here import importing_kernels
 from planned_caches import GROUPS, OWN, PLANS, allocated, planned
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals import connectors
-    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import with_spare_blocks
+    from kvtxn.integrations.vllm_plugin.seam import connectors
+    from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import with_spare_blocks
 
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.serving.ledger.rank_agreement import Wrong
 from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import ContainingScheduler
-from kvtxn.integrations.vllm_plugin.internals import containment
-from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
+from kvtxn.integrations.vllm_plugin.seam import containment
+from kvtxn.integrations.vllm_plugin.seam.hooks import swap_class
 
 #: Each request's blocks of four rows, and its computed tokens; all have four in this step.
 TABLES = {"a": [1, 2, 3], "b": [1, 4, 5], "c": [6, 7, 8]}

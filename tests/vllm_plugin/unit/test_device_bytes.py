@@ -17,7 +17,7 @@ from test_failed_forwards import TOKENS, device_watch
 with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch
     from kvtxn.integrations.vllm_plugin.audit import watch_opening
-    from kvtxn.integrations.vllm_plugin.internals import audited_states
+    from kvtxn.integrations.vllm_plugin.seam import audited_states
 
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 

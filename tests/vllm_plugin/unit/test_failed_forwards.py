@@ -19,9 +19,9 @@ with importing_kernels():
 
 from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.audit import runner_steps
-from kvtxn.integrations.vllm_plugin.internals.batches import PlannedV1
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam.batches import PlannedV1
 
 TOKENS = [1, 2, 3, 4, 5]
 

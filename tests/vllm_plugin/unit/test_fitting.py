@@ -11,7 +11,6 @@ import torch
 from engine_jobs import missing
 from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
-from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.doctor import bounded, check_fit, report
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
@@ -22,6 +21,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
 )
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
+from kvtxn.integrations.vllm_plugin.seam import workers
 from worker_rig import Runner, wrapper
 
 from kvtxn import BackendUnavailableError, ConfigError, registry

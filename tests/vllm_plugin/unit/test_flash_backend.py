@@ -26,7 +26,7 @@ with importing_kernels():
         WindowFlashBuilder,
         WindowFlashImpl,
     )
-    from kvtxn.integrations.vllm_plugin.internals import backends
+    from kvtxn.integrations.vllm_plugin.seam import backends
 
 from kvtxn import WindowState
 

@@ -9,8 +9,8 @@ import torch
 from kernels_here import importing_kernels
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import layer_refs
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import layer_refs
+    from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 BLOCKS, HEADS, SIZE, WIDTH, LAYERS = 4, 2, 8, 16, 3
 

@@ -21,9 +21,9 @@ from held_rig import (
     built,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
-from kvtxn.integrations.vllm_plugin.internals import verified_rows
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.seam import held_states as held_states
+from kvtxn.integrations.vllm_plugin.seam import verified_rows
 
 from kvtxn.errors import KVTxnError
 

@@ -8,20 +8,20 @@ from importlib.util import find_spec
 import pytest
 from building import ROOT
 from kvtxn.integrations.serving.source_files import Sources
-from kvtxn.integrations.vllm_plugin.internals import (
+from kvtxn.integrations.vllm_plugin.policy import doctor, release_records, supported
+from kvtxn.integrations.vllm_plugin.seam import (
     audited_requests,
     batches,
     layers,
     state_layers,
     workers,
 )
-from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
-from kvtxn.integrations.vllm_plugin.internals.hooks import check_methods
-from kvtxn.integrations.vllm_plugin.policy import doctor, release_records, supported
+from kvtxn.integrations.vllm_plugin.seam.hook_points import HOOK_POINTS, PLACES, places_of
+from kvtxn.integrations.vllm_plugin.seam.hooks import check_methods
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
 #: What benchmarks alone call: a release that lacks it serves all the same.
-MEASURED = {PLUGIN / "internals" / "measuring.py"}
+MEASURED = {PLUGIN / "seam" / "measuring.py"}
 FILES = sorted(set(PLUGIN.rglob("*.py")) - MEASURED)
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from kvtxn.integrations.serving.parts import Part, Parts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
-from kvtxn.integrations.vllm_plugin.seam import hooked_runner
+from kvtxn.integrations.vllm_plugin.runners import hooked_runner
 
 from kvtxn import TxnConfig
 

@@ -10,8 +10,6 @@ import model_files
 import pytest
 import torch
 from invented_releases import invented  # noqa: F401
-from kvtxn.integrations.vllm_plugin.internals import backends, workers
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.policy.decision import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
@@ -28,6 +26,8 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
 )
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
 from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS, takes_heads
+from kvtxn.integrations.vllm_plugin.seam import backends, workers
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
 
 from kvtxn import ConfigError, doctor
 from kvtxn.config import POLICIES

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited_requests, media_contents
-from kvtxn.integrations.vllm_plugin.internals.media_contents import CONTENTS, Media
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, media_contents
+from kvtxn.integrations.vllm_plugin.seam.media_contents import CONTENTS, Media
 
 
 class Inputs:

@@ -12,10 +12,10 @@ import torch
 from engine_jobs import missing
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
 from kvtxn.integrations.vllm_plugin import starting, worker_answers
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
-from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
+from kvtxn.integrations.vllm_plugin.runners.hooked_runner import unhook_runner
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
+from kvtxn.integrations.vllm_plugin.seam import workers
 from worker_rig import OtherRunner, Runner, wrapper
 
 from kvtxn import BackendUnavailableError, ConfigError, LayerRef, TransactionManager

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from invented_releases import invented  # noqa: F401
-from kvtxn.integrations.vllm_plugin.internals.engine_config import connector_names
 from kvtxn.integrations.vllm_plugin.policy import wants
 from kvtxn.integrations.vllm_plugin.policy.decision import ON_ONE_GPU, UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.doctor import hook_gone
@@ -16,6 +15,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, TIME_RULES, decide, on_trial
 from kvtxn.integrations.vllm_plugin.policy.settings import WITHOUT_EFFECT, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import CONNECTORS_CHECKED, ROW_RELEASES
+from kvtxn.integrations.vllm_plugin.seam.engine_config import connector_names
 
 from kvtxn import ConfigError
 from kvtxn.config import POLICIES, TxnConfig

@@ -11,9 +11,9 @@ from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import (
     LookingCacheManager,
     TellingScheduler,
 )
-from kvtxn.integrations.vllm_plugin.internals import prefix_lookups
-from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
-from kvtxn.integrations.vllm_plugin.internals.prefix_lookups import Found, unused_prefixes
+from kvtxn.integrations.vllm_plugin.seam import prefix_lookups
+from kvtxn.integrations.vllm_plugin.seam.hooks import is_swapped, swap_class
+from kvtxn.integrations.vllm_plugin.seam.prefix_lookups import Found, unused_prefixes
 from test_audit_watch import config
 
 from kvtxn import KVTxnError

@@ -7,7 +7,7 @@ import inspect
 from importlib.util import find_spec
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import engine_protocols, runner_protocols, workers
+from kvtxn.integrations.vllm_plugin.seam import engine_protocols, runner_protocols, workers
 
 PROTOCOLS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value

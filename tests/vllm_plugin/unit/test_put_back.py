@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import audited_requests
-from kvtxn.integrations.vllm_plugin.internals.audited_requests import PutBack
+from kvtxn.integrations.vllm_plugin.seam import audited_requests
+from kvtxn.integrations.vllm_plugin.seam.audited_requests import PutBack
 
 
 def told(new=(), cached=(), scheduled=None, finished=(), preempted=None):

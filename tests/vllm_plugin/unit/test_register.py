@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin import engine_calls, plugin, starting
-from kvtxn.integrations.vllm_plugin.internals.hooks import when_imported
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
+from kvtxn.integrations.vllm_plugin.seam.hooks import when_imported
 
 from kvtxn import ConfigError
 
@@ -25,11 +25,11 @@ LIGHT = {
     "kvtxn.integrations.serving",
     "kvtxn.integrations.serving.given_settings",
     "kvtxn.integrations.vllm_plugin",
-    "kvtxn.integrations.vllm_plugin.internals",
-    "kvtxn.integrations.vllm_plugin.internals.frontend",
-    "kvtxn.integrations.vllm_plugin.internals.hooks",
-    "kvtxn.integrations.vllm_plugin.internals.prefix_lookups",
-    "kvtxn.integrations.vllm_plugin.internals.workers",
+    "kvtxn.integrations.vllm_plugin.seam",
+    "kvtxn.integrations.vllm_plugin.seam.frontend",
+    "kvtxn.integrations.vllm_plugin.seam.hooks",
+    "kvtxn.integrations.vllm_plugin.seam.prefix_lookups",
+    "kvtxn.integrations.vllm_plugin.seam.workers",
     "kvtxn.integrations.vllm_plugin.plugin",
     "kvtxn.integrations.vllm_plugin.policy",
     "kvtxn.lazy",
@@ -292,7 +292,7 @@ def test_an_engine_that_requires_kvtxn_does_not_start_without(start, lines):
 
 def test_a_release_without_a_setting_that_is_read_starts(vllm, lines, monkeypatch):
     """Of which the audit's containing asks whether the runner is of the second kind."""
-    from kvtxn.integrations.vllm_plugin.internals import workers
+    from kvtxn.integrations.vllm_plugin.seam import workers
 
     monkeypatch.setattr(workers, "version", lambda: "0.32.0")
     parallel = SimpleNamespace(

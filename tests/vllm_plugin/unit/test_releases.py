@@ -12,14 +12,14 @@ import attrs
 import pytest
 from invented_releases import LISTS
 from kvtxn.integrations.serving.source_files import Sources
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
 from kvtxn.integrations.vllm_plugin.policy import doctor as report
 from kvtxn.integrations.vllm_plugin.policy import release_records, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import record_release
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.release_records import Release
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
+from kvtxn.integrations.vllm_plugin.seam import workers
+from kvtxn.integrations.vllm_plugin.seam.hook_points import HOOK_POINTS
 
 from kvtxn import doctor
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 with importing_kernels():
     from held_rig import Rig
     from kvtxn.integrations.vllm_plugin.cpu.states import operators_differ
-    from kvtxn.integrations.vllm_plugin.internals import cpu_states, held_states, hooks
-    from kvtxn.integrations.vllm_plugin.internals.hooks import not_used, with_globals
     from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+    from kvtxn.integrations.vllm_plugin.seam import cpu_states, held_states, hooks
+    from kvtxn.integrations.vllm_plugin.seam.hooks import not_used, with_globals
 
     from kvtxn import LayerError
 

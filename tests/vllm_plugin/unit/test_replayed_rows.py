@@ -16,9 +16,9 @@ from engine_jobs import missing
 from held_layers import KEY_HEADS
 from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
-from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
-from kvtxn.integrations.vllm_plugin.internals import replayed_rows, state_layers
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
+from kvtxn.integrations.vllm_plugin.seam import held_states as held_states
+from kvtxn.integrations.vllm_plugin.seam import replayed_rows, state_layers
 from torch import Tensor
 
 from kvtxn.errors import KVTxnError, LayerError
@@ -330,7 +330,7 @@ def test_a_state_that_the_kernels_do_not_take_stops_the_start(monkeypatch):
 @pytest.mark.parametrize("fast", [True, False])
 def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, fast):
     """kvtxn's own kernel reads no column of a table; it wants the layer's gated norm."""
-    from kvtxn.integrations.vllm_plugin.internals import held_states
+    from kvtxn.integrations.vllm_plugin.seam import held_states
 
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
@@ -351,7 +351,7 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
 
 
 def test_the_kernels_take_as_many_rows_as_is_said():
-    from kvtxn.integrations.vllm_plugin.internals.held_states import MOST_REPLAYED
+    from kvtxn.integrations.vllm_plugin.seam.held_states import MOST_REPLAYED
 
     with importing_kernels():
         from kvtxn.backends.gated_delta.launch import MOST_ROWS

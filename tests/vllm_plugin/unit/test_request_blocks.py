@@ -6,8 +6,8 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin.internals import connectors
-from kvtxn.integrations.vllm_plugin.internals.request_blocks import RequestBlocks
+from kvtxn.integrations.vllm_plugin.seam import connectors
+from kvtxn.integrations.vllm_plugin.seam.request_blocks import RequestBlocks
 from transfer_rig import scheduled
 
 

@@ -13,8 +13,8 @@ from kernels_here import importing_kernels
 pytest.importorskip("vllm")
 
 from kvtxn.integrations.serving.parts import Part, Parts
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
-from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
+from kvtxn.integrations.vllm_plugin.seam import gpu_cache_layout
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import bytes_of_steps, reserve_memory

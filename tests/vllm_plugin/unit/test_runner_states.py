@@ -19,12 +19,12 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import runner_parts
     from kvtxn.integrations.vllm_plugin.gpu import states as gpu_states
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
-    from kvtxn.integrations.vllm_plugin.internals import held_states as held_states
-    from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA, EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings
     from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
-    from kvtxn.integrations.vllm_plugin.seam.hooked_runner import is_hooked
+    from kvtxn.integrations.vllm_plugin.runners.hooked_runner import is_hooked
+    from kvtxn.integrations.vllm_plugin.seam import held_states as held_states
+    from kvtxn.integrations.vllm_plugin.seam.layers import attention_of
 
     from kvtxn import KVTxnError, LayerRef, TransactionManager, TxnConfig
 

@@ -11,9 +11,9 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1
-    from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
+    from kvtxn.integrations.vllm_plugin.runners.runner_v1 import AdapterV1
+    from kvtxn.integrations.vllm_plugin.seam import batches
+    from kvtxn.integrations.vllm_plugin.seam.hooks import swap_class
 
 from kvtxn.integrations.serving.parts import Part, Parts
 

@@ -17,8 +17,8 @@ with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.serving.pipeline_steps import PipelineSteps
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
-    from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.runners.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.seam.hooks import swap_class
 
 from kvtxn.integrations.serving.parts import Parts
 

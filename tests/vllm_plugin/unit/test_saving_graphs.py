@@ -15,9 +15,9 @@ from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV2
-    from kvtxn.integrations.vllm_plugin.internals import whole_graphs
-    from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.runners.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.seam import whole_graphs
+    from kvtxn.integrations.vllm_plugin.seam.hooks import is_swapped, swap_class
 
 
 pytest.importorskip("vllm")

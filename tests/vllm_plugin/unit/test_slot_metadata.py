@@ -6,7 +6,7 @@ from types import SimpleNamespace as Made
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals.backends import FlashLatentTables
+from kvtxn.integrations.vllm_plugin.seam.backends import FlashLatentTables
 
 
 @pytest.mark.parametrize("makes", [True, False])

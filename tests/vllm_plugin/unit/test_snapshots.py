@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.vllm_plugin import engine_calls
 from kvtxn.integrations.vllm_plugin.engine_calls import audit_report
-from kvtxn.integrations.vllm_plugin.internals import frontend as front
-from kvtxn.integrations.vllm_plugin.internals.workers import REPORT
 from kvtxn.integrations.vllm_plugin.policy.settings import asks_for_windows
+from kvtxn.integrations.vllm_plugin.seam import frontend as front
+from kvtxn.integrations.vllm_plugin.seam.workers import REPORT
 
 from kvtxn import ConfigError
 from kvtxn.audit import KINDS

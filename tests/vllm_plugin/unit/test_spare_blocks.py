@@ -21,9 +21,9 @@ from planned_caches import (
 )
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.internals import gpu_cache_layout
-    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import layer_refs, waiting_rows
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from kvtxn.integrations.vllm_plugin.seam import gpu_cache_layout
+    from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import layer_refs, waiting_rows
+    from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
     from kvtxn.errors import LayerError
 

@@ -11,7 +11,6 @@ from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
 from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
-from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules
 from kvtxn.integrations.vllm_plugin.policy.decision import MEASURED, ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.doctor import check_states
@@ -24,6 +23,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.settings import asked_states, settings
 from kvtxn.integrations.vllm_plugin.policy.state_rules import TAKEN
+from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 AUTO = {"kvtxn": {"policy": "auto", "recurrent": "auto"}}

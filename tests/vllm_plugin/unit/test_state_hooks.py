@@ -12,14 +12,14 @@ from engine_jobs import missing
 from kvtxn.integrations.serving.eager_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import runner_parts
 from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
-from kvtxn.integrations.vllm_plugin.internals import batches, cpu_states, state_layers
-from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
     EngineFacts,
 )
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
-from kvtxn.integrations.vllm_plugin.seam.hooked_runner import unhook_runner
+from kvtxn.integrations.vllm_plugin.runners.hooked_runner import unhook_runner
+from kvtxn.integrations.vllm_plugin.seam import batches, cpu_states, state_layers
+from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.window_transitions import WindowState

@@ -13,9 +13,9 @@ import test_aligned_states
 import test_replayed_rows
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
-from kvtxn.integrations.vllm_plugin.internals.state_layers import StateLayer
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import GATED_DELTA
+from kvtxn.integrations.vllm_plugin.seam.replayed_rows import REPLAYED
+from kvtxn.integrations.vllm_plugin.seam.state_layers import StateLayer
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.vllm_plugin import starting
 from kvtxn.integrations.vllm_plugin.audit.audited_scheduler import follow_scheduler
-from kvtxn.integrations.vllm_plugin.internals.audited_requests import uncontained
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
+from kvtxn.integrations.vllm_plugin.seam.audited_requests import uncontained
 from test_audit_watch import CONTAIN, STAGES, asked, config
 
 

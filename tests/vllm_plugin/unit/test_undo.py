@@ -24,11 +24,11 @@ with importing_kernels():
 
 from kvtxn.integrations.vllm_plugin import engine_calls, plugin, starting
 from kvtxn.integrations.vllm_plugin.cpu import attention
-from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
-from kvtxn.integrations.vllm_plugin.internals.hooks import is_swapped, swap_class
-from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-from kvtxn.integrations.vllm_plugin.seam.hooked_runner import show_log, unhook_runner
-from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
+from kvtxn.integrations.vllm_plugin.runners.hooked_runner import show_log, unhook_runner
+from kvtxn.integrations.vllm_plugin.runners.runner_v2 import AdapterV2
+from kvtxn.integrations.vllm_plugin.seam import backends, frontend, workers
+from kvtxn.integrations.vllm_plugin.seam.hooks import is_swapped, swap_class
+from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 from kvtxn import KVTxnError, LayerError
 
@@ -212,7 +212,7 @@ class Worker:
     def __init__(self, monkeypatch, facts) -> None:
         monkeypatch.setattr(starting, "_most_rows", lambda config, found: 8)
         monkeypatch.setattr(
-            "kvtxn.integrations.vllm_plugin.internals.engine_config.config_facts",
+            "kvtxn.integrations.vllm_plugin.seam.engine_config.config_facts",
             lambda config: facts,
         )
         self.model_runner = Runner()

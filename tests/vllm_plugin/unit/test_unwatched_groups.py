@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.internals import audited_requests, audited_states
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, audited_states
 
 kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
 

@@ -21,15 +21,15 @@ from kvtxn.errors import LayerError
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import windows as gpu_windows
     from kvtxn.integrations.vllm_plugin.gpu.windows import WindowsV1, WindowsV2
-    from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals import engine_config as engine_config
-    from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
-    from kvtxn.integrations.vllm_plugin.internals.hooks import swap_class
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
     from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
     from kvtxn.integrations.vllm_plugin.policy.rules import decide
-    from kvtxn.integrations.vllm_plugin.seam.runner_v1 import AdapterV1
-    from kvtxn.integrations.vllm_plugin.seam.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.runners.runner_v1 import AdapterV1
+    from kvtxn.integrations.vllm_plugin.runners.runner_v2 import AdapterV2
+    from kvtxn.integrations.vllm_plugin.seam import batches
+    from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
+    from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
+    from kvtxn.integrations.vllm_plugin.seam.hooks import swap_class
+    from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 
 ROWS, VOCAB = 9, 50

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.integrations.vllm_plugin.audit import watch_opening
-from kvtxn.integrations.vllm_plugin.internals import audited_requests, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy import RequiredError
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import PluginSettings, settings
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, audited_states, ranks
 
 from kvtxn import LayerError, TxnConfig
 from kvtxn.audit import RowGroup

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin import audit_report, new_weights
-from kvtxn.integrations.vllm_plugin.internals import weights
+from kvtxn.integrations.vllm_plugin.seam import weights
 from torch import nn
 
 from kvtxn import ConfigError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
-from kvtxn.integrations.vllm_plugin.internals import connectors
-from kvtxn.integrations.vllm_plugin.internals.request_blocks import RequestBlocks
+from kvtxn.integrations.vllm_plugin.seam import connectors
+from kvtxn.integrations.vllm_plugin.seam.request_blocks import RequestBlocks
 
 from kvtxn.audit import Ledger, RowGroup, Step
 

@@ -10,9 +10,9 @@ from step_rig import DEVICE
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.vllm_plugin.gpu.windows import hook_attention
-    from kvtxn.integrations.vllm_plugin.internals import batches
-    from kvtxn.integrations.vllm_plugin.internals.gpu_cache_layout import layer_refs, waiting_rows
-    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from kvtxn.integrations.vllm_plugin.seam import batches
+    from kvtxn.integrations.vllm_plugin.seam.gpu_cache_layout import layer_refs, waiting_rows
+    from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
 from kvtxn import TransactionManager, TxnConfig
 

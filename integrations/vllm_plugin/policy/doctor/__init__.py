@@ -12,9 +12,9 @@ from .....config import POLICIES
 from .....doctor import LACKS
 from .....errors import ConfigError
 from ....serving.source_files import Sources
-from ...internals import audited_requests, engine_config, workers
-from ...internals.engine_protocols import VllmConfig
-from ...internals.hook_points import HOOK_POINTS, places_of
+from ...seam import audited_requests, engine_config, workers
+from ...seam.engine_protocols import VllmConfig
+from ...seam.hook_points import HOOK_POINTS, places_of
 from .. import release_records, supported
 from ..decision import Decision
 from ..engine_facts import EngineFacts
@@ -59,7 +59,7 @@ def report(engine_args: Mapping[str, object] | None) -> dict[str, object]:
         whether the ledger can watch, and what "auto" comes to for every kind of engine on this
         device.
         Facts that only a loaded model can tell are guessed by
-        ``internals.engine_config.FROM_MODEL``; see ``ASSUMED``.
+        ``seam.engine_config.FROM_MODEL``; see ``ASSUMED``.
 
     Raises:
         ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid, or vLLM does

@@ -21,8 +21,8 @@ from typing import Final
 from xml.etree import ElementTree
 
 from ....serving.source_files import Sources
-from ...internals import workers
-from ...internals.hook_points import HOOK_POINTS
+from ...seam import workers
+from ...seam.hook_points import HOOK_POINTS
 from .. import release_records
 from ..release_records import CHECKS, Release
 

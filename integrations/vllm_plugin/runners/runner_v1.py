@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...serving.parts import Parts
 from ...serving.step import Array
-from ..internals import audited_requests, batches, state_layers
-from ..internals.batches import PlannedV1
-from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
-from ..internals.runner_protocols import Prepared
+from ..seam import audited_requests, batches, state_layers
+from ..seam.batches import PlannedV1
+from ..seam.engine_protocols import KVCacheSpec, SchedulerOutput
+from ..seam.runner_protocols import Prepared
 
 
 class AdapterV1:

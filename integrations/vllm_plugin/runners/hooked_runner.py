@@ -1,7 +1,7 @@
 """Hooking a model runner of vLLM's so that everything can be undone.
 
 A runner changes its class for a private subclass of it, and so do schedulers and layers; see
-``internals.hooks``. Four classes of vLLM's are patched, to hear of new objects:
+``seam.hooks``. Four classes of vLLM's are patched, to hear of new objects:
 ``WorkerWrapperBase``, ``LLMEngine``, ``AsyncLLM`` and ``Scheduler``; ``plugin.register`` does that
 and ``plugin.unregister`` undoes it. A runner keeps the inverses of every hook around it:
 ``kvtxn_undo`` has those of its present steps, ``kvtxn_unhook`` those of the runner itself.
@@ -19,16 +19,16 @@ from weakref import WeakSet
 from ....config import TxnConfig
 from ....log import get_logger
 from ...serving.parts import Parts
-from ..internals import Foreign
-from ..internals.engine_protocols import SchedulerOutput
-from ..internals.hooks import check_methods, restore_class, swap_class
-from ..internals.runner_protocols import Runner, RunnerV1, RunnerV2
 from ..policy import RequiredError
 from ..policy.settings import PluginSettings
+from ..seam import Foreign
+from ..seam.engine_protocols import SchedulerOutput
+from ..seam.hooks import check_methods, restore_class, swap_class
+from ..seam.runner_protocols import Runner, RunnerV1, RunnerV2
 
 if TYPE_CHECKING:
     from ...serving.ledger.watch import Watch
-    from ..internals.request_blocks import RequestBlocks
+    from ..seam.request_blocks import RequestBlocks
 
 log = get_logger()
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from ...serving.parts import Parts
-from ..internals import audited_requests, audited_steps_gpu, batches, state_layers
-from ..internals.batches import PlannedV2
-from ..internals.engine_protocols import KVCacheSpec, SchedulerOutput
-from ..internals.runner_protocols import InputBatchV2
+from ..seam import audited_requests, audited_steps_gpu, batches, state_layers
+from ..seam.batches import PlannedV2
+from ..seam.engine_protocols import KVCacheSpec, SchedulerOutput
+from ..seam.runner_protocols import InputBatchV2
 
 
 class AdapterV2:

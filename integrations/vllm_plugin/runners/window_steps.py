@@ -12,12 +12,12 @@ from .... import __version__
 from ....config import Policy, TxnConfig
 from ....errors import BackendUnavailableError, ConfigError, KVTxnError
 from ....log import get_logger
-from ..internals import layers as attention_layers
-from ..internals import ranks, workers
-from ..internals.layers import TargetLayer
 from ..policy import RequiredError
 from ..policy.engine_facts import EngineFacts
 from ..policy.rules import decide
+from ..seam import layers as attention_layers
+from ..seam import ranks, workers
+from ..seam.layers import TargetLayer
 from .hooked_runner import HookedRunner, stay_out
 
 log = get_logger()
