@@ -114,13 +114,13 @@ class States(KitBase):
         for _ in range(3):
             rig.commit(batch, [2, 0, 3], "taken in again")
 
-    @pytest.mark.parametrize("accepted", [[[], []], [[1], [0, 2]], [[0, 2], [1]]])
+    @pytest.mark.parametrize("accepted", [[[], []], [[1, 3, 5], [0, 2]], [[0, 2], [1]]])
     def test_states_along_a_path(self, kit: Kit, accepted: list[list[int]]) -> None:
         """A state takes in the accepted path of a draft tree, in its order."""
         kit.need("trees")
         rig = state_rig(kit)
-        batch = rig.batch(((1, 1), (4, 3)), padding=0.0)
-        with rig.open(batch, [(-1, -1, 0, 1), (-1, -1, 0)]) as window:
+        batch = rig.batch(((1, 1), (6, 3)), padding=0.0)
+        with rig.open(batch, [(-1, -1, 0, 1, 3, 3), (-1, -1, 0)]) as window:
             rig.stage(window, batch)
             window.commit(padded(accepted, rig.device))
         kept = [draft in accepted[owner] for owner, draft in batch.owners]

@@ -56,6 +56,23 @@ class AdvancesTwice(TorchExecutor):
         super().advance(txn, accepted)
 
 
+class TakesDeepNodesByRow(TorchExecutor):
+    """Behind the second node of a path it takes the rows in as they lie."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        def turns(txn: Txn, accepted: Tensor) -> Any:
+            found = real(txn, accepted)
+            place = torch.arange(found.source.shape[1])
+            deep = place - torch.tensor(txn.layout.settled).unsqueeze(1) > 1
+            lies = state_replay._starts(txn).unsqueeze(1) + place
+            found.source[deep] = lies[deep].clamp(max=txn.layout.num_rows - 1)
+            return found
+
+        real = state_replay._turns
+        with mock.patch.object(state_replay, "_turns", turns if accepted.ndim == 2 else real):
+            super().advance(txn, accepted)
+
+
 class _StateByState(TorchExecutor):
     """The reference once more, with a place for an error."""
 
@@ -262,6 +279,7 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
     TakesSettledRowsInEarly: "test_abort_at_any_point",
+    TakesDeepNodesByRow: "test_states_along_a_path",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
     RoundsAfterEachRow: "test_every_accepted_count",
