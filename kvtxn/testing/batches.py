@@ -262,12 +262,14 @@ def turned(part: Tensor) -> Tensor:
 def one_for_all(batch: Batch, caches: Sequence[TestCache]) -> Batch:
     """Return a batch of equal layers, keys, values and heads: views that repeat the first head.
 
-    Keys and values are one tensor, which is that of every layer; so are their scales, if any.
+    Keys and values are one tensor, which is that of every layer; so are their scales, if any. Those
+    of floating dtypes require a gradient.
     """
     one = [part[:, :1].expand(part.shape) for part in batch.tensors[caches[0].name][::2]]
-    parts = tuple(part for part in one for _ in range(2))
+    parts = [part for part in one for _ in range(2)]
     rows = {cache.name: cache.rows([part.cpu() for part in parts]) for cache in caches}
-    return attrs.evolve(batch, tensors=dict.fromkeys(batch.tensors, parts), rows=rows)
+    learnt = tuple(part.requires_grad_(part.is_floating_point()) for part in parts)
+    return attrs.evolve(batch, tensors=dict.fromkeys(batch.tensors, learnt), rows=rows)
 
 
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:

@@ -147,14 +147,17 @@ class CapturedWindows(MixedKit):
             mixed.commit(batch, counts, f"ids that mean {counts}", given=SampledIds(ids))
 
     def test_ids_beyond_the_vocabulary_count_as_nothing(self, kit: Kit) -> None:
-        """Ids at or above the vocabulary size, and the placeholder, count as no token."""
+        """Ids at or above the vocabulary size, and the placeholder, count as no token.
+
+        A request without any token keeps no draft.
+        """
         rig = kit.rig("deferred", SIMPLE)
-        batch = rig.batch(((1,), (3,)))
-        ids = torch.tensor([[3, 99, 100, -7]], dtype=torch.int32).to(rig.device)
+        batch = rig.batch(((1, 1), (3, 3)))
+        ids = torch.tensor([[3, 99, 100, -7], [-7] * 4], dtype=torch.int32).to(rig.device)
         rig.commit(
             batch,
-            [1],
-            "two real ids: one draft",
+            [1, 0],
+            "two real ids: one draft; none: none",
             given=SampledIds(ids, placeholder=-7, vocab_size=100),
         )
 

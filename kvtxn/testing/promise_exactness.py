@@ -62,6 +62,7 @@ _LAYERS: Final = [
 _WIDE: Final = [
     LayerSpec(heads=16, size=128, block_size=4, num_blocks=3),
     LayerSpec("hnd", FORMATS["fp32"], group="b", heads=9, size=131, block_size=5, num_blocks=2),
+    LayerSpec("offsets", group="b", heads=9, size=131, block_size=5, num_blocks=2),
     LayerSpec("latent", size=2305, block_size=4, num_blocks=3),
     LayerSpec("packed", FORMATS["fp8_e4m3-row"], heads=5, size=256, block_size=4, num_blocks=3),
 ]

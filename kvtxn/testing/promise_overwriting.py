@@ -45,15 +45,18 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp8_e4m3-head", "int8-tensor", "int8-row"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])
     def test_layouts(self, kit: Kit, layout: str, fmt: str) -> None:
-        """Commits are exact with any strides and formats in rings, and any strides in states."""
+        """Commits are exact with any strides and formats in rings, and any strides in states.
+
+        The states have more than 1 024 elements.
+        """
         state = fmt if not FORMATS[fmt].quantised else "bf16"
         rig = mixed_rig(
             kit,
             "deferred",
             [
                 attrs.evolve(RING, layout=layout, fmt=FORMATS[fmt]),
-                attrs.evolve(STATE, layout=layout, fmt=FORMATS[state], heads=3),
-                attrs.evolve(PERMUTED, fmt=FORMATS[state], heads=3, size=4),
+                attrs.evolve(STATE, layout=layout, fmt=FORMATS[state], heads=3, size=350),
+                attrs.evolve(PERMUTED, fmt=FORMATS[state], heads=3, size=180),
             ],
         )
         for payload in ("native", "cast"):

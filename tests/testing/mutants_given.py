@@ -86,6 +86,16 @@ class TakesIdsForDense(TorchExecutor):
         super().advance(txn, self.read(accepted))
 
 
+class TakesNoIdForAll(TakesIdsForDense):
+    """A request without an id has a count below zero, which is one from the end."""
+
+    def read(self, accepted: Tensor | SampledIds) -> Tensor:
+        if isinstance(accepted, Tensor):
+            return accepted
+        counts = accepted.counts()
+        return torch.where(counts < 0, counts + accepted.ids.shape[1], counts)
+
+
 class DeniesIds(TakesIdsForDense):
     capabilities: ClassVar = TorchExecutor.capabilities
 
@@ -129,6 +139,16 @@ class _Writes(TorchExecutor):
         sources: Tensor | None,
     ) -> None:
         write_layers(self.moved, rows, slots, kept, sources)
+
+
+class ReadsRowsByNumpy(_Writes):
+    """As no tensor can be read that requires a gradient."""
+
+    def rows(self, layer):
+        for part in layer.rows:
+            if part.requires_grad:
+                part.numpy()  # which raises
+        return layer.rows
 
 
 class TakesRepeatedHeadsForDense(_Writes):
@@ -276,9 +296,11 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     KnowsCountsById: "test_device_counts_out_of_range",
     TakesMasksForDense: "test_masks_that_are_no_prefix",
     TakesIdsForDense: "test_sampled_ids_say_the_same_as_counts",
+    TakesNoIdForAll: "test_ids_beyond_the_vocabulary_count_as_nothing",
     DeniesIds: "test_sampled_ids",
     TakesCallersMasksForCounts: "test_rows_written_by_the_caller",
     TakesRepeatedHeadsForDense: "test_ways_to_stage",
+    ReadsRowsByNumpy: "test_ways_to_stage",
     MovesATensorOnce: "test_ways_to_stage",
     TakesEndsForAStretch: "test_rows_side_by_side",
     KeepsRowsOfAnAbort: "test_as_many_rows_without_settled_ones",

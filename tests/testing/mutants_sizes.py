@@ -8,6 +8,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import AttentionArgs, StagedLayer, Txn
+from kvtxn.layers import LayerRef
 from kvtxn.row_io import LayerRows, read_layers, write_layers
 
 
@@ -39,13 +40,27 @@ class CutsWideRows(TorchExecutor):
     """Moves 1 024 elements of a row; beyond them stays what was there."""
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        old = read_layers(self.layers, txn.slots)
+        cut = [ref for ref in self.moved if self.cuts(ref)]
+        old = read_layers(cut, txn.slots)
         super().commit(txn, accepted)
-        new = read_layers(self.layers, txn.slots)
+        new = read_layers(cut, txn.slots)
         for name, parts in new.items():
             for part, before in zip(parts, old[name], strict=True):
                 part.flatten(1)[:, 1024:] = before.flatten(1)[:, 1024:]
-        write_layers(self.layers, new, txn.slots, txn.kept(accepted))
+        write_layers(cut, new, txn.slots, txn.kept(accepted))
+
+    def cuts(self, ref: LayerRef) -> bool:
+        return True
+
+
+class CutsWideStates(CutsWideRows):
+    def cuts(self, ref):
+        return bool(ref.states)
+
+
+class CutsRowsBehindTables(CutsWideRows):
+    def cuts(self, ref):
+        return ref.planes[0].offsets is not None and not ref.states
 
 
 class CommitsEightGroups(TorchExecutor):
@@ -216,6 +231,8 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     CountsSixtyFourRequests: "test_many_requests",
     KeepsSixteenDrafts: "test_long_drafts",
     CutsWideRows: "test_wide_rows",
+    CutsWideStates: "test_layouts",
+    CutsRowsBehindTables: "test_wide_rows",
     PairsQueryHeads: "test_groupings_and_long_prefixes",
     SeesSixtyFourTokens: "test_groupings_and_long_prefixes",
     ReadsSixteenBlocks: "test_groupings_and_long_prefixes",

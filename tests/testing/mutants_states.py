@@ -56,6 +56,28 @@ class AdvancesTwice(TorchExecutor):
         super().advance(txn, accepted)
 
 
+class TakesSixtyFourRowsIn(TorchExecutor):
+    """A chunk of the rows, and no further one."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        first = torch.tensor(txn.layout.starts)[txn.layout.request]
+        near = torch.arange(txn.layout.num_rows) - first < 64
+        if accepted.ndim == 1:
+            accepted = txn.layout.kept(accepted) & near
+        super().advance(txn, accepted)
+
+
+class AdvancesAByteOfRequests(TorchExecutor):
+    """Has a signed byte for a request's number."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        real = txn.slots
+        late = txn.layout.request > 127
+        txn.slots = {group: slots.masked_fill(late, -1) for group, slots in real.items()}
+        super().advance(txn, accepted)
+        txn.slots = real
+
+
 class TakesDeepNodesByRow(TorchExecutor):
     """Behind the second node of a path it takes the rows in as they lie."""
 
@@ -279,6 +301,8 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
     TakesSettledRowsInEarly: "test_abort_at_any_point",
+    TakesSixtyFourRowsIn: "test_a_request_with_many_rows",
+    AdvancesAByteOfRequests: "test_states_of_many_requests",
     TakesDeepNodesByRow: "test_states_along_a_path",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
