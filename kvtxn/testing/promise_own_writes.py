@@ -132,7 +132,7 @@ class OwnWrites(KitBase):
         """
         kit.need("attention")
         sizes = ((8, 8), (16, 136), (136, 72))
-        rig = kit.rig(policy, [_spec(fmt="fp32", size=k, value_size=v) for k, v in sizes])
+        rig = kit.rig(policy, [_spec(fmt="fp16", size=k, value_size=v) for k, v in sizes])
         views = (_slice, turned, spread)
         attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
 
