@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "testing"))
 
 import mutants
 import mutants_captured
+import mutants_given
 import mutants_overwriting
 import mutants_sizes
 import mutants_states
@@ -23,6 +24,7 @@ from kvtxn.testing.promise_supplied import SuppliedStates
 
 CAUGHT_BY = {
     **mutants.CAUGHT_BY,
+    **mutants_given.CAUGHT_BY,
     **mutants_overwriting.CAUGHT,
     **mutants_sizes.CAUGHT_BY,
     **mutants_states.CAUGHT,

@@ -259,6 +259,19 @@ def turned(part: Tensor) -> Tensor:
     return part.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def one_for_all(batch: Batch, caches: Sequence[TestCache]) -> Batch:
+    """Return a batch of equal layers, keys, values and heads: views that repeat the first head.
+
+    Keys and values are one tensor, which is that of every layer; so are their scales, if any. Those
+    of floating dtypes require a gradient.
+    """
+    one = [part[:, :1].expand(part.shape) for part in batch.tensors[caches[0].name][::2]]
+    parts = [part for part in one for _ in range(2)]
+    rows = {cache.name: cache.rows([part.cpu() for part in parts]) for cache in caches}
+    learnt = tuple(part.requires_grad_(part.is_floating_point()) for part in parts)
+    return attrs.evolve(batch, tensors=dict.fromkeys(batch.tensors, learnt), rows=rows)
+
+
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:
     """Draw a number of accepted drafts for each request, from 0 to all of them."""
     return [rng.randint(0, drafts) for drafts in batch.draft_len]

@@ -117,6 +117,8 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
     memories = tuple(
         noise(size + 2 * GUARD, spec.fmt.word, rng).to(device).clone() for size in sizes
     )
+    for memory in memories:  # by chance few words of 16 bits or more are a zero with a sign
+        memory[::11] = -(2 ** (8 * memory.itemsize - 1)) if memory.dtype.is_signed else 0x80
     held = torch.uint8 if spec.fmt.raw else spec.fmt.dtype
     views = [view(spec, plane, memories[plane.memory].view(held)) for plane in planes[:sides]]
     made = (_scale(spec, plane.heads, device, rng) for plane in planes[:sides])

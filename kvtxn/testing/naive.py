@@ -85,7 +85,7 @@ def make_sequences(
 
 
 def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> list[list[int]]:
-    """Deal out distinct blocks for sequences of these lengths, and random ones behind them.
+    """Deal out distinct blocks for sequences of these lengths, and behind them any numbers.
 
     All lines are equally long: two blocks more than the longest sequence needs.
     """
@@ -96,7 +96,8 @@ def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> lis
     table = []
     for count in needed:
         own = [free.pop() for _ in range(count)]
-        stale = [rng.randrange(cache.spec.num_blocks) for _ in range(widest - count)]
+        wild = [-1, 2**31 - 1, rng.randrange(cache.spec.num_blocks)]
+        stale = [rng.choice(wild) for _ in range(widest - count)]
         table.append(own + stale)
     return table
 

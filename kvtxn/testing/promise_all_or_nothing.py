@@ -160,7 +160,7 @@ class AllOrNothing(MixedKit):
         rig.check("aborted afterwards")
 
     def test_a_staged_view_of_the_cache(self, kit: Kit) -> None:
-        """The caller stages a view of the cache, and the settled row is written into that view.
+        """The caller stages a view of a cache, and the settled row is written into that view.
 
         That write changes a staged draft, so the window refuses to commit. It notices the write by
         torch's version counter alone: an executor that writes without torch has to call
@@ -170,9 +170,11 @@ class AllOrNothing(MixedKit):
         ref = rig.refs[0]
         assert ref.value_cache is not None
         slots = rig.accepted([5, 6, 7])  # the first is written at staging: over the second row
-        for _ in range(2):  # a repeated window may take another code path than a new one
+        for part in (0, 1, 0, 1):  # a repeated window may take another code path than a new one
+            rows = [ref.key_cache[1, :3], ref.value_cache[1, :3]]
+            rows[1 - part] = rows[1 - part].clone()
             with rig.manager.window(2, slots) as window:
-                window.stage(ref, ref.key_cache[1, :3], ref.value_cache[1, :3])
+                window.stage(ref, *rows)
                 with pytest.raises(WindowStateError):
                     window.commit(2)
                 window.abort()

@@ -135,22 +135,29 @@ class CapturedWindows(MixedKit):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_sampled_ids_say_the_same_as_counts(self, mixed: Rig, shape: str) -> None:
-        """Sampled ids leave the bytes that counts of accepted drafts ask for, in three windows."""
-        for _ in range(3):
+        """Sampled ids leave the bytes that counts of accepted drafts ask for, in three windows.
+
+        Those of the second are strided.
+        """
+        for turn in range(3):
             batch = mixed.batch(SHAPES[shape])
             counts = random_counts(batch, mixed.rng)
-            ids = SampledIds(sampled(batch, counts, mixed.device))
-            mixed.commit(batch, counts, f"ids that mean {counts}", given=ids)
+            ids = sampled(batch, counts, mixed.device)
+            ids = ids.T.contiguous().T if turn == 1 else ids
+            mixed.commit(batch, counts, f"ids that mean {counts}", given=SampledIds(ids))
 
     def test_ids_beyond_the_vocabulary_count_as_nothing(self, kit: Kit) -> None:
-        """Ids at or above the vocabulary size, and the placeholder, count as no token."""
+        """Ids at or above the vocabulary size, and the placeholder, count as no token.
+
+        A request without any token keeps no draft.
+        """
         rig = kit.rig("deferred", SIMPLE)
-        batch = rig.batch(((1,), (3,)))
-        ids = torch.tensor([[3, 99, 100, -7]], dtype=torch.int32).to(rig.device)
+        batch = rig.batch(((1, 1), (3, 3)))
+        ids = torch.tensor([[3, 99, 100, -7], [-7] * 4], dtype=torch.int32).to(rig.device)
         rig.commit(
             batch,
-            [1],
-            "two real ids: one draft",
+            [1, 0],
+            "two real ids: one draft; none: none",
             given=SampledIds(ids, placeholder=-7, vocab_size=100),
         )
 

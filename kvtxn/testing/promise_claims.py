@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BackendUnavailableError
-from ..executor import Capabilities, Executor, Txn
+from ..executor import Capabilities, Executor, SampledIds, Txn
 from ..layers import LayerRef
 from .batches import SHAPES
 from .caches import LayerSpec
@@ -101,6 +101,17 @@ class Claims(KitBase):
             forest, paths = [(-1, -1, 1), (-1, 0)], [[1, 2], [0]]
             worked = works(lambda: run_tree(rig, batch, forest, paths))
         assert not worked, f"{kit.name} declares that it cannot do draft trees, and can"
+
+    def test_sampled_ids(self, kit: Kit) -> None:
+        """An executor that declares to take no ``SampledIds`` cannot commit by them."""
+        if kit.capabilities.takes_ids:
+            pytest.skip("ids are declared; they are tested by themselves")
+        with registered(that_claims(kit.executor, takes_ids=True)) as name:
+            rig = Rig(name, min(kit.capabilities.policies), kit.device, SIMPLE)
+            batch = rig.batch(((1, 1), (3, 2)), padding=0.0)
+            ids = torch.tensor([[5, 5, -1, -1], [5, -1, -1, -1]]).to(kit.device)
+            worked = works(lambda: rig.commit(batch, [1, 0], given=SampledIds(ids)))
+        assert not worked, f"{kit.name} declares that it takes no sampled ids, and takes them"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_atomic(self, kit: Kit, policy: str) -> None:

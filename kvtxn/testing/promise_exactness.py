@@ -12,16 +12,27 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..accepted_forms import SIGNED
 from ..config import TxnConfig
 from ..executor import Executor, Txn
 from ..layers import LayerRef
 from ..manager import TransactionManager
-from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
+from ..row_io import LayerRows
+from .batches import (
+    SHAPES,
+    Batch,
+    every_other,
+    handed_in,
+    one_for_all,
+    random_counts,
+    spread,
+    turned,
+)
 from .caches import LAYOUTS, LayerSpec
 from .kit import Kit, KitBase
-from .mixed_layers import MixedKit
+from .mixed_layers import REPLAYED, MixedKit
 from .number_formats import FORMATS, WIDE
-from .rig import AnySpec, Rig
+from .rig import SIMPLE, VARIED, AnySpec, Rig
 
 #: Forms of acceptance, each made from one count per request.
 FORMS: Final[dict[str, Callable[[list[int], Batch], Any]]] = {
@@ -42,16 +53,16 @@ EXTREMES: Final[dict[str, Callable[[Batch, Rig], list[int]]]] = {
 
 _SMALL: Final = LayerSpec(heads=1, size=2, block_size=4, num_blocks=4)
 
-#: As many layers as deep models have, in two groups, and not all alike.
+#: As many layers as deep models have, in nine groups, and not all alike.
 _LAYERS: Final = [
-    attrs.evolve(_SMALL, group=("full", "sliding")[index % 2], size=2 + index % 3)
-    for index in range(70)
+    attrs.evolve(_SMALL, group=f"group {index % 9}", size=2 + index % 3) for index in range(70)
 ]
 
 #: Rows of thousands of elements: of 16 heads, of a width that nothing divides, of one latent.
 _WIDE: Final = [
     LayerSpec(heads=16, size=128, block_size=4, num_blocks=3),
     LayerSpec("hnd", FORMATS["fp32"], group="b", heads=9, size=131, block_size=5, num_blocks=2),
+    LayerSpec("offsets", group="b", heads=9, size=131, block_size=5, num_blocks=2),
     LayerSpec("latent", size=2305, block_size=4, num_blocks=3),
     LayerSpec("packed", FORMATS["fp8_e4m3-row"], heads=5, size=256, block_size=4, num_blocks=3),
 ]
@@ -87,14 +98,19 @@ class Exactness(MixedKit):
 
     @pytest.mark.parametrize("drafts", [1, 2, 5])
     def test_rows_side_by_side(self, rig: Rig, policy: str, drafts: int) -> None:
-        """Slots may follow each other, as engines deal them out; commits and aborts are exact."""
+        """Slots may follow each other, as engines deal them out; commits and aborts are exact.
+
+        Or some in the middle may come the other way round.
+        """
         for settled, start in ((0, 0), (1, 1), (0, 6)):
             batch = rig.batch(((settled,), (drafts,)), padding=0.0)
             slots = list(range(start, start + batch.num_rows))
+            if start == 6:
+                slots[1:-1] = slots[-2:0:-1]
             batch = attrs.evolve(batch, slots=dict.fromkeys(batch.slots, slots))
             if policy != "direct":
                 rig.abort(batch, when="after abort")
-            for accepted in {0, drafts // 2, drafts}:
+            for accepted in (drafts, drafts // 2, 0):  # later ones put rows of earlier ones back
                 rig.commit(batch, [accepted], f"{settled} settled from slot {start}")
 
     def test_sizes_from_one_to_odd(self, kit: Kit, policy: str) -> None:
@@ -123,8 +139,13 @@ class Exactness(MixedKit):
 
     def test_as_many_rows_without_settled_ones(self, rig: Rig) -> None:
         """Nothing of a window is left for the next one, which may call no ``stage`` at all."""
-        for shape in (((1, 1), (2, 2)), ((0, 0), (3, 3)), ((1, 1), (2, 2)), ((0, 0), (2, 4))):
+        settled = ((1, 1), (2, 2))
+        for shape in itertools.chain.from_iterable(
+            (settled, ((0, 0), drafts)) for drafts in ((3, 3), (2, 4), (0, 0))
+        ):
             rig.commit(rig.batch(shape), when=f"settled and draft rows {shape}")
+            if rig.policy != "direct":  # what an aborted window leaves behind is as old
+                rig.abort(rig.batch(shape), when=f"aborted settled and draft rows {shape}")
 
     @pytest.mark.parametrize("form", FORMS)
     def test_forms_of_acceptance(self, rig: Rig, form: str) -> None:
@@ -141,22 +162,41 @@ class Exactness(MixedKit):
 
     @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
     def test_masks_that_are_no_prefix(self, kit: Kit, lapping: Rig, on_device: bool) -> None:
-        """A mask may keep any draft rows; its elements for settled rows are ignored."""
+        """A mask may keep any draft rows; its elements for settled rows are ignored.
+
+        It may be strided, and no commit writes to it.
+        """
         rig = lapping
         for shape, padding in itertools.product(SHAPES.values(), (0.0, 0.3)):
             batch = rig.batch(shape, padding=padding)
             mask = [rig.rng.random() < 0.5 for _ in range(batch.num_rows)]
-            given = torch.tensor(mask, dtype=torch.bool).to(kit.device if on_device else "cpu")
+            given = torch.zeros(batch.num_rows, 2, dtype=torch.bool)
+            given = given.to(kit.device if on_device else "cpu")[:, 0]
+            given.copy_(torch.tensor(mask, dtype=torch.bool))
             kept = [keep and draft for keep, draft in zip(mask, batch.drafts, strict=True)]
             rig.commit(batch, given=given, kept=kept)
+            assert given.tolist() == mask, "a commit wrote to its mask"
 
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
-        """Counts on the device are clamped to the number of drafts, from 0 on."""
-        counts, clamped = [-7, 99, 2**40], [0, 2, 4]
+        """Counts on the device are clamped to the number of drafts, from 0 on.
+
+        They may be of any signed dtype, and a view of a buffer that is filled again for the next
+        window; no commit writes to it.
+        """
         host = kit.device.type == "cpu"  # where commit itself refuses them
-        rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)
-        batch = rig.batch(((1, 1, 1), (3, 2, 4)))
-        rig.commit(batch, clamped, "clamped", given=rig.accepted(clamped if host else counts))
+        executor = _handed(kit.executor)
+        replays = policy == "deferred" and {"recurrent", "replayed"} <= kit.capabilities.kinds
+        specs: Sequence[AnySpec] = [*SIMPLE, *REPLAYED] if replays else SIMPLE
+        rig = kit.rig(policy, specs, executor=executor if host else None)
+        for dtype in SIGNED:
+            counts = torch.zeros(3, 2, dtype=dtype, device=kit.device)[:, 0]
+            executor.given, most = counts, torch.iinfo(dtype).max
+            for wild, clamped in (([-1, 99, most], [0, 2, 4]), ([1, 0, 2], [1, 0, 2])):
+                counts.copy_(torch.tensor(wild))
+                given = rig.accepted(clamped) if host else counts
+                batch = rig.batch(((1, 1, 1), (3, 2, 4)), counts=clamped)
+                rig.commit(batch, clamped, f"{dtype} counts", given=given)
+                assert counts.tolist() == wild, "a commit wrote to its counts"
 
     def test_device_slots_out_of_range(
         self, kit: Kit, policy: str, specs: Sequence[AnySpec]
@@ -204,8 +244,12 @@ class Exactness(MixedKit):
 
     @pytest.mark.parametrize("bad", [-2, 10**6])
     def test_an_abort_that_the_device_refuses(self, kit: Kit, bad: int) -> None:
-        """If a slot lies outside a cache, the abort of an undo window puts no row back."""
-        rig = kit.rig("undo", executor=_off_range(kit.executor, bad, "restore"))
+        """If a slot lies outside a cache, the abort of an undo window puts no row back.
+
+        To save the rows of such slots raises nothing.
+        """
+        saves = _saving_off_range(kit.executor, bad)
+        rig = kit.rig("undo", executor=_off_range(saves, bad, "restore"))
         batch = rig.batch()
         with rig.open(batch) as window:
             rig.stage(window, batch)
@@ -231,6 +275,7 @@ class Exactness(MixedKit):
                 window.commit([2, 1])
             rig.expect_committed(batch, batch.kept([2, 1]))
             rig.check(f"tensors made by {view.__name__}")
+        rig.commit(one_for_all(rig.batch(), rig.caches), when="one tensor for everything")
 
     def test_a_latent_in_two_halves(self, kit: Kit, policy: str) -> None:
         """A latent may be staged as two tensors, which together are one row."""
@@ -248,20 +293,27 @@ class Exactness(MixedKit):
     def test_debug_finds_nothing(
         self, kit: Kit, policy: str, specs: Sequence[AnySpec], staging: str
     ) -> None:
-        """Debug mode, the library's own check of each commit, finds no difference."""
-        rig = kit.rig(policy, specs, debug=True, staging=staging)
-        for shape in ("one", "uneven", "settled-laps"):  # windows that grow
-            batch = rig.batch(SHAPES[shape])
+        """Debug mode, the library's own check of each commit, finds no difference.
+
+        Caches and rows are of inference mode, as engines make them; the last window is not.
+        """
+        with torch.inference_mode():
+            rig = kit.rig(policy, specs, debug=True, staging=staging)
+        for shape in ("one", "uneven", "settled-laps", "one"):  # windows that grow
             with torch.inference_mode():
+                batch = rig.batch(SHAPES[shape])
+            with torch.inference_mode(shape != "one"):
                 rig.commit(batch, when=shape)
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
-    def test_rows_written_by_the_caller(self, rig: Rig, policy: str) -> None:
+    def test_rows_written_by_the_caller(self, kit: Kit, policy: str) -> None:
         """If the caller writes rows itself, the window only takes rejected ones back.
 
-        An abort under ``undo`` takes all drafts back; under ``direct`` none is taken back.
+        In any number of layers. An abort under ``undo`` takes all drafts back; under ``direct``
+        none is taken back.
         """
-        for end in ("commit", "abort") if policy == "undo" else ("commit",):
+        rig = kit.rig(policy, [*VARIED, *_LAYERS])
+        for end in ("commit", "mask", "abort") if policy == "undo" else ("commit", "mask"):
             batch = rig.batch(((1, 2), (4, 3)))
             slots = rig.slots(batch)
             window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
@@ -271,6 +323,10 @@ class Exactness(MixedKit):
             if end == "commit":
                 window.commit(rig.accepted([1, 3]))
                 rig.expect_committed(batch, batch.kept([1, 3]))
+            elif end == "mask":
+                kept = [draft and row % 2 == 0 for row, draft in enumerate(batch.drafts)]
+                window.commit(torch.tensor(kept).to(kit.device))
+                rig.expect_committed(batch, kept)
             else:
                 window.abort()
                 rig.expect_committed(batch, [False] * batch.num_rows)
@@ -311,31 +367,42 @@ class Sizes(KitBase):
         _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
 
     def test_many_requests(self, kit: Kit, policy: str) -> None:
-        """Commit and abort are exact for 260 requests.
+        """Commit and abort are exact for 520 requests, which have more than 1 024 rows.
 
         The count of every one holds, the last included.
         """
-        spec = attrs.evolve(_SMALL, num_blocks=140)
-        _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
+        spec = attrs.evolve(_SMALL, num_blocks=270)
+        _commit_and_abort(kit, policy, [spec], ((1,) * 520, (1,) * 520), max_rows=1040)
 
     def test_long_drafts(self, kit: Kit, policy: str) -> None:
-        """Commit and abort are exact for a request of 140 drafts, as of prompt lookup."""
-        spec = attrs.evolve(_SMALL, num_blocks=60)
-        _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
+        """Commit and abort are exact for a request of 260 drafts, as of prompt lookup.
+
+        And for one of 260 settled rows, as of a prompt beside them.
+        """
+        spec = attrs.evolve(_SMALL, num_blocks=145)
+        _commit_and_abort(kit, policy, [spec], ((1, 260, 1), (260, 40, 3)), max_rows=570)
 
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
         """Every element of a wide row is committed and restored."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
 
 
-def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
-    """Make a subclass of an executor whose commits are given these counts, as from a device."""
+def _handed(executor: type[Executor]) -> Any:
+    """Make a subclass of an executor that commits the attribute ``given``, as from a device.
 
-    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
-        """Commit ``counts`` in place of ``accepted``."""
-        executor.commit(self, txn, torch.tensor(counts).to(accepted.device))
+    Counts on the host are checked and copied before an executor sees them.
+    """
 
-    return type(f"Handed{executor.__name__}", (executor,), {"commit": commit})
+    def commit(self: Any, txn: Txn, accepted: Tensor) -> None:
+        """Commit ``given`` in place of ``accepted``."""
+        executor.commit(self, txn, self.given)
+
+    def advance(self: Any, txn: Txn, accepted: Tensor) -> None:
+        """Advance states by ``given`` in place of ``accepted``."""
+        executor.advance(self, txn, self.given)
+
+    members = {"commit": commit, "advance": advance}
+    return type(f"Handed{executor.__name__}", (executor,), members)
 
 
 def _off_range(executor: type[Executor], bad: int, *methods: str) -> type[Executor]:
@@ -365,6 +432,21 @@ def _off_range(executor: type[Executor], bad: int, *methods: str) -> type[Execut
 
     members = {name: off(name) for name in methods}
     return type(f"OffRange{executor.__name__}", (executor,), members)
+
+
+def _saving_off_range(executor: type[Executor], bad: int) -> type[Executor]:
+    """Make a subclass of an executor that saves ``bad`` in the place of a slot of each group."""
+
+    def save(self: Executor, txn: Txn, group: str) -> LayerRows:
+        """Save with ``bad`` as the last slot, which is put right afterwards."""
+        slots, last = txn.slots[group], int(txn.slots[group][-1])
+        slots[-1] = bad
+        try:
+            return executor.save(self, txn, group)
+        finally:
+            slots[-1] = last
+
+    return type(f"SavingOffRange{executor.__name__}", (executor,), {"save": save})
 
 
 def _check_refused(rig: Rig) -> None:

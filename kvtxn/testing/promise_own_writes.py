@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ PASTS: Final[dict[str, tuple[tuple[Sequence[int], Sequence[int]], Sequence[int]]
 #: Arguments of attention beside query, table and lengths.
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
-    "scale": {"scale": 0.7},
+    "scale": {"scale": -12.0},  # of large scores, and turned round
     "window-1": {"sliding_window": 1},
     "window-3": {"sliding_window": 3},
     "window-wide": {"sliding_window": 99},
@@ -68,7 +69,7 @@ _GROUPED: Final = (
 
 def _two_groups(layout: str, fmt: str) -> list[LayerSpec]:
     """Describe two layers of one layout and format, with blocks of their own."""
-    other = _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48)
+    other = _spec(layout, fmt, heads=3, size=6, group="b", block_size=5, num_blocks=20)
     return [_spec(layout, fmt, size=8), other]
 
 
@@ -117,6 +118,7 @@ class OwnWrites(KitBase):
         """Query heads find their KV head, and a prefix of many blocks is read to its start."""
         kit.need("attention")
         specs = [_spec(fmt="fp32", heads=heads, size=8, num_blocks=60) for heads, _ in _GROUPINGS]
+        specs[0] = attrs.evolve(specs[0], group="b", block_size=20, num_blocks=16)
         rig = kit.rig(policy, specs)
         groups = [queries for _, queries in _GROUPINGS]
         past = (((1, 1), (3, 1)), (150, 67))
@@ -124,11 +126,29 @@ class OwnWrites(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_strided_arguments(self, kit: Kit, attention_tolerance: float, policy: str) -> None:
-        """Queries, block tables and lengths may be strided views."""
+        """Queries, block tables and lengths may be strided views; heads may be wide.
+
+        Keys may be wider than values, and values wider than keys.
+        """
         kit.need("attention")
-        rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
+        sizes = ((8, 8), (16, 136), (136, 72))
+        rig = kit.rig(policy, [_spec(fmt="fp16", size=k, value_size=v) for k, v in sizes])
         views = (_slice, turned, spread)
         attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_many_requests_and_rows(
+        self, kit: Kit, attention_tolerance: float, policy: str
+    ) -> None:
+        """Attention is right for a request of 70 settled rows, and for the last of 70 requests.
+
+        That one has a prefix of 1100 tokens. Queries of double precision get an output of their
+        dtype.
+        """
+        kit.need("attention")
+        rig = kit.rig(policy, [_spec(fmt="fp32", heads=1, size=4, num_blocks=370)], max_rows=144)
+        past = (((70, *[1] * 69), (1, *[0] * 68, 2)), (5, *[0] * 68, 1100))
+        attend_and_compare(rig, *past, attention_tolerance, {}, dtype=torch.float64)
 
     @pytest.mark.parametrize(("policy", "fmt", "layout"), _STORED)
     def test_layouts_and_formats(
@@ -205,11 +225,12 @@ class TreeAttention(KitBase):
         for payload in ("native", "cast"):
             attend_and_compare(rig, *batch, attention_tolerance, {}, payload, forest=forest)
 
-    @pytest.mark.parametrize("nodes", [17, 40])
+    @pytest.mark.parametrize("nodes", [17, 70])
     def test_a_wide_tree(self, kit: Kit, attention_tolerance: float, nodes: int) -> None:
         """Attention is right in trees with more nodes than a block of a kernel has rows."""
         kit.need("attention", "trees")
-        rig = kit.rig("deferred", [_spec(fmt="fp32", size=8, num_blocks=40)], seed=nodes)
+        layer = _spec(fmt="fp32", size=8, num_blocks=40)
+        rig = kit.rig("deferred", [layer], seed=nodes, max_rows=80)
         forest = [[rig.rng.randint(-1, node - 1) for node in range(n)] for n in (nodes, 3)]
         shape = lengths((2, 1), forest)
         for how in ({}, {"sliding_window": 5}):
@@ -261,8 +282,9 @@ def attend_and_compare(
             heads = cache.spec.heads * groups[index % len(groups)]
             query_shape = (batch.num_rows, heads, cache.spec.size)
             query = torch.randn(query_shape, generator=generator).to(dtype)
-            table = sequences.table(cache).to(rig.device)
-            seq_lens = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
+            kind = (torch.int32, torch.int64)[index % 2]
+            table = sequences.table(cache).to(rig.device, kind)
+            seq_lens = torch.tensor(sequences.seq_lens, dtype=kind).to(rig.device)
             given = query.to(rig.device)
             if views:
                 given, table, seq_lens = views[index](given), views[index](table), spread(seq_lens)

@@ -114,13 +114,13 @@ class States(KitBase):
         for _ in range(3):
             rig.commit(batch, [2, 0, 3], "taken in again")
 
-    @pytest.mark.parametrize("accepted", [[[], []], [[1], [0, 2]], [[0, 2], [1]]])
+    @pytest.mark.parametrize("accepted", [[[], []], [[1, 3, 5], [0, 2]], [[0, 2], [1]]])
     def test_states_along_a_path(self, kit: Kit, accepted: list[list[int]]) -> None:
         """A state takes in the accepted path of a draft tree, in its order."""
         kit.need("trees")
         rig = state_rig(kit)
-        batch = rig.batch(((1, 1), (4, 3)), padding=0.0)
-        with rig.open(batch, [(-1, -1, 0, 1), (-1, -1, 0)]) as window:
+        batch = rig.batch(((1, 1), (6, 3)), padding=0.0)
+        with rig.open(batch, [(-1, -1, 0, 1, 3, 3), (-1, -1, 0)]) as window:
             rig.stage(window, batch)
             window.commit(padded(accepted, rig.device))
         kept = [draft in accepted[owner] for owner, draft in batch.owners]
@@ -152,7 +152,7 @@ class States(KitBase):
     @pytest.mark.parametrize("family", FAMILIES)
     def test_states_of_many_requests(self, kit: Kit, family: str) -> None:
         """The state of each request takes its rows in, the last one's as the first one's."""
-        count = 70
+        count = 130
         rig = _small(kit, family, "fp32", num_states=count + 3, max_rows=2 * count)
         counts = [rig.rng.randint(0, 1) for _ in range(count)]
         batch = rig.batch(([1] * count, [1] * count), counts=counts, padding=0.0)
@@ -161,8 +161,8 @@ class States(KitBase):
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_request_with_many_rows(self, kit: Kit, family: str) -> None:
         """All kept rows are taken in, however many a request has."""
-        rig = _small(kit, family, "bf16", max_rows=96)
-        rig.commit(rig.batch(((1, 35), (40, 3)), counts=[37, 1], padding=0.0), [37, 1])
+        rig = _small(kit, family, "bf16", max_rows=144)
+        rig.commit(rig.batch(((1, 67), (70, 3)), counts=[67, 1], padding=0.0), [67, 1])
 
     @pytest.mark.parametrize("family", INDEPENDENT)
     def test_masks_with_gaps(self, kit: Kit, family: str) -> None:

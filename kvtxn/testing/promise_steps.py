@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -47,10 +48,12 @@ class CapturedSteps(MixedKit):
     def test_steps_of_changing_shape(self, mixed: Rig, forward: CapturedForward) -> None:
         """Steps of changing and recurring shapes are exact.
 
-        A step without a window between them writes every row, and no state.
+        A step without a window between them writes every row, and no state. Two forwards over
+        tensors of their own take turns.
         """
+        forwards = itertools.cycle((forward, CapturedForward(mixed)))
         for name in ("one", "uneven", "one", "only-settled", "seventeen-rows", "uneven", "one"):
-            batch = mixed.batch(STEPS[name])
+            forward, batch = next(forwards), mixed.batch(STEPS[name])
             forward.step(batch, random_counts(batch, mixed.rng))
             mixed.check(f"a step of shape {name}")
             plain = mixed.batch(((1, 1), (2, 3)))
@@ -92,12 +95,13 @@ class CapturedSteps(MixedKit):
             rig.expect_staged(batch)
             if number % 7 == 6:
                 window.commit_sampled(forward.sampled(counts))
-            elif number % 7 == 5:  # a strided view of a buffer, of another dtype
-                wide = torch.stack([forward.sampled(counts)] * 2, 1).long()
+            elif number % 7 == 5:  # a longer, strided view of a buffer, of another dtype
+                wide = torch.stack([forward.sampled([*counts, 0])] * 2, 1).long()
                 window.commit_sampled(wide[:, 0])
             else:
                 here.copy_(forward.sampled(counts))
                 window.commit_sampled(here)
+                assert torch.equal(here, forward.sampled(counts)), "a commit wrote to its counts"
             rig.expect_committed(batch, batch.kept(counts))
             rig.check(f"step {number}")
 

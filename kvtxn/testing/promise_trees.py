@@ -40,6 +40,8 @@ from .trees import (
     write_moved,
 )
 
+CPU: Final = torch.device("cpu")
+
 #: Two layers in two groups: enough for a row to be moved differently in each.
 PAIR: Final = (LayerSpec(), LayerSpec("hnd", group="other", block_size=2, num_blocks=14))
 
@@ -56,13 +58,15 @@ class Trees(MixedKit):
     def test_forests(self, kit: Kit, rig: Rig, name: str) -> None:
         """Any node of any tree may end the path: the caches hold the path as a plain sequence.
 
-        Six random paths of each forest, over layers of different kinds.
+        Six random paths of each forest, over layers of different kinds; and one of other trees
+        with as many nodes.
         """
         kit.need("trees")
         settled, forest = FORESTS[name]
-        for _ in range(6):
-            batch = rig.batch(lengths(settled, forest), padding=0.1)
-            run_tree(rig, batch, forest, [random_path(tree, rig.rng) for tree in forest])
+        chains = [tuple(range(-1, len(tree) - 1)) for tree in forest]
+        for trees in (forest, chains, *[forest] * 5):
+            batch = rig.batch(lengths(settled, trees), padding=0.1)
+            run_tree(rig, batch, trees, [random_path(tree, rig.rng) for tree in trees])
 
     @pytest.mark.parametrize(("layout", "fmt"), _kinds)
     def test_tree_layouts_and_formats(self, kit: Kit, policy: str, layout: str, fmt: str) -> None:
@@ -141,19 +145,17 @@ class Trees(MixedKit):
         run_tree(rig, batch, forest, [[2, 4, 5]])
 
     def test_chains_take_counts(self, kit: Kit, rig: Rig) -> None:
-        """A tree that is a plain sequence takes counts, masks and paths, all with one meaning."""
+        """A tree that is a plain sequence takes counts, masks and paths, all with one meaning.
+
+        However deep it is.
+        """
         kit.need("trees")
-        mask = [False, True, True, False, False, True]
-        ways: tuple[Any, ...] = (
-            [2, 1],
-            torch.tensor([2, 1]),
-            mask,
-            [[0, 1], [0]],
-            torch.tensor([[0, 1], [0, -1]]),
-        )
+        mask = [False, *[True] * 9, False, False, True]
+        paths = [list(range(9)), [0]]
+        ways: tuple[Any, ...] = ([9, 1], torch.tensor([9, 1]), mask, paths, padded(paths, CPU))
         for accepted in ways:
-            batch = rig.batch(((1, 1), (3, 1)))
-            with rig.open(batch, [(-1, 0, 1), (-1,)]) as window:
+            batch = rig.batch(((1, 1), (10, 1)))
+            with rig.open(batch, [range(-1, 9), (-1,)]) as window:
                 rig.stage(window, batch)
                 rig.expect_staged(batch)
                 window.commit(accepted)
@@ -329,7 +331,7 @@ def _one_random_window(rig: Rig, data: st.DataObject) -> None:
     paths = [cut(tree, path) for tree, path in zip(forest, given, strict=True)]
     dtype = data.draw(st.sampled_from([torch.int64, torch.int32]), "dtype")
     limited = padded(given, rig.device, data.draw(st.integers(0, 9), "columns"))
-    given_paths = limited.clamp(-(2**31), 2**31 - 1).to(dtype)
+    given_paths = limited.clamp(-(2**31), 2**31 - 1).to(dtype).T.contiguous().T  # strided
     run_tree(rig, batch, forest, paths, given_paths, check_staged=True)
 
 

@@ -101,6 +101,29 @@ class BakesTheAcceptanceIn(Prepared):
             return self.first
 
 
+class CountsInPlace(Prepared):
+    class kind(Layout):
+        def counts(self, sampled):
+            sampled -= 1
+            return sampled[: self.layout.num_requests].long()
+
+
+class ReadsTheLastCounts(Prepared):
+    """Takes a buffer of counts for one that ends with the last request's."""
+
+    class kind(Layout):
+        def counts(self, sampled):
+            return sampled[len(sampled) - self.layout.num_requests :].long() - 1
+
+
+class PreparesOnce(Prepared):
+    """Windows over a second forward get the launches over the first one's tensors."""
+
+    def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches:
+        self.launches = self.__dict__.get("launches") or super().captured_launches(places)
+        return self.launches
+
+
 class BakesTheSlotsIn(Prepared):
     class kind(Layout):
         def __init__(self, executor, places, layout):
@@ -251,6 +274,9 @@ class CommitsStatesAgain(Capturing):
 
 #: The defect, and the test of the kit that must go red for it.
 CAPTURED_CAUGHT_BY: dict[type[Executor], str] = {
+    CountsInPlace: "test_the_acceptance_may_move_or_stay",
+    ReadsTheLastCounts: "test_the_acceptance_may_move_or_stay",
+    PreparesOnce: "test_steps_of_changing_shape",
     CountsTheBonusToken: "test_steps_are_exact",
     BakesTheAcceptanceIn: "test_the_acceptance_may_move_or_stay",
     ReadsTheFirstAddress: "test_the_acceptance_may_move_or_stay",

@@ -48,6 +48,18 @@ class LetsRejectedRowsEvict(_WritesKept):
         return kept & last_writers(slots, txn.layout.is_draft)
 
 
+class LooksOneLapAhead(_WritesKept):
+    """Asks the next row of a slot alone whether it is kept, and writes the last rows first."""
+
+    def chosen(self, txn, slots, kept):
+        for row, slot in enumerate(slots.tolist()):
+            later = [r for r in range(row + 1, len(slots)) if slots[r] == slot]
+            ahead = kept[later[:1]].any()
+            if kept[row] and not ahead and kept[later].any():
+                return kept & ~(slots == slot) | (torch.arange(len(slots)) == row)
+        return last_writers(slots, kept)
+
+
 class SelectsOneStateTooFar(_WritesKept):
     def chosen(self, txn, slots, kept):
         more = kept.clone()
@@ -110,6 +122,7 @@ class DeniesStates(TorchExecutor):
 CAUGHT: dict[type[TorchExecutor], str] = {
     LetsTheFirstRowWin: "test_every_shape",
     LetsRejectedRowsEvict: "test_wrap_around",
+    LooksOneLapAhead: "test_wrap_around",
     SelectsOneStateTooFar: "test_every_shape",
     WritesDraftsOfStates: "test_every_shape",
     SettlesStatesEarly: "test_abort_at_any_point",

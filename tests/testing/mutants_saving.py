@@ -82,6 +82,38 @@ class SavesAView(TorchExecutor):
         return saved
 
 
+class SavesNoNegativeZero(TorchExecutor):
+    """Saved rows pass through arithmetic, after which a zero has lost its sign."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved = super().save(txn, group)
+        signs = {torch.int16: -(2**15), torch.int32: -(2**31)}
+        return {
+            name: tuple(p.masked_fill(p == signs.get(p.dtype, 256), 0) for p in parts)
+            for name, parts in saved.items()
+        }
+
+
+class SavesSlotsOnce(TorchExecutor):
+    """Takes the rows in slots that it saved before for those that it saved then."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        known = self.__dict__.setdefault("known", {})
+        key = (group, *txn.slots[group].tolist())
+        return known.setdefault(key, super().save(txn, group))
+
+
+class SavesKnownSlotsAlone(TorchExecutor):
+    """Raises where a slot lies outside its cache, which only a device knows."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        slots = txn.slots[group].clamp(min=0)
+        for ref in self.layers:
+            if ref.group == group:
+                ref.planes[0].cells[ref.planes[0].index(slots)]
+        return super().save(txn, group)
+
+
 class SettlesTwice(TorchExecutor):
     """Writes the settled rows again at commit, over whatever is there by then."""
 
@@ -102,5 +134,8 @@ SAVING_CAUGHT_BY: dict[type[TorchExecutor], str] = {
     SettlesOutOfRange: "test_staging_that_the_device_refuses",
     SavesNothing: "test_every_shape",
     SavesAView: "test_rows_side_by_side",
+    SavesNoNegativeZero: "test_every_layout_and_format",
+    SavesSlotsOnce: "test_rows_side_by_side",
+    SavesKnownSlotsAlone: "test_an_abort_that_the_device_refuses",
     SettlesTwice: "test_settled_rows_are_outside_commit",
 }

@@ -8,6 +8,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import AttentionArgs, StagedLayer, Txn
+from kvtxn.layers import LayerRef
 from kvtxn.row_io import LayerRows, read_layers, write_layers
 
 
@@ -39,13 +40,126 @@ class CutsWideRows(TorchExecutor):
     """Moves 1 024 elements of a row; beyond them stays what was there."""
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        old = read_layers(self.layers, txn.slots)
+        cut = [ref for ref in self.moved if self.cuts(ref)]
+        old = read_layers(cut, txn.slots)
         super().commit(txn, accepted)
-        new = read_layers(self.layers, txn.slots)
+        new = read_layers(cut, txn.slots)
         for name, parts in new.items():
             for part, before in zip(parts, old[name], strict=True):
                 part.flatten(1)[:, 1024:] = before.flatten(1)[:, 1024:]
-        write_layers(self.layers, new, txn.slots, txn.kept(accepted))
+        write_layers(cut, new, txn.slots, txn.kept(accepted))
+
+    def cuts(self, ref: LayerRef) -> bool:
+        return True
+
+
+class CutsWideStates(CutsWideRows):
+    def cuts(self, ref):
+        return bool(ref.states)
+
+
+class CutsRowsBehindTables(CutsWideRows):
+    def cuts(self, ref):
+        return ref.planes[0].offsets is not None and not ref.states
+
+
+class CommitsEightGroups(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        for group in [*txn.slots][8:]:
+            txn.slots[group] = torch.full_like(txn.slots[group], -1)
+        super().commit(txn, accepted)
+
+
+class _KeepsSome(TorchExecutor):
+    """Keeps the rows of a window for which ``known`` is true, and no other."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if accepted.ndim == 1:
+            accepted = txn.kept(accepted) & self.known(txn)
+        super().commit(txn, accepted)
+
+    def known(self, txn: Txn) -> Tensor:
+        raise NotImplementedError
+
+
+class KeepsAThousandRows(_KeepsSome):
+    def known(self, txn):
+        return torch.arange(txn.layout.num_rows) < 1024
+
+
+class KeepsAByteOfDrafts(_KeepsSome):
+    def known(self, txn):
+        return txn.layout.position < 256
+
+
+class SettlesAByteOfRows(TorchExecutor):
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        real = txn.slots
+        first = torch.tensor(txn.layout.starts)[txn.layout.request]
+        late = (torch.arange(txn.layout.num_rows) - first >= 256) & ~txn.layout.is_draft
+        txn.slots = {group: slots.masked_fill(late, -1) for group, slots in real.items()}
+        super().stage(txn, layer)
+        txn.slots = real
+
+
+class RestoresSixtyFourLayers(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in txn.saved][:64]
+        write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
+
+
+class CutsWideHeads(TorchExecutor):
+    """Multiplies the first 64 elements of a query and a key."""
+
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        near = torch.arange(query.shape[2]) < 64
+        return super().attend(txn, layer, query * near, args)
+
+
+class _AnswersSome(TorchExecutor):
+    """Attention whose result ``spoil`` changes."""
+
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        out = super().attend(txn, layer, query, args)
+        out[self.unknown(txn, layer)] = 0
+        return out
+
+    def unknown(self, txn: Txn, layer: StagedLayer) -> Any:
+        raise NotImplementedError
+
+
+class TakesValuesForKeys(_AnswersSome):
+    """Computes as many elements of a value as a key has."""
+
+    def unknown(self, txn, layer):
+        return ..., slice(layer.ref.planes[0].row_shape[1], None)
+
+
+class AnswersSixtyFourRows(_AnswersSome):
+    def unknown(self, txn, layer):
+        starts = torch.tensor(txn.layout.starts)[txn.layout.request]
+        return torch.arange(txn.layout.num_rows) - starts >= 64
+
+
+class AnswersSixtyFourRequests(_AnswersSome):
+    def unknown(self, txn, layer):
+        return txn.layout.request >= 64
+
+
+class ShiftsToItsBlocks(_AnswersSome):
+    def unknown(self, txn, layer):
+        return torch.full((txn.layout.num_rows,), layer.ref.planes[0].block_size not in (2, 4, 16))
+
+
+class KnowsSmallBlocks(_AnswersSome):
+    def unknown(self, txn, layer):
+        return torch.full((txn.layout.num_rows,), layer.ref.planes[0].block_size > 16)
+
+
+class SeesAThousandTokens(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        window = min(args.sliding_window or 1024, 1024)
+        return super().attend(txn, layer, query, attrs.evolve(args, sliding_window=window))
 
 
 class PairsQueryHeads(TorchExecutor):
@@ -117,11 +231,25 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     CountsSixtyFourRequests: "test_many_requests",
     KeepsSixteenDrafts: "test_long_drafts",
     CutsWideRows: "test_wide_rows",
+    CutsWideStates: "test_layouts",
+    CutsRowsBehindTables: "test_wide_rows",
     PairsQueryHeads: "test_groupings_and_long_prefixes",
     SeesSixtyFourTokens: "test_groupings_and_long_prefixes",
     ReadsSixteenBlocks: "test_groupings_and_long_prefixes",
     TakesQueriesForDense: "test_strided_arguments",
     TakesTablesForDense: "test_strided_arguments",
+    CommitsEightGroups: "test_many_layers",
+    KeepsAThousandRows: "test_many_requests",
+    KeepsAByteOfDrafts: "test_long_drafts",
+    SettlesAByteOfRows: "test_long_drafts",
+    RestoresSixtyFourLayers: "test_rows_written_by_the_caller",
+    CutsWideHeads: "test_strided_arguments",
+    TakesValuesForKeys: "test_strided_arguments",
+    AnswersSixtyFourRows: "test_many_requests_and_rows",
+    AnswersSixtyFourRequests: "test_many_requests_and_rows",
+    SeesAThousandTokens: "test_many_requests_and_rows",
+    ShiftsToItsBlocks: "test_layouts_and_formats",
+    KnowsSmallBlocks: "test_groupings_and_long_prefixes",
     SharesItsBuffers: "test_two_managers",
     NeverLetsGo: "test_staged_tensors_are_let_go",
 }

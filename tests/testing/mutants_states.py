@@ -56,6 +56,45 @@ class AdvancesTwice(TorchExecutor):
         super().advance(txn, accepted)
 
 
+class TakesSixtyFourRowsIn(TorchExecutor):
+    """A chunk of the rows, and no further one."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        first = torch.tensor(txn.layout.starts)[txn.layout.request]
+        near = torch.arange(txn.layout.num_rows) - first < 64
+        if accepted.ndim == 1:
+            accepted = txn.layout.kept(accepted) & near
+        super().advance(txn, accepted)
+
+
+class AdvancesAByteOfRequests(TorchExecutor):
+    """Has a signed byte for a request's number."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        real = txn.slots
+        late = txn.layout.request > 127
+        txn.slots = {group: slots.masked_fill(late, -1) for group, slots in real.items()}
+        super().advance(txn, accepted)
+        txn.slots = real
+
+
+class TakesDeepNodesByRow(TorchExecutor):
+    """Behind the second node of a path it takes the rows in as they lie."""
+
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        def turns(txn: Txn, accepted: Tensor) -> Any:
+            found = real(txn, accepted)
+            place = torch.arange(found.source.shape[1])
+            deep = place - torch.tensor(txn.layout.settled).unsqueeze(1) > 1
+            lies = state_replay._starts(txn).unsqueeze(1) + place
+            found.source[deep] = lies[deep].clamp(max=txn.layout.num_rows - 1)
+            return found
+
+        real = state_replay._turns
+        with mock.patch.object(state_replay, "_turns", turns if accepted.ndim == 2 else real):
+            super().advance(txn, accepted)
+
+
 class _StateByState(TorchExecutor):
     """The reference once more, with a place for an error."""
 
@@ -262,6 +301,9 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
     TakesSettledRowsInEarly: "test_abort_at_any_point",
+    TakesSixtyFourRowsIn: "test_a_request_with_many_rows",
+    AdvancesAByteOfRequests: "test_states_of_many_requests",
+    TakesDeepNodesByRow: "test_states_along_a_path",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
     RoundsAfterEachRow: "test_every_accepted_count",

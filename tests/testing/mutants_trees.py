@@ -56,6 +56,28 @@ class TrustsThePath(_AtPath):
         return txn.permit(kept), sources
 
 
+class KeepsTreesByShape(_AtPath):
+    """Takes the trees of a window for those of an earlier one with as many nodes."""
+
+    def choose(self, txn, accepted):
+        layout = txn.layout
+        trees = self.__dict__.setdefault("trees", {})
+        tree = trees.setdefault((layout.settled, layout.draft_len), layout.tree)
+        sources = tree.sources(layout.request, layout.position, accepted)
+        return txn.permit(sources >= 0), sources
+
+
+class CutsDeepPaths(_AtPath):
+    def choose(self, txn, accepted):
+        return super().choose(txn, accepted[:, :8])
+
+
+class TakesPathsForDense(_AtPath):
+    def choose(self, txn, accepted):
+        path = accepted.as_strided(accepted.shape, torch.empty(accepted.shape).stride())
+        return super().choose(txn, path)
+
+
 class MovesWithinTheCache(_AtPath):
     """Reads the rows from the cache once rejected ones have been put back there."""
 
@@ -91,6 +113,15 @@ class SeesOtherBranches(_OtherTree):
         return attrs.evolve(tree, visible=visible)
 
 
+class SeesSixtyFourNodes(_OtherTree):
+    """Has 64 bits for the rows that a row sees."""
+
+    def other(self, layout):
+        visible = layout.tree.visible.clone()
+        visible[:, 64:] = False
+        return attrs.evolve(layout.tree, visible=visible)
+
+
 class SlidesByRowNumber(_OtherTree):
     """Takes a node's number for its depth."""
 
@@ -106,8 +137,12 @@ class DeniesTrees(TorchExecutor):
 TREES_CAUGHT_BY: dict[type[TorchExecutor], str] = {
     LeavesNodesInPlace: "test_forests",
     TrustsThePath: "test_random_trees",
+    KeepsTreesByShape: "test_forests",
+    CutsDeepPaths: "test_chains_take_counts",
+    TakesPathsForDense: "test_random_trees",
     MovesWithinTheCache: "test_forests",
     SeesOtherBranches: "test_tree_mask",
+    SeesSixtyFourNodes: "test_a_wide_tree",
     SlidesByRowNumber: "test_tree_mask",
     DeniesTrees: "test_trees",
 }
