@@ -95,7 +95,7 @@ class SavesNoNegativeZero(TorchExecutor):
 
 
 class SavesSlotsOnce(TorchExecutor):
-    """Takes the rows in slots that it saved before for those that it saved then."""
+    """Saves the rows of the same slots once; a later window gets the first copies."""
 
     def save(self, txn: Txn, group: str) -> LayerRows:
         known = self.__dict__.setdefault("known", {})
