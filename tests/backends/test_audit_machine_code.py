@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kvtxn.backends
 import numba
 import numpy
 import pytest
-from building import ROOT
 from kvtxn.backends import audit_numba
 from kvtxn.backends.audit_numba import (
     byte_rows,
@@ -26,6 +26,8 @@ from kvtxn.backends.audit_numba import (
 from kvtxn.backends.audit_numba.machine_code import CodeFiles, cached, compiled
 from numba.core.caching import CacheImpl
 from numba.core.dispatcher import Dispatcher
+
+import kvtxn
 
 FACTOR = 3
 LIMITS = (2, 5)
@@ -246,9 +248,11 @@ def edit(path, old, new):
 
 def test_processes_load_what_is_compiled_of_their_source_alone(tmp_path):
     """Some that start at once, one more, and others after changes in files of what is inlined."""
-    for name, inside in (("kvtxn", "kvtxn"), ("backends", "kvtxn/backends")):
+    for package in (kvtxn, kvtxn.backends):
+        source = Path(str(package.__file__)).parent
+        target = tmp_path.joinpath(*package.__name__.split("."))
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / inside, ignore=ignored)
+        shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
     passes = tmp_path / "kvtxn" / "backends" / "audit_numba"
     several = [start(tmp_path, tmp_path, stride) for stride in (1, 2, 1)]
     first = ended(several[0])

@@ -5,8 +5,9 @@
 PATHS is the PYTHONPATH of an engine, which begins with the folder of its kvtxn; SETTINGS are those
 of kvtxn as JSON, or nothing for stock vLLM; OPTIONS are those of ``kvtxn bench vllm`` (the model,
 requests, tokens). Each engine is ``vllm.LLM`` in a process of its own. All get the same prompts,
-one after the other; each round has other prompts, and another order of engines. OUT gets every
-run, and by engine the ratios to the first one.
+one after the other; each round has other prompts, and another order of engines. An engine's core
+runs in its own process, so that all requests of a load reach it at once and every run has the same
+steps. OUT gets every run, and by engine the ratios to the first one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ def serve() -> None:
     os.dup2(2, 1)  # what vLLM prints is no answer
     from first_configs import take_first_configs
 
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        take_first_configs()
+    take_first_configs()
     from vllm import LLM, SamplingParams
 
     import kvtxn
@@ -69,7 +69,7 @@ def start(spec: str, arguments: dict[str, Any], folder: Path) -> tuple[str, Any]
     command = [sys.executable, __file__, "--serve"]
     engine = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        cwd=folder, env=os.environ | {"PYTHONPATH": path},
+        cwd=folder, env=os.environ | {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )  # fmt: skip
     config = {"kvtxn": json.loads(settings)} if settings else {}
     engine.stdin.write(json.dumps(arguments | {"additional_config": config}) + "\n")  # type: ignore[union-attr]

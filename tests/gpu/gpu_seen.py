@@ -279,7 +279,6 @@ def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
     parts = [HEAD.format(machine=machine)]
-    known_head = seen_known.head(record.get("sglang_known", {}))
     rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
         ("states", STATES, _states),
@@ -291,7 +290,7 @@ def draw(record: Mapping[str, Any]) -> str:
         ("servers", seen_servers.HEAD, _by(seen_servers.drawn)),
         ("sglang", seen_sglang.ENGINES, _by(seen_sglang.drawn_engines)),
         ("sglang_canary", seen_canary.HEAD, _by(seen_canary.drawn)),
-        ("sglang_known", known_head, _by(seen_known.drawn)),
+        ("sglang_known", seen_known.HEAD, _by(seen_known.drawn)),
         ("sglang_cost", seen_sglang.COST, _by(seen_sglang.drawn_cost)),
         ("sglang_rings", rings_head, _by(seen_sglang.drawn_rings)),
         ("sglang_mamba", seen_sglang.MAMBA, _by(seen_sglang.drawn_mamba)),

@@ -97,7 +97,7 @@ def _serve(port: int, modes: list[str], folder: Path) -> subprocess.Popen[bytes]
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--chunk-size", os.environ["LMCACHE_CHUNK_SIZE"]]
     command += ["--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
-    command += ["--supported-transfer-mode", *modes]
+    command += ["--supported-transfer-mode", *modes, "--disable-metrics"]  # all at one port
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     begin = time.monotonic()

@@ -32,7 +32,6 @@ PLUGINS: Final = "[sglang.srt.plugins]\n" + "".join(
     for name, module in (
         ("aa_mend", "sglang_mend"),
         ("yy_faults", "sglang_faults"),
-        ("zy_undone", "sglang_undone"),
         ("zz_recorder", "sglang_recorder"),
     )
 )

@@ -1,10 +1,10 @@
-"""Public faults of SGLang, tried with small models: do answers change once a cache is used?
+"""Public faults of SGLang, tried with small models: are rows and states right that come back?
 
 python tests/gpu/sglang_known.py OUT
 
 Each engine answers the same prompts cold, from the GPU's cache, and once other prompts have driven
-them out of it: from the host's cache, if there is one. It runs without kvtxn and with the ledger,
-some also with SGLang's KV canary. OUT gets ``known.json`` as engines end, which ``gpu_seen.py``
+them out of it: from the host's cache, if there is one. It runs with the ledger, one also with
+SGLang's KV canary. OUT gets ``known.json`` as engines end, which ``gpu_seen.py``
 reads, and logs and results. The first engine runs alone, to compile kernels.
 """
 
@@ -29,8 +29,8 @@ from sglang_models import KNOWN, VOCABULARY
 
 #: Engines, and the kinds of their runs.
 RUNS: Final = (
-    *(("hicache", kind) for kind in ("canary", "plain", "ledger")),
-    *((name, kind) for name in KNOWN if name != "hicache" for kind in ("plain", "ledger")),
+    ("hicache", "canary"),
+    *((name, "ledger") for name in KNOWN),
 )
 PROMPTS: Final = (520, 640, 771, 900, 1024, 1111)
 #: Prompts that nobody else asks, and that drive the others out of the GPU's cache.
@@ -61,15 +61,11 @@ class Asked:
         return [self.chance.randrange(5, VOCABULARY) for _ in range(number)]
 
     def ask(self, prompt: list[int], tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
-        """Ask one prompt; say what was answered, how surely, and what came from a cache."""
+        """Ask one prompt; say how many of its tokens came from a cache, and from which."""
         parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        found = self.engine.generate(
-            input_ids=prompt, sampling_params=parameters, return_logprob=True, **more
-        )
+        found = self.engine.generate(input_ids=prompt, sampling_params=parameters, **more)
         about = found["meta_info"]
         return {
-            "tokens": list(found.get("output_ids") or found.get("token_ids")),
-            "first": float(about["output_token_logprobs"][0][0]),
             "cached": int(about["cached_tokens"]),
             "from": about.get("cached_tokens_details"),
         }
@@ -129,20 +125,14 @@ def play_legs(out: Path, name: str, kind: str, extra: Mapping[str, Any]) -> None
 # -- what was seen ------------------------------------------------------------------------
 
 
-def compared(legs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Hold each leg against the cold one: texts alike, the first token's log-probability, hits."""
+def sources(legs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Sum up each leg: its prompts, and their tokens from a cache, the host, and storage."""
     found = {}
     for name, answers in legs.items():
-        row: dict[str, Any] = {"asked": len(answers)}
-        row["cached"] = sum(answer["cached"] for answer in answers)
-        sources = [answer["from"] or {} for answer in answers]
-        row |= {
-            part: sum(source.get(part) or 0 for source in sources) for part in ("host", "storage")
-        }
-        if name != "others":
-            pairs = list(zip(answers, legs["cold"], strict=False))
-            row["same"] = sum(one["tokens"] == cold["tokens"] for one, cold in pairs)
-            row["off"] = max(abs(one["first"] - cold["first"]) for one, cold in pairs)
+        row = {"asked": len(answers), "cached": sum(answer["cached"] for answer in answers)}
+        places = [answer["from"] or {} for answer in answers]
+        for part in ("host", "storage"):
+            row[part] = sum(place.get(part) or 0 for place in places)
         found[name] = row
     return found
 
@@ -158,11 +148,11 @@ def alarms(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def judged(job: Job) -> dict[str, Any]:
-    """Say how an engine ended, how its legs compare, and what kvtxn or the canary said."""
+    """Say how an engine ended, what came from caches, and what kvtxn or the canary said."""
     row = {key: value for key, value in summary(job).items() if key in PARTS}
     path = job.out / "results" / f"{job.name}.{job.kind}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
-    row |= {"legs": compared(result.get("legs", {})), "flushed": result.get("flushed")}
+    row |= {"legs": sources(result.get("legs", {})), "flushed": result.get("flushed")}
     row["violations"] = (result.get("report") or {}).get("violations", [])[:20]
     if job.kind == "canary":
         with job.log.open(errors="replace") as lines:

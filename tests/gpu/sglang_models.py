@@ -307,13 +307,11 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
 
 STATES: Final = {"max_mamba_cache_size": 48}
 GRAPH: Final = {**STATES, "max_total_tokens": 8192, "cuda_graph_backend_prefill": "breakable"}
-RANDOM: Final = {"WEIGHTS": "random"}
 #: Engines of ``sglang_known.py``.
 KNOWN: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "hicache": ("llama", HICACHE, {}),
-    "next-hicache": ("next", {**HICACHE, **STATES}, RANDOM),
-    "next-graph": ("next", GRAPH, RANDOM),
-    "next-untracked": ("next", GRAPH, {**RANDOM, "UNDO": "34043"}),
+    "next-hicache": ("next", {**HICACHE, **STATES}, {}),
+    "next-graph": ("next", GRAPH, {}),
     "salts": ("llama", {**HICACHE, **FILES, "page_size": 64}, {}),
 }
 
