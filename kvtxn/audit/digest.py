@@ -224,8 +224,11 @@ def age_of(word: Tensor, expected: Tensor, epoch: Tensor) -> Tensor:
 
 
 def older(word: Tensor, age: int) -> Tensor:
-    """Return the words of rows that are older by an age, int64; reserved words stay."""
-    return word + age * ((word < 0) | (word >= RESERVED))
+    """Return the words of rows that are older by an age, int64; reserved words stay.
+
+    Without an age they are the words themselves, not a copy.
+    """
+    return word + age * ((word < 0) | (word >= RESERVED)) if age else word
 
 
 def _shifted(word: Tensor, shift: int) -> Tensor:

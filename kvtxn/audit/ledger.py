@@ -667,7 +667,8 @@ class Ledger:
             requests: for each block a request that has it in its block table.
             firsts: int ``[n]`` on the host, the position of the first row of each block; of a
                 state, the position of the last token that it has taken in.
-            blocks: int ``[n]``, the blocks; one that the group does not have has no rows.
+            blocks: int ``[n]`` on the host, the blocks; one that the group does not have has no
+                rows.
 
         Returns:
             int64 ``[n, 7]`` on the ledger's device: the step, the request's serial number, the word

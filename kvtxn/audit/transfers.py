@@ -22,7 +22,7 @@ from . import checks
 from .digest import UNWRITTEN, as_word, older
 from .groups import Place
 from .ledger_state import Ints, LedgerState
-from .rows import through, word_at
+from .rows import through
 from .step import Stretch, padded_columns
 from .violation import NOBODY
 
@@ -148,31 +148,37 @@ class RowTransfers:
 
     def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
         """Return whose rows full blocks have, int64 ``[n, 7]``; see ``Ledger.identities``."""
-        place = checks.place_of("identities", self._books, group)
-        line, first = self._lines_at("identities", requests, "firsts", firsts)
-        block, books = self._state.upload(blocks), self._books
-        rows = torch.arange(place.group.block_size, device=self._state.device)
-        slot = block[:, None] * place.group.block_size + rows
-        inside = (block >= 0) & (block < place.group.num_blocks)
-        where = torch.where(inside[:, None], word_at(place, slot), 0)
-        words = torch.where(inside[:, None], books.words[where], UNWRITTEN)
-        after = first[:, None] + rows + 1
-        own = books.own[line[:, None], after.clamp(max=books.sizes.max_length)]
+        # Few and small launches: a connector that stores a block in each step asks in each step.
+        place, books = checks.place_of("identities", self._books, group), self._books
+        lines, firsts = self._lines_at("identities", requests, "firsts", firsts)
+        known = checks.ints("identities", "blocks", blocks).long()
+        self._one_each("identities", "blocks", known, lines)
+        inside = (known >= 0) & (known < place.group.num_blocks)
+        words_at = torch.where(inside, place.base + known * place.stride, 0)
+        given = torch.stack([lines, firsts, words_at, inside.long()])
+        line, first, where, is_inside = self._state.upload(given)
+        size = place.group.block_size
+        # From two digests before that of the tokens before the block, to that of all its tokens.
+        span = torch.arange(-2, size + 1, device=self._state.device)
+        at = (first[:, None] + span).clamp(0, books.sizes.max_length)
+        own = books.own[line[:, None], at]
+        words = books.words[where[:, None] + span[2:-1]]
         # Rows of one prefix differ from the request's own by one number: an age, or other extras.
-        apart = words - own
-        is_one = (apart == apart[:, :1]).all(1)
-        ends = torch.stack([words[:, 0], words[:, -1]], 1)  # an index of ints would wait for a GPU
-        ends = older(ends, -self._state.epoch) * is_one[:, None]
-        before = self._before(line, first)
-        terms = [own[:, 0] - before[0], before[0] - before[1], before[1] - before[2]]
+        apart = words - own[:, 3:]
+        is_one = (apart == apart[:, :1]).all(1) & (is_inside > 0)
+        ends = torch.stack([words[:, 0], words[:, -1]])  # an index of ints would wait for a GPU
+        first_word, last_word = older(ends, -self._state.epoch) * is_one
+        terms = own[:, 1:4] - own[:, :3]
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, line]
-        return torch.stack([step, serial, ends[:, 0], *terms, ends[:, 1]], 1)
+        columns = [step, serial, first_word, *reversed(terms.unbind(1)), last_word]
+        return torch.stack(columns, 1)
 
     def own_words(self, group: str, requests: Sequence[str], positions: Ints) -> Tensor:
         """Return the words of requests' own rows at some positions; see ``Ledger.own_words``."""
         place = checks.place_of("own_words", self._books, group)
-        line, at = self._lines_at("own_words", requests, "positions", positions)
+        numbers = self._lines_at("own_words", requests, "positions", positions)
+        line, at = self._state.upload(torch.stack(numbers))
         after = self._books.own[line, (at + 1).clamp(max=self._books.sizes.max_length)]
         return older(as_word(after + self._books.salts[place.written]), -self._state.epoch)
 
@@ -183,21 +189,25 @@ class RowTransfers:
     def _lines_at(
         self, operation: str, requests: Sequence[str], name: str, positions: Ints
     ) -> tuple[Tensor, Tensor]:
-        """Return requests' lines, and positions of theirs, int64 ``[n]`` each on the device.
+        """Return requests' lines, and positions of theirs, int64 ``[n]`` each on the host.
 
         Raises:
             ConfigError: a request is not admitted, a position is none, or one is missing.
         """
         lines = [self._state.requests.line(each, operation=operation) for each in requests]
         given = checks.bounded(operation, name, positions, self._books.sizes.max_length + 1)
+        self._one_each(operation, name, given, lines)
+        return torch.tensor(lines, dtype=torch.int64, device="cpu"), given
+
+    @staticmethod
+    def _one_each(operation: str, name: str, given: Tensor, lines: Sequence[int] | Tensor) -> None:
+        """Raise a ConfigError unless there is one number for each request."""
         if len(given) != len(lines):
             raise ConfigError(
                 operation, f"{name} are not those of the requests",
                 expected=f"{len(lines)} numbers", got=len(given),
                 hint="name a request for each; nothing was changed",
             )  # fmt: skip
-        line, at = self._state.upload(torch.stack([torch.tensor(lines, dtype=torch.int64), given]))
-        return line, at
 
     def expected(self, request: str, group: str, first: int, end: int) -> Tensor:
         """Return the words of a request's own rows in a stretch; see ``Ledger.expected``."""
@@ -287,7 +297,7 @@ class RowTransfers:
         where = self._words(place, table, first, end)
         words = self._books.words
         found = torch.where(where >= 0, words[where.clamp(min=0)], UNWRITTEN)
-        return older(found, -self._state.epoch) if self._state.epoch else found
+        return older(found, -self._state.epoch)
 
     def _import(
         self,
