@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from kernels_here import importing_kernels
+from kit_cases import take_pairs
 from small_caches import make_layers, rows
 from torch import Tensor
 
@@ -30,12 +31,17 @@ hypothesis.settings.load_profile("kvtxn")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--interpret-all``: every case of the kit through Triton's interpreter."""
+    """``--interpret-all``: every case of the kit, through Triton's interpreter too."""
     parser.addoption(
         "--interpret-all",
         action="store_true",
-        help="without a GPU, run all cases of the conformance kit on interpreted kernels (slow)",
+        help="without a GPU, run all cases of the conformance kit, interpreted ones too (slow)",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take of the torch executor's kit each value, and each two together, once."""
+    take_pairs(config, items, "TestTorch")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

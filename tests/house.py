@@ -273,9 +273,8 @@ def hook_points(root: Path) -> int:
     return len(json.loads(path.read_text())["releases"][-1]["hooks"])
 
 
-def measure(root: Path) -> dict[str, str]:
+def measure(root: Path, source: Source) -> dict[str, str]:
     """Measure the source below ``root``: each row of ``house.json`` that has a number, by name."""
-    source = Source(root)
     before = hooked(source).values()
     passes = methods(source.classes["kvtxn.audit.passes.Passes"])
     numbers = {
@@ -311,11 +310,11 @@ def archived(revision: str, folder: Path) -> None:
 def report(revision: str | None = None) -> str:
     """Return the table for a revision, or for the working tree."""
     if revision is None:
-        found = measure(ROOT)
+        found = measure(ROOT, Source(ROOT))
     else:
         with tempfile.TemporaryDirectory() as folder:
             archived(revision, Path(folder))
-            found = measure(Path(folder))
+            found = measure(Path(folder), Source(Path(folder)))
     rows = json.loads((ROOT / "tests" / "house.json").read_text())
     assert found.keys() <= rows.keys(), found.keys() - rows.keys()
     lines = [f"{'':52}{'99a3f46':>12}{'must':>8}{'aim':>8}{revision or 'now':>12}"]

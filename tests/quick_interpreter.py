@@ -6,6 +6,7 @@ It makes types, shapes and constants anew for every value of a kernel, which tak
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from functools import cache
 from typing import Any
 
@@ -41,18 +42,30 @@ def _prepare_once_per_launch() -> None:
 
 
 def _call_without_detours() -> None:
-    """Call a function of Triton's with what the interpreter adds, not by way of two others."""
+    """Call a function of Triton's with what the interpreter adds, not by way of two others.
 
-    def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    And look for the functions of a module or class once.
+    """
+
+    def called_by_kernels(member: Any) -> Any:
         function, own = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
 
         def called(*given: Any, **named: Any) -> Any:
             named["_semantic"] = own
             return function(*given, **named)
 
-        scope.set_attr(owner, name, called)
+        return called
 
-    interpreter._patch_attr = replace
+    @cache
+    def functions(owner: Any) -> list[tuple[str, Any]]:
+        members = inspect.getmembers(owner)
+        return [(name, called_by_kernels(each)) for name, each in members if core.is_builtin(each)]
+
+    def replace(owner: Any, builder: Any, scope: Any) -> None:
+        for name, called in functions(owner):
+            scope.set_attr(owner, name, called)
+
+    interpreter._patch_builtin = replace
 
 
 def _compute_what_counts() -> None:
@@ -105,15 +118,54 @@ def _make_types_once() -> None:
     core.dtype.__eq__ = lambda self, other: self is other or same(self, other)
 
 
-def _spread_what_differs() -> None:
-    """Compare no shapes of two values that have the same, and none of a block with a number's."""
-    semantics = semantic.TritonSemantic
-    spread_both = semantics.broadcast_impl_value
+def _convert_what_differs() -> None:
+    """Leave two numbers of one type and shape as they are, and make each constant once."""
+    semantics, tensor, ints = semantic.TritonSemantic, core.tensor, core.dtype.SINT_TYPES
+    spread_both, convert = semantics.broadcast_impl_value, semantics.binary_op_type_checking_impl
+    unwrap, constants = core._unwrap_if_constexpr, dict[tuple[Any, ...], Any]()
 
     def spread(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         return (left, right) if left.shape is right.shape else spread_both(self, left, right)
 
+    def converted(self: Any, left: Any, right: Any, *pointers: bool, **how: Any) -> Any:
+        if type(left) is not tensor:
+            return convert(self, left, right, *pointers, **how)
+        kind = left.dtype
+        if type(right) is int and kind.name in ints:
+            key = (
+                (right, kind.name, *left.type.shape) if left.type.is_block() else (right, kind.name)
+            )
+            if key not in constants:
+                constants[key] = convert(self, left, right, *pointers, **how)[1]
+            return left, constants[key]
+        if type(right) is tensor and (
+            (kind is right.dtype and kind.name in ints)
+            or (len(pointers) > 0 and pointers[0] and kind.is_ptr() and right.dtype.is_int())
+        ):
+            return spread(self, left, right)
+        return convert(self, left, right, *pointers, **how)
+
     semantics.broadcast_impl_value = spread
+    semantics.binary_op_type_checking_impl = converted
+    core._unwrap_if_constexpr = lambda value: value if type(value) is tensor else unwrap(value)
+
+
+def _keep_what_is_right() -> None:
+    """Look at no size of what has the type of an operand."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    operate = builder.binary_op
+
+    def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def operated(self: Any, left: Any, right: Any, function: Any) -> Any:
+        kind = left.data.dtype
+        if kind is not right.data.dtype or kind.kind == "b":
+            return operate(self, left, right, function)
+        return handle(function(left.data, right.data), left.dtype.scalar)
+
+    handle.__init__ = made
+    builder.binary_op = operated
 
 
 def _multiply_bfloat16() -> None:
@@ -142,5 +194,6 @@ def prepare() -> None:
     _call_without_detours()
     _compute_what_counts()
     _make_types_once()
-    _spread_what_differs()
+    _convert_what_differs()
+    _keep_what_is_right()
     _multiply_bfloat16()

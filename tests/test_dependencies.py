@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ EXTRAS = {
 }
 
 
+@cache
 def declared(*extras: str) -> set[str]:
     """Names that the core and these extras ask for."""
     optional = PROJECT["optional-dependencies"]
@@ -45,6 +47,7 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in texts} - {"kvtxn"}
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Distributions that a file imports from, anywhere in it."""
     modules = set()
@@ -78,6 +81,8 @@ def test_what_is_declared_is_imported(extra):
 
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+#: Modules and folders of the tests.
+HELPERS = {canonicalize_name(name) for path in TESTS for name in (path.stem, path.parent.name)}
 #: Extras that the tests are run with; "dev" asks for some of them itself.
 TESTED_WITH = (
     *("dev", "bench", "completion", "doctor", "numba", "redis", "testing", "transformers"),
@@ -94,8 +99,7 @@ TOOLS = {
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_test_imports_is_declared(path):
     """For "dev", or for an extra that the tests are run with."""
-    helpers = {canonicalize_name(each) for path in TESTS for each in (path.stem, path.parent.name)}
-    assert imported(path) - helpers <= declared(*TESTED_WITH)
+    assert imported(path) - HELPERS <= declared(*TESTED_WITH)
 
 
 def test_what_is_declared_for_the_tests_is_imported():

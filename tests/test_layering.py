@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def imported(module: str, source: str) -> set[str]:
     return found
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Absolute names of everything a file imports."""
     return imported(module_of(path), path.read_text())
@@ -163,19 +165,24 @@ def test_long_files_say_why():
     assert long == LONG.keys()
 
 
-def test_no_class_is_cut_by_inheritance():
+@pytest.fixture(scope="module")
+def source():
+    """All modules of the product, read once."""
+    return Source(ROOT)
+
+
+def test_no_class_is_cut_by_inheritance(source):
     """No class has one subclass alone, in another file, unless it is a class without it, too."""
-    found = slices(Source(ROOT))
+    found = slices(source)
     print(f"{len(found)} classes are slices:", *sorted(found), sep="\n")
     assert not found
 
 
-def test_an_adapter_is_one_class_that_knows_parts_alone():
+def test_an_adapter_is_one_class_that_knows_parts_alone(source):
     """It has no base, so each of vLLM's methods is overridden once; parts hear of it by a list.
 
     What they hear is of the step's record, which readers in ``seam`` make.
     """
-    source = Source(ROOT)
     runners = f"{PLUGIN}.runners"
     adapters = {name for name in source.classes if name.startswith(f"{runners}.runner_")}
     assert adapters == {f"{runners}.runner_v1.AdapterV1", f"{runners}.runner_v2.AdapterV2"}
@@ -188,9 +195,9 @@ def test_an_adapter_is_one_class_that_knows_parts_alone():
         assert "kvtxn.integrations.serving.parts.Parts" in ours
 
 
-def test_the_packages_of_the_plug_in_import_inwards():
+def test_the_packages_of_the_plug_in_import_inwards(source):
     """None of them imports one that imports it, over others either."""
-    found = [each for each in circles(packages(Source(ROOT))) if PLUGIN in " ".join(each)]
+    found = [each for each in circles(packages(source)) if PLUGIN in " ".join(each)]
     assert found == []
 
 
@@ -265,10 +272,10 @@ def test_packages_that_import_each_other_are_one_circle():
     assert circles(graph) == [{"a", "b", "c"}, {"e", "f"}]
 
 
-def test_the_house_is_measured():
+def test_the_house_is_measured(source):
     """By ``make house``; each number has its row beside it."""
     rows = json.loads((ROOT / "tests" / "house.json").read_text())
-    found = measure(ROOT)
+    found = measure(ROOT, source)
     assert found.keys() == {name for name, row in rows.items() if "how" not in row}
     assert int(found["product lines"]) > 10_000
 

@@ -7,7 +7,8 @@ from typing import Any
 import hypothesis
 import pytest
 from kernels_here import ON_GPU
-from triton_here import kernel_device, take_some, triton_executor
+from kit_cases import take_some
+from triton_here import kernel_device, triton_executor
 
 __all__ = ["kernel_device", "triton_executor"]
 

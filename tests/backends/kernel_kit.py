@@ -12,8 +12,8 @@ from kvtxn.testing import ExecutorConformance
 from kvtxn.testing.kit import POLICIES, TRANSACTIONAL, Kit
 
 
-class KernelConformance(ExecutorConformance):
-    """The kit on the kernels' device, with as many examples as that allows; supply ``backend``."""
+class KernelKit:
+    """The kernels' device, and as many examples as that allows; before parts of the kit."""
 
     @pytest.fixture
     def device(self, kernel_device: str) -> str:
@@ -34,7 +34,11 @@ class KernelConformance(ExecutorConformance):
     @pytest.mark.skipif(not ON_GPU, reason="an interpreted launch copies its arguments back")
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_atomic(self, kit: Kit, policy: str) -> None:
-        super().test_atomic(kit, policy)
+        super().test_atomic(kit, policy)  # type: ignore[misc]
+
+
+class KernelConformance(KernelKit, ExecutorConformance):
+    """The kit on the kernels' device; supply ``backend``."""
 
     @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_kit import KernelConformance
+from kernel_kit import KernelConformance, KernelKit
 from kernels_here import ON_GPU
 
 from kvtxn import SampledIds
 from kvtxn.cuda_graphs import GRAPH_BYTES
 from kvtxn.testing import Rig, registered
+from kvtxn.testing.program import RandomProgram
+from kvtxn.testing.promise_all_or_nothing import AllOrNothing, Isolation
+from kvtxn.testing.promise_captured import CapturedWindows
+from kvtxn.testing.promise_claims import Claims
+from kvtxn.testing.promise_counts import Counts
+from kvtxn.testing.promise_device import Device
+from kvtxn.testing.promise_discipline import Discipline
+from kvtxn.testing.promise_exactness import Exactness, Sizes
+from kvtxn.testing.promise_fallback import Fallback
+from kvtxn.testing.promise_histories import LongRuns
+from kvtxn.testing.promise_hooks import Hooks
+from kvtxn.testing.promise_overwriting import Overwriting
+from kvtxn.testing.promise_trees import Trees
 
 cudagraph = pytest.importorskip("kvtxn.backends.cudagraph_executor")
 
@@ -66,8 +79,15 @@ if ON_GPU:
 
 else:
 
-    class TestPretendedGraphs(KernelConformance):
-        """Buckets, buffers and keys are the executor's own; only the graphs are not."""
+    class TestPretendedGraphs(
+        KernelKit, RandomProgram, LongRuns, Overwriting, Trees, CapturedWindows, Hooks, Fallback,
+        Device, Discipline, Isolation, AllOrNothing, Sizes, Exactness, Counts, Claims,
+    ):  # fmt: skip
+        """Buckets, buffers and keys are the executor's own; only the graphs are not.
+
+        Without the promises that the Triton executor keeps for it, and without any commit of its
+        own: of attention alone, and of steps over captured forwards.
+        """
 
         @pytest.fixture
         def backend(self, anywhere, triton_executor):

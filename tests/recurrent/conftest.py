@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from triton_here import kernel_device, take_some, triton_executor
+from kit_cases import take_some
+from triton_here import kernel_device, triton_executor
 
 __all__ = ["kernel_device", "triton_executor"]
 
