@@ -34,36 +34,20 @@ M_PERTURB = -6
 _inherited: set[int] = set()
 
 
-class Fork:
-    """What the handle of an engine's process needs of ``subprocess.Popen``."""
+class Child:
+    """A fork of this process, with what is needed here of ``subprocess.Popen``.
+
+    Args:
+        begin: is called in it; returns the exit code.
+        log: takes what the process prints.
+        session: give it a session of its own.
+    """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        pass_fds: Sequence[int],
-        stdout: IO[str],
-        env: Mapping[str, str],
-        **others: Any,
+        self, begin: Callable[[], int | None], log: IO[str], *, session: bool = False
     ) -> None:
         self.returncode: int | None = None
-
-        def begin() -> None:
-            for number in _open_files() - _inherited - set(pass_fds):
-                with suppress(OSError):  # it was that of the listing
-                    os.close(number)
-            from engine_child import fork_workers
-
-            fork_workers()
-            log = logging.getLogger("kvtxn")  # the command has configured it, for itself
-            log.handlers = []
-            log.setLevel(logging.NOTSET)
-            os.environ.clear()
-            os.environ.update(env)
-            sys.argv = list(command)
-            engine_process.main()
-
-        self.pid = _fork(begin, stdout, stdout, session=True)
+        self.pid = _fork(begin, log, log, session=session)
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
@@ -82,6 +66,36 @@ class Fork:
             time.sleep(0.05)
         assert self.returncode is not None
         return self.returncode
+
+
+class Fork(Child):
+    """The handle of an engine's process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        stdout: IO[str],
+        env: Mapping[str, str],
+        **others: Any,
+    ) -> None:
+        def begin() -> None:
+            for number in _open_files() - _inherited - set(pass_fds):
+                with suppress(OSError):  # it was that of the listing
+                    os.close(number)
+            from engine_child import fork_workers
+
+            fork_workers()
+            log = logging.getLogger("kvtxn")  # the command has configured it, for itself
+            log.handlers = []
+            log.setLevel(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = list(command)
+            engine_process.main()
+
+        super().__init__(begin, stdout, session=True)
 
 
 def run(folder: Path, *words: object) -> Ended:

@@ -307,9 +307,10 @@ COMMANDS = {
 }
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
-#: such as those of servers, of "starts", and of commands that no fork runs.
+#: such as those of "served-one" and of "audited-tests": there the plug-in has to come along by
+#: itself.
 FORKING = (
-    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived"),
+    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived", "starts", "served-many"),
     *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
     *("audit-ranks-raise", "audit-ranks-fail", "audit-contained-process", "audit-pictures"),
     *("audit-sessions", "audit-plain-sessions"),
