@@ -44,6 +44,7 @@ class Engines:
     def __init__(self, jobs: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtxn-vllm-")
         self._engines = {name: list(job["engines"]) for name, job in jobs.items()}
+        works = sorted({job["work"].partition(":")[0] for job in jobs.values() if "work" in job})
         self.pool = EnginePool(
             "engine_child:carry_out",
             {
@@ -55,7 +56,7 @@ class Engines:
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
             environment=variables(self._folder.name) | {"PYTHONPATH": python_path(*FOLDERS)},
-            preload=["engine_preload", *(["compiled_ledger"] if jobs.keys() - JOBS.keys() else [])],
+            preload=["engine_preload", *(["compiled_ledger"] if works else []), *works],
         )
 
     def finished(self, job: str) -> bool:
