@@ -39,15 +39,35 @@ class Child:
 
     Args:
         begin: is called in it; returns the exit code.
-        log: takes what the process prints.
+        out: takes what the process prints.
+        err: takes its errors.
         session: give it a session of its own.
     """
 
     def __init__(
-        self, begin: Callable[[], int | None], log: IO[str], *, session: bool = False
+        self, begin: Callable[[], int | None], out: IO[str], err: IO[str], *, session: bool = False
     ) -> None:
         self.returncode: int | None = None
-        self.pid = _fork(begin, log, log, session=session)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code: object = 1
+        try:
+            if session:
+                os.setsid()
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            code = begin()
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
@@ -95,7 +115,7 @@ class Fork(Child):
             sys.argv = list(command)
             engine_process.main()
 
-        super().__init__(begin, stdout, session=True)
+        super().__init__(begin, stdout, stdout, session=True)
 
 
 def run(folder: Path, *words: object) -> Ended:
@@ -137,8 +157,7 @@ def _run(folder: Path, work: Callable[[], int | None]) -> Ended:
         return work()
 
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        _, status = os.waitpid(_fork(begin, out, err, session=False), 0)
-        code = os.waitstatus_to_exitcode(status)
+        code = Child(begin, out, err).wait()
     return Ended(code, (folder / "out").read_text(), (folder / "err").read_text())
 
 
@@ -155,34 +174,3 @@ def _clear_new_memory() -> None:
 def _open_files() -> set[int]:
     """Return the descriptors of this process's open files."""
     return set(map(int, os.listdir("/proc/self/fd")))
-
-
-def _fork(begin: Callable[[], int | None], out: IO[str], err: IO[str], *, session: bool) -> int:
-    """Call a function in a fork; returns the id of the process.
-
-    Args:
-        begin: returns the exit code.
-        out: takes what the process prints.
-        err: takes its errors.
-        session: give the process a session of its own.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process:
-        return process
-    code: object = 1
-    try:
-        if session:
-            os.setsid()
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        code = begin()
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)

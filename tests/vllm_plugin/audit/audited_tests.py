@@ -70,5 +70,5 @@ def run(folder: Path) -> dict[str, Any]:
     words = ["-q", "-rA", "--color=no", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     words += [str(folder / "test_engines.py"), "--kvtxn-audit"]
     with (folder / "out").open("w") as out:
-        code = Child(lambda: pytest.main(words), out).wait()
+        code = Child(lambda: pytest.main(words), out, out).wait()
     return {"rc": code, "out": (folder / "out").read_text()}

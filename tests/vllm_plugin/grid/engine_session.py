@@ -30,11 +30,6 @@ FOLDERS = [
 LIMIT = 900
 
 
-def _turn(item: tuple[str, dict[str, Any]]) -> float:
-    """Order jobs by what they take: at the end no core waits for a long one."""
-    return -float(item[1]["weight"])
-
-
 class Engines:
     """The engines of a session, as many at a time as there are cores, at most four.
 
@@ -49,7 +44,8 @@ class Engines:
             "engine_child:carry_out",
             {
                 f"{name}.{engine}": job | {"name": engine}
-                for name, job in sorted(jobs.items(), key=_turn)
+                # At the end no core waits for a long one.
+                for name, job in sorted(jobs.items(), key=lambda job: -job[1].get("seconds", 0))
                 for engine in job["engines"]
             },
             Path(self._folder.name),

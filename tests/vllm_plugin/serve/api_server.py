@@ -163,7 +163,7 @@ def _fork(words: list[str], folder: Path, environment: dict[str, str], log: IO[s
         sys.argv = ["vllm", *words]
         main()
 
-    return forked_commands.Child(begin, log)
+    return forked_commands.Child(begin, log, log)
 
 
 @contextmanager
@@ -200,10 +200,10 @@ def serving(
         _wait_until_up(server, process, folder / "log")
         yield server
     finally:
-        os.kill(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.kill(process.pid, signal.SIGTERM)
             process.wait(30)
-        if process.returncode is None:
+        if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)  # its children notice
         process.wait()
 
