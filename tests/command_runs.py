@@ -22,14 +22,14 @@ PLANTED = {
 
 
 def soak(planted: str | None = None) -> tuple[object, ...]:
-    """A short soak: conversations, and more requests than blocks."""
+    """A short soak: conversations, and for a healthy engine more requests than blocks."""
     engine = {} if planted is None else {"scheduler_cls": f"planted_schedulers.{planted}"}
     compared = () if planted in (None, "SaysOther") else ("--no-texts",)
-    long = planted == "KeepsBytes"  # a slope takes samples
+    seconds = {None: 6, "KeepsBytes": 12}.get(planted, 3)  # a slope takes samples
     patience = 20 if planted == "LosesBlocks" else 120  # on a busy machine a step may take seconds
     return (
-        *("bench", "soak", "--workloads", "chat", *(() if long else ("offload",))),
-        *("--requests", 1, "--every", 0.1, "--seconds", 20 if long else 6),
+        *("bench", "soak", "--workloads", "chat", *(("offload",) if planted is None else ())),
+        *("--requests", 1, "--every", 0.1, "--seconds", seconds),
         *("--patience", patience, "--engine-args", json.dumps(engine), *compared),
     )
 

@@ -34,36 +34,40 @@ M_PERTURB = -6
 _inherited: set[int] = set()
 
 
-class Fork:
-    """What the handle of an engine's process needs of ``subprocess.Popen``."""
+class Child:
+    """A fork of this process, with what is needed here of ``subprocess.Popen``.
+
+    Args:
+        begin: is called in it; returns the exit code.
+        out: takes what the process prints.
+        err: takes its errors.
+        session: give it a session of its own.
+    """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        pass_fds: Sequence[int],
-        stdout: IO[str],
-        env: Mapping[str, str],
-        **others: Any,
+        self, begin: Callable[[], int | None], out: IO[str], err: IO[str], *, session: bool = False
     ) -> None:
         self.returncode: int | None = None
-
-        def begin() -> None:
-            for number in _open_files() - _inherited - set(pass_fds):
-                with suppress(OSError):  # it was that of the listing
-                    os.close(number)
-            from engine_child import fork_workers
-
-            fork_workers()
-            log = logging.getLogger("kvtxn")  # the command has configured it, for itself
-            log.handlers = []
-            log.setLevel(logging.NOTSET)
-            os.environ.clear()
-            os.environ.update(env)
-            sys.argv = list(command)
-            engine_process.main()
-
-        self.pid = _fork(begin, stdout, stdout, session=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code: object = 1
+        try:
+            if session:
+                os.setsid()
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            code = begin()
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
@@ -82,6 +86,36 @@ class Fork:
             time.sleep(0.05)
         assert self.returncode is not None
         return self.returncode
+
+
+class Fork(Child):
+    """The handle of an engine's process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        stdout: IO[str],
+        env: Mapping[str, str],
+        **others: Any,
+    ) -> None:
+        def begin() -> None:
+            for number in _open_files() - _inherited - set(pass_fds):
+                with suppress(OSError):  # it was that of the listing
+                    os.close(number)
+            from engine_child import fork_workers
+
+            fork_workers()
+            log = logging.getLogger("kvtxn")  # the command has configured it, for itself
+            log.handlers = []
+            log.setLevel(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = list(command)
+            engine_process.main()
+
+        super().__init__(begin, stdout, stdout, session=True)
 
 
 def run(folder: Path, *words: object) -> Ended:
@@ -123,8 +157,7 @@ def _run(folder: Path, work: Callable[[], int | None]) -> Ended:
         return work()
 
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        _, status = os.waitpid(_fork(begin, out, err, session=False), 0)
-        code = os.waitstatus_to_exitcode(status)
+        code = Child(begin, out, err).wait()
     return Ended(code, (folder / "out").read_text(), (folder / "err").read_text())
 
 
@@ -141,34 +174,3 @@ def _clear_new_memory() -> None:
 def _open_files() -> set[int]:
     """Return the descriptors of this process's open files."""
     return set(map(int, os.listdir("/proc/self/fd")))
-
-
-def _fork(begin: Callable[[], int | None], out: IO[str], err: IO[str], *, session: bool) -> int:
-    """Call a function in a fork; returns the id of the process.
-
-    Args:
-        begin: returns the exit code.
-        out: takes what the process prints.
-        err: takes its errors.
-        session: give the process a session of its own.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process:
-        return process
-    code: object = 1
-    try:
-        if session:
-            os.setsid()
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        code = begin()
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)

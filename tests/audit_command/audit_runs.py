@@ -107,7 +107,7 @@ FAULTS = {
 
 def chat(folder: Path) -> Ended:
     """Audit the plain engine."""
-    return audit(folder, "chat", "--requests", 24, "--html", "page.html")
+    return audit(folder, "chat", "--requests", 24, "--html", "page.html", run=forked_commands.run)
 
 
 def own_prompts(folder: Path) -> Ended:
@@ -126,7 +126,7 @@ def refused(folder: Path) -> Ended:
     from kvtxn.integrations.audit_command.command import PLAIN
 
     engine = {**PLAIN, "max_model_len": -3}
-    return audit(folder, "chat", "--html", "page.html", engine=engine, run=forked_commands.run)
+    return audit(folder, "chat", "--html", "page.html", engine=engine)
 
 
 def pooling(folder: Path) -> Ended:

@@ -15,7 +15,7 @@ class LosesBlocks(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.taken += 1
-        if self.taken % 200 == 0:
+        if self.taken % 50 == 0:
             self.kv_cache_manager.block_pool.get_new_blocks(1)
         return super().schedule(*args, **kwargs)
 

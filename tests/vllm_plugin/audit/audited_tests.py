@@ -1,12 +1,13 @@
-"""One process: pytest runs tests that know nothing of kvtxn, with ``--kvtxn-audit``."""
+"""A fork of one process: pytest runs tests that know nothing of kvtxn, with ``--kvtxn-audit``."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+from forked_commands import Child
 
 #: The tests; the fault is planted by reaching into the engine, as no test of a user's would.
 TESTS = """
@@ -65,13 +66,9 @@ def test_whose_engine_is_in_another_process(tmp_path, monkeypatch):
 def run(folder: Path) -> dict[str, Any]:
     """Run the tests; returns what pytest prints and its exit code."""
     (folder / "test_engines.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [*command, "--rootdir", str(folder), str(folder / "test_engines.py"), "--kvtxn-audit"],
-        env=os.environ | {"COLUMNS": "200"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {"rc": ended.returncode, "out": ended.stdout + ended.stderr}
+    os.environ["COLUMNS"] = "200"
+    words = ["-q", "-rA", "--color=no", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    words += [str(folder / "test_engines.py"), "--kvtxn-audit"]
+    with (folder / "out").open("w") as out:
+        code = Child(lambda: pytest.main(words), out, out).wait()
+    return {"rc": code, "out": (folder / "out").read_text()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,29 +52,38 @@ CONNECTED = (
 )
 
 
-def work(rig: Rig, lengths: tuple[int, int, int, int] = (24, 16, 44, 12)) -> list[list[int]]:
+def work(
+    rig: Rig,
+    lengths: tuple[int, int, int, int] = (24, 16, 44, 12),
+    enough: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
     """Prompts that repeat themselves, again in a full cache, and more than fit.
 
-    ``lengths``: tokens of the answers, by round.
+    ``lengths``: tokens of the answers, by round; no round begins once it is ``enough``.
     """
-    once, again, many, last = lengths
-    found = rig.run(texts(1, 4, 70), once)
-    found += rig.run(texts(1, 4, 70), again)
-    found += rig.run(texts(2, 8, 60), many)
-    found += rig.run(texts(1, 4, 70), last)
+    found, usual = [], texts(1, 4, 70)
+    for prompts, tokens in zip((usual, usual, texts(2, 8, 60), usual), lengths, strict=True):
+        found += [] if enough() else rig.run(prompts, tokens)
     return found
 
 
 def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Plant faults until each has struck, and report what the audit found of each."""
+    """Plant faults until each has struck, and report what the audit found of each.
+
+    Where bytes are watched, all rounds are run: no other text may be wrong.
+    """
     rig = Rig(llm)
+
+    def enough() -> bool:
+        return rig.watch.scrub is None and rig.struck is not None and bool(rig.found())
+
     healthy = work(rig)
     report: dict[str, Any] = {"healthy": rig.found(), "found": {}}
     for fault in engine["faults"]:
         rig.clear()
         with fault(rig):
-            found = work(rig)
-        texts_of = zip(rig.ran, found, healthy, strict=True)
+            found = work(rig, enough=enough)
+        texts_of = zip(rig.ran, found, healthy, strict=False)
         report["found"][fault.__name__] = _of_fault(rig) | {
             "failed": rig.failed,
             "other_texts": [name for name, text, right in texts_of if text != right],
@@ -248,4 +257,6 @@ def contain(
         rig.clear()
         with fault(rig):
             report["logged"][fault.__name__] = work(rig)
+        if report["logged"][fault.__name__] != report["stock"]:
+            break
     return report

@@ -85,4 +85,4 @@ def test_a_model_without_attention_is_told_no_accepted_drafts(reports):
 
 
 def test_every_engine_is_in_the_table():
-    assert ENGINES.keys() == WATCHED.keys()
+    assert ENGINES.keys() == set(WATCHED)

@@ -65,11 +65,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama", "rounds": 8, "rows": 50_000},
     "tensor-parallel": {
         "model": "llama",
+        "rounds": 1,
         "options": {"tensor_parallel_size": 2, "worker_extension_cls": "watched_engines.Rank"},
         "environment": TWO_RANKS,
     },
     "pipeline-parallel": {
         "model": "llama",
+        "rounds": 1,
         "options": {
             "pipeline_parallel_size": 2,
             "speculative_config": None,

@@ -12,7 +12,7 @@ ENGINES = [
     pytest.param(
         kind, policy, marks=pytest.mark.engines(f"connected-{kind}"), id=f"{kind}-{policy}"
     )
-    for kind, (_, policies) in CONNECTED.items()
+    for kind, policies in CONNECTED.items()
     for policy in policies
 ]
 WINDOWS = [each for each in ENGINES if each.values[1] != "stock"]
@@ -81,7 +81,7 @@ def test_stock_stores_no_row_of_a_rejected_draft(reports):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(each, marks=STOCK) for each in CONNECTED["offload"][1]]
+    "policy", [pytest.param(each, marks=STOCK) for each in CONNECTED["offload"]]
 )
 def test_requests_lost_their_blocks_while_some_were_stored(reports, policy):
     """Preempted, and all at once; those that are aborted are in the scenario's own assertion."""

@@ -16,7 +16,6 @@ import ray_cluster
 import torch._dynamo
 from engine_jobs import FORKING
 from kvtxn.integrations.vllm_plugin.policy import supported
-from kvtxn.integrations.vllm_plugin.seam import workers
 from model_files import write, write_tokenizer
 from scenarios import NGRAM, SCENARIOS, Engine, Tokens
 
@@ -186,16 +185,12 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     os.environ.update(job.get("environment", {}))
     torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     kvtxn, scenarios = job["engines"][job["name"]]
-    release = "0.99.0" if job["name"] == "unsupported" else workers.version()
     known = dict(supported.CONNECTORS_CHECKED)
     if "module" in job and job["name"] != "unknown":  # as if it had been checked: these tests do
         known["cpu"] = (*known["cpu"], job["connector"])
     if job.get("attention") == "AMX_MLA":
         take_amx_mla()
-    with (
-        mock.patch.object(workers, "version", return_value=release),
-        mock.patch.object(supported, "CONNECTORS_CHECKED", known),
-    ):
+    with mock.patch.object(supported, "CONNECTORS_CHECKED", known):
         try:
             return run(build(job, kvtxn, folder), scenarios)
         finally:

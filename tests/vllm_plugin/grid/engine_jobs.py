@@ -99,13 +99,11 @@ def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[
     return stock | {policy: ({"policy": policy}, scenarios) for policy in policies}
 
 
-#: By name; ``weight`` is roughly the seconds that one engine of it computes. ``covers`` says what a
-#: job adds, and so why it leaves out the scenarios that it leaves out; ``left_out`` are policies
-#: that are possible and not run; ``stock`` is the job whose stock engine a job is compared with, if
-#: it has none itself.
+#: By name. ``covers`` says what a job adds, and so why it leaves out the scenarios that it leaves
+#: out; ``left_out`` are policies that are possible and not run; ``stock`` is the job whose stock
+#: engine a job is compared with, if it has none itself.
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {
-        "weight": 40,
         "model": "llama",
         "covers": "tensor parallelism, which is the same at every scenario",
         "engines": engines(["one", "eight", "sampled"]),
@@ -113,7 +111,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores()))},
     },
     "ray": {
-        "weight": 60,
         "model": "llama",
         "ray": True,
         "covers": "tensor parallelism over Ray, the same again, so under one policy and beside the "
@@ -131,7 +128,6 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "compile": {
-        "weight": 25,
         "model": "llama",
         "covers": "torch.compile, which changes the forward alone",
         "engines": engines(["one", "eight", "chunked"]),
@@ -141,7 +137,6 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     **{
         model: {
-            "weight": 5,
             "model": model,
             "covers": "every schedule; what a request can ask for is the job requests",
             "engines": engines(GRID),
@@ -151,21 +146,18 @@ JOBS: dict[str, dict[str, Any]] = {
         for model in MODELS
     },
     "draft": {
-        "weight": 5,
         "model": "llama",
         "draft": "draft",
         "covers": "drafts from a model, with layers of its own in the cache",
         "engines": engines(["eight", "chunked"]),
     },
     "requests": {
-        "weight": 5,
         "model": "llama",
         "tokenizer": True,
         "covers": "what a request can ask for, which no model changes",
         "engines": engines(REQUESTS),
     },
     "deepseek": {
-        "weight": 5,
         "model": "deepseek",
         "attention": "CPU_MLA",
         "covers": "latent attention, for which vLLM's backend for any CPU has neither prompt "
@@ -179,7 +171,6 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "amx_mla": {
-        "weight": 8,
         "model": "deepseek",
         "attention": "AMX_MLA",
         "dtype": "bfloat16",
@@ -189,48 +180,38 @@ JOBS: dict[str, dict[str, Any]] = {
         "engines": engines([scenario for scenario in GRID if scenario != "prefix"]),
     },
     "fp8": {
-        "weight": 4,
         "model": "llama",
         "covers": "rows of 8 bits, which no other schedule treats differently",
         "engines": engines(["one", "eight", "chunked", "same_step"]),
         "options": {"kv_cache_dtype": "fp8"},
     },
     "gemma2": {
-        "weight": 3,
         "model": "gemma2",
         "covers": "a soft cap; gemma3 has the schedules",
         "engines": engines(["one", "eight"]),
     },
     "gemma4": {
-        "weight": 4,
         "model": "gemma4",
         "covers": "two groups with different block sizes; gemma3 has the schedules",
         "engines": engines(["eight", "preempted"]),
     },
     "gemma3n": {
-        "weight": 3,
         "model": "gemma3n",
         "covers": "layers that share rows; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
     "bloom": {
-        "weight": 3,
         "model": "bloom",
         "covers": "ALiBi; llama has the schedules",
         "engines": engines(["one", "eight"], ("undo",))
-        | {
-            "refused": ({"policy": "deferred"}, ["one"]),
-            "unsupported": ({"policy": "undo"}, ["one"]),
-        },
+        | {"refused": ({"policy": "deferred"}, ["one"])},
     },
     "gptoss": {
-        "weight": 3,
         "model": "gptoss",
         "covers": "attention sinks; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
     "every_row": {
-        "weight": 3,
         "model": "llama",
         "connector": "EveryRowConnector",
         "module": "every_row_connector",
@@ -239,7 +220,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
     },
     "faults": {
-        "weight": 6,
         "model": "llama",
         "covers": "failures inside kvtxn",
         "engines": {
@@ -253,110 +233,107 @@ JOBS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
-WATCHED = {
-    **dict.fromkeys(("tensor-parallel", "pipeline-parallel"), 40),
-    **dict.fromkeys(("ranks-raise", "ranks-fail"), 40),
-    **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
-    **{"planted-forwards": 5, "device-states": 14, "device-rows": 7, "device-transfers": 6},
-    **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
-    **dict.fromkeys(("llama", "bytes", "planted-bytes", "latent"), 5),
-    **dict.fromkeys(("draft-model", "hybrid-windows"), 5),
-    **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
-    **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
-    **dict.fromkeys(("contained-offloading", "contained-example", "contained-several"), 9),
-    **{"planted-single-states": 5, "shared-store": 4},
-    **{"stale": 5, "stale-alarm": 3, "stale-contain": 3, "stale-connector": 3, "stale-states": 4},
-    **{"pictures": 10, "shared-pictures": 12, "lost-reuse": 4, "lost-states": 4},
-    **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
-}
+#: Engines of ``tests/vllm_plugin/audit/watched_engines.py``.
+WATCHED = (
+    *("llama", "latent", "bytes", "fp8", "draft-model", "hybrid-windows", "shared-rows"),
+    *("two-block-sizes", "gated-delta-net", "short-convolution", "mamba", "mamba-with-drafts"),
+    *("example-connector", "offloading-connector", "several-connectors", "shared-store"),
+    *("tensor-parallel", "pipeline-parallel", "ranks-raise", "ranks-fail", "fails", "sleeps"),
+    *("planted-rows", "planted-forwards", "planted-blocks", "planted-states", "planted-bytes"),
+    *("planted-single-states", "planted-transfers"),
+    *("device-rows", "device-states", "device-transfers", "contained", "contained-offloading"),
+    *("contained-example", "contained-several", "contained-ranks", "contained-process"),
+    *("stale", "stale-alarm", "stale-contain", "stale-connector", "stale-states"),
+    *("pictures", "shared-pictures", "lost-reuse", "lost-states"),
+)
 
-#: Engines of ``tests/vllm_plugin/states/state_jobs.py``, by name, with their weights.
-STATES = {
-    **{"two-ranks": 40, "two-ranks-greedy": 30, "windows": 13, "nemotron_h": 8, "lfm2": 6},
-    **dict.fromkeys(("greedy", "forced", "mamba2", "falcon_h1", "falcon_h1-greedy"), 5),
-    **dict.fromkeys(("nemotron_h-greedy", "mamba2-greedy", "lfm2-greedy"), 3),
-    **dict.fromkeys(("stock", "raise", "mamba2-stock", "chosen"), 2),
-}
+#: Engines of ``tests/vllm_plugin/states/state_jobs.py``.
+STATES = (
+    *("windows", "greedy", "stock", "chosen", "raise", "forced", "two-ranks", "two-ranks-greedy"),
+    *("nemotron_h", "lfm2", "mamba2", "falcon_h1", "mamba2-stock"),
+    *("nemotron_h-greedy", "lfm2-greedy", "mamba2-greedy", "falcon_h1-greedy"),
+)
 
-#: Engines of ``tests/vllm_plugin/connectors/connected_engines.py``: weights, and the policies.
+#: Engines of ``tests/vllm_plugin/connectors/connected_engines.py``, and the policies of each.
 #: GPUs have both policies of each (``tests/gpu/connected_jobs.py``).
 CONNECTED = {
-    "plain": (8, ("stock",)),
-    "offload": (9, ("stock", *POLICIES)),
-    "several": (6, ("deferred",)),
-    "second": (9, ("undo",)),
-    "bench": (4, ("stock", "deferred")),
+    "plain": ("stock",),
+    "offload": ("stock", *POLICIES),
+    "several": ("deferred",),
+    "second": ("undo",),
+    "bench": ("stock", "deferred"),
 }
 
-#: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
-AUDITS = {
-    **dict.fromkeys(("chat", "own-prompts", "refused", "trace", "pooling"), 11),
-    **{"fault-mamba2": 20, "fault-sessions": 13, "fault-offloading": 13},
-    **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
-    **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
-    **{"preempted-in-its-step": 30, "failed-load": 6, "replaced-adapter": 6},
-    **{"reset-connector": 7, "stale-rows": 6, "ended-by-session": 5, "left-out-of-hashes": 7},
-}
+#: Runs of ``tests/audit_command/audit_runs.py``.
+AUDITS = (
+    *("chat", "own-prompts", "refused", "trace", "pooling", "fault-mamba2", "fault-sessions"),
+    *("fault-offloading", "fault-hybrid-sessions", "fault-stored-sessions", "fault-one-token"),
+    *("fault-resumed", "fault-skipped", "fault-stored-chunks", "preempted-in-its-step"),
+    *("failed-load", "replaced-adapter", "reset-connector", "stale-rows", "ended-by-session"),
+    "left-out-of-hashes",
+)
 
-#: Runs of ``tests/command_runs.py``, likewise.
-COMMANDS = {
-    **{"bench": 90, "demo": 40, "soak": 25, "soak-SaysOther": 25},
-    **{"demo-real": 30, "audit-real": 20},
-    **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes"), 15),
+#: Runs of ``tests/command_runs.py``.
+COMMANDS = (
+    *("bench", "demo", "demo-real", "audit-real"),
+    *("soak", "soak-SaysOther", "soak-LosesBlocks", "soak-KeepsBytes"),
+)
+
+#: Seconds that an engine of a job computes, where they are many.
+SECONDS = {
+    **{"ray": 45, "command-bench": 40, "served-one": 30, "command-demo-real": 30, "compile": 25},
+    **{"states-windows": 22, "unchecked": 22, "audited-tests": 21, "command-audit-real": 20},
+    **{"command-soak-KeepsBytes": 17, "command-soak": 14, "command-fault-resumed": 14},
+    **{"command-refused": 11, "states-nemotron_h": 11, "states-greedy": 10},
 }
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
-#: such as those of servers, of "starts", and of commands that no fork runs.
+#: such as those of "served-one" and of "audited-tests": there the plug-in has to come along by
+#: itself.
 FORKING = (
-    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived"),
+    *("tp2", "states-two-ranks", "states-two-ranks-greedy", "outlived", "starts", "served-many"),
     *("audit-tensor-parallel", "audit-pipeline-parallel", "audit-contained-ranks"),
     *("audit-ranks-raise", "audit-ranks-fail", "audit-contained-process", "audit-pictures"),
     *("audit-sessions", "audit-plain-sessions"),
 )
 
-#: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.
-V1_STATES = {"nemotron_h": 40, "lfm2": 20}
-
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
 #: function that the process calls with its folder.
 OTHERS: dict[str, dict[str, Any]] = {
-    name: {"weight": weight, "engines": {"alone": None}, "work": work}
-    for name, weight, work in (
-        ("served-many", 60, "api_server:serve_many"),
-        ("served-one", 30, "api_server:serve_one"),
-        ("starts", 65, "engine_starts:starts"),
-        ("unhooking", 7, "engine_starts:unhooking"),
-        ("unchecked", 33, "unchecked_engines:run"),
-        ("outlived", 15, "outlived_engines:counters"),
-        ("audited-tests", 40, "audited_tests:run"),
-        ("audit-at-once", 12, "engines_at_once:run"),
-        ("audit-sessions", 9, "session_engines:sessions_with_drafts"),
-        ("audit-plain-sessions", 9, "session_engines:plain_sessions"),
-        *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
-        *((f"command-{name}", weight, "audit_runs:run") for name, weight in AUDITS.items()),
-        *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
-        *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
+    name: {"engines": {"alone": None}, "work": work}
+    for name, work in (
+        ("served-many", "api_server:serve_many"),
+        ("served-one", "api_server:serve_one"),
+        ("starts", "engine_starts:starts"),
+        ("unhooking", "engine_starts:unhooking"),
+        ("unchecked", "unchecked_engines:run"),
+        ("outlived", "outlived_engines:counters"),
+        ("audited-tests", "audited_tests:run"),
+        ("audit-at-once", "engines_at_once:run"),
+        ("audit-sessions", "session_engines:sessions_with_drafts"),
+        ("audit-plain-sessions", "session_engines:plain_sessions"),
+        *((f"audit-{name}", "watched_engines:run") for name in WATCHED),
+        *((f"command-{name}", "audit_runs:run") for name in AUDITS),
+        *((f"command-{name}", "command_runs:run") for name in COMMANDS),
+        *((f"states-{name}", "state_engines:run") for name in STATES),
         *(
-            (f"v1-{name}-{who}", weight, "v1_states:run")
-            for name, weight in V1_STATES.items()
+            (f"v1-{name}-{who}", "v1_states:run")
+            for name in ("nemotron_h", "lfm2")
             for who in ("stock", "exact")
         ),
     )
 }
 OTHERS |= {
-    f"connected-{name}": {
-        "weight": weight,
-        "engines": dict.fromkeys(policies),
-        "work": "connected_engines:run",
-    }
-    for name, (weight, policies) in CONNECTED.items()
+    f"connected-{name}": {"engines": dict.fromkeys(policies), "work": "connected_engines:run"}
+    for name, policies in CONNECTED.items()
 }
 OTHERS["connected-nixl"] = {
-    "weight": 20,
     "engines": dict.fromkeys(("plain", "stock", *POLICIES)),
     "work": "nixl_engines:run",
 }
+
+for _name, _seconds in SECONDS.items():
+    (JOBS | OTHERS)[_name]["seconds"] = _seconds
 
 #: Jobs whose every scenario is compared with stock.
 COMPARED = [name for name in JOBS if name != "faults"]

@@ -30,11 +30,6 @@ FOLDERS = [
 LIMIT = 900
 
 
-def _turn(item: tuple[str, dict[str, Any]]) -> float:
-    """Order jobs by what they take: at the end no core waits for a long one."""
-    return -float(item[1]["weight"])
-
-
 class Engines:
     """The engines of a session, as many at a time as there are cores, at most four.
 
@@ -44,18 +39,20 @@ class Engines:
     def __init__(self, jobs: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtxn-vllm-")
         self._engines = {name: list(job["engines"]) for name, job in jobs.items()}
+        works = sorted({job["work"].partition(":")[0] for job in jobs.values() if "work" in job})
         self.pool = EnginePool(
             "engine_child:carry_out",
             {
                 f"{name}.{engine}": job | {"name": engine}
-                for name, job in sorted(jobs.items(), key=_turn)
+                # At the end no core waits for a long one.
+                for name, job in sorted(jobs.items(), key=lambda job: -job[1].get("seconds", 0))
                 for engine in job["engines"]
             },
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
             environment=variables(self._folder.name) | {"PYTHONPATH": python_path(*FOLDERS)},
-            preload=["engine_preload", *(["compiled_ledger"] if jobs.keys() - JOBS.keys() else [])],
+            preload=["engine_preload", *(["compiled_ledger"] if works else []), *works],
         )
 
     def finished(self, job: str) -> bool:

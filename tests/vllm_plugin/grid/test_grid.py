@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 from engine_jobs import COMPARED, FAULTS, JOBS, POLICIES, covered
-from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
 
 CELLS = [
     pytest.param(job, policy, scenario, id=f"{job}-{policy}-{scenario}")
@@ -84,17 +83,6 @@ def test_a_refused_policy_leaves_stock(reports, job):
     assert (refused["tokens"], refused["stats"]) == (stock["tokens"], stock["stats"])
     said = "policy 'deferred' cannot work here: kvtxn's attention does not support ALiBi"
     assert said in report.log("refused")
-
-
-@pytest.mark.parametrize("job", ["bloom"])
-def test_an_unsupported_release_runs_stock(reports, job):
-    """A vLLM that says it is another release: refused in one sentence, and stock's tokens."""
-    report = reports(job)
-    stock, other = report["stock"]["one"], report["unsupported"]["one"]
-    assert report["unsupported"]["idle"] == [{"kvtxn_active": 0.0}]
-    assert (other["tokens"], other["stats"]) == (stock["tokens"], stock["stats"])
-    said = f"vLLM 0.99.0 was not checked; supported: {', '.join(RELEASES)}"
-    assert said in report.log("unsupported")
 
 
 @pytest.mark.parametrize("job", ["requests"])

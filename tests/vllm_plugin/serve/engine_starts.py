@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_child import fork_workers
 from model_files import VOCAB, write
 from scenarios import NGRAM
 
@@ -29,10 +28,6 @@ STARTS: dict[str, tuple[dict[str, Any], bool]] = {
 
 #: Where the engine has processes of its own, one mistake stands for all: the check is the same.
 IN_PROCESSES = ("misspelled", "not on this device", "required", "stock")
-
-
-#: The engine whose processes vLLM spawns: the plug-in has to come along by itself.
-SPAWNED = "stock"
 
 
 def arguments(
@@ -95,8 +90,6 @@ def start(model: str, name: str, *, processes: bool) -> dict[str, Any]:
     from kvtxn.integrations.vllm_plugin import snapshots
 
     kvtxn, speculates = STARTS[name]
-    if processes and name != SPAWNED:
-        fork_workers()
     print(f"--- {name} in {'processes' if processes else 'this process'}", flush=True)
     try:
         llm = build(model, kvtxn, speculates=speculates, processes=processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def more(model: str, name: str) -> dict[str, Any]:
     return {"kv_transfer_config": connector(Path(model).parent, "example")}
 
 
-def take_off() -> str:
-    """Take the running release off the list; returns its number."""
-    from kvtxn.integrations.vllm_plugin.policy import release_records, supported
+def take_off() -> None:
+    """Take the running release off the list; all forks take over what is read of its sources."""
+    from kvtxn.integrations.vllm_plugin.policy import doctor, release_records, supported
     from kvtxn.integrations.vllm_plugin.seam import workers
 
     version, load = workers.version(), release_records.load
@@ -57,7 +58,10 @@ def take_off() -> str:
         others = tuple(each for each in getattr(supported, known) if each != version)
         setattr(supported, known, others)
     release_records.load = lambda: tuple(each for each in load() if each.version != version)
-    return version
+    sources = doctor.Sources(workers.source_folder())
+    sources.find = cache(sources.find)
+    doctor.Sources = lambda root: sources
+    doctor.compare(version, "cpu")
 
 
 def wrong_row(steps: Any) -> None:
@@ -120,8 +124,9 @@ def start(model: str, name: str) -> dict[str, Any]:
     from kvtxn.integrations.serving.eager_steps import EagerSteps
     from kvtxn.integrations.vllm_plugin import snapshots
     from kvtxn.integrations.vllm_plugin.policy import doctor
+    from kvtxn.integrations.vllm_plugin.seam import workers
 
-    version = take_off()
+    version = workers.version()
     kvtxn, fault = ENGINES[name]
     print(f"--- {name}", flush=True)
     if fault == "gone":
@@ -161,6 +166,7 @@ def stock(model: str) -> list[int]:
 def run(folder: Path) -> dict[str, Any]:
     """Report every engine."""
     model = prepared(folder)
+    take_off()
     groups = write("gemma3", folder / "gemma3")  # layers of two groups share their tensors
     models = dict.fromkeys(ENGINES, model) | {"groups": groups}
     report: dict[str, Any] = {name: apart(start, models[name], name) for name in ENGINES}
