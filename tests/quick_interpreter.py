@@ -132,11 +132,13 @@ def _convert_what_differs() -> None:
             return convert(self, left, right, *pointers, **how)
         kind = left.dtype
         if type(right) is int and kind.name in ints:
-            key = (
-                (right, kind.name, *left.type.shape) if left.type.is_block() else (right, kind.name)
-            )
+            shape = left.type.shape if left.type.is_block() else ()
+            key = (right, kind.name, *shape)
             if key not in constants:
-                constants[key] = convert(self, left, right, *pointers, **how)[1]
+                both = convert(self, left, right, *pointers, **how)
+                if both[0].dtype is not kind:  # the number is too large for it
+                    return both
+                constants[key] = both[1]
             return left, constants[key]
         if type(right) is tensor and (
             (kind is right.dtype and kind.name in ints)

@@ -14,6 +14,7 @@ from kvtxn.integrations.vllm_plugin.policy.supported import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
 STAGED = json.loads(SEEN_RECORD.read_text())["stages"]
+PAGE_RELEASE = "0.33.0"
 GRIDS = {release_of(grid): grid for grid in (json.loads(path.read_text()) for path in records())}
 SEEN = [
     pytest.param(release, kind, policy, id=f"{release}-{kind}-{policy}")
@@ -106,7 +107,7 @@ def kinds_in(grid):
 
 
 def kinds_on_stages():
-    """The same of ``try_stages``' engines on several GPUs, with the release of the grid."""
+    """The same of ``try_stages``' engines on several GPUs, with the page's release."""
     found = {}
     for name, engine in STAGED.items():
         if "," in name or len(engine["stages"]) == 1:
@@ -124,38 +125,23 @@ def kinds_on_stages():
     return found
 
 
-def test_the_matrix_says_what_was_seen():
-    found = kinds_in(GRID)
+@pytest.mark.parametrize("release", vllm_matrix.RELEASES["cuda"])
+def test_the_matrix_says_what_was_seen(release):
+    """All kinds but hybrids, which are in seen.json; stages are of the page's release alone."""
+    found, without = kinds_in(GRIDS[release]), vllm_matrix.WITHOUT.get(release, ())
     for kind, policies in kinds_on_stages().items():
-        kinds = found["cuda", "v2"]
-        kinds[kind] = kinds.get(kind, set()) | policies
-    own = vllm_matrix
-    hybrid = (own.STATES, own.CHOSEN, own.FAST, own.OLMO, own.CONVOLVED)  # in seen.json
-    hybrid += (own.MIXED, own.MIXED_FAST)
-    for where, kinds in found.items():
-        assert kinds == {
-            kind: set(policies)
-            for kind, policies in vllm_matrix.SEEN[where].items()
-            if kind[0] not in hybrid
-        }
-
-
-@pytest.mark.parametrize("release", vllm_matrix.AGAIN)
-def test_the_matrix_says_what_was_seen_again(release):
-    """With another release, on one GPU: at least what the matrix says, and no backend left out."""
-    found, without = kinds_in(GRIDS[release]), vllm_matrix.AGAIN[release]
-    found = {
-        where: {kind: each for kind, each in kinds.items() if kind[3] == "one worker"}
-        for where, kinds in found.items()
-    }
-    assert not {kind[1] for kinds in found.values() for kind in kinds} & set(without)
+        if release == PAGE_RELEASE:
+            kinds = found["cuda", "v2"]
+            kinds[kind] = kinds.get(kind, set()) | policies
+        else:
+            found["cuda", "v2"].pop(kind, None)
     for where, kinds in found.items():
         said = {
             kind: set(policies)
             for kind, policies in vllm_matrix.SEEN[where].items()
             if kind[0] in (vllm_matrix.PLAIN, vllm_matrix.LATENT)
-            and kind[3] == "one worker"
             and kind[1] not in without
+            and (release == PAGE_RELEASE or kind not in kinds_on_stages())
         }
         assert said.keys() == kinds.keys()
         assert all(said[kind] <= kinds[kind] for kind in said)

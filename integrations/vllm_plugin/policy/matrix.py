@@ -82,27 +82,11 @@ _UNDO: Final = ("undo",)
 _BOTH: Final = ("deferred", "undo")
 _ONE: Final = "one worker"
 
-#: The release with which the tests ran all engines of ``SEEN``; some they ran with others, too.
-SEEN_RELEASE: Final = "0.32.0"
+#: By device, the releases with which the tests ran the engines of ``SEEN``, the newest first.
+RELEASES: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("0.32.0",), "cuda": ("0.33.0", "0.32.0")}
 
-#: With these the tests ran the same engines on one GPU, but for recurrent layers (some of them were
-#: run) and these attention backends.
-AGAIN: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHMLA")}
-
-#: By release, device and runner, and family: models with recurrent layers that the tests ran with
-#: that release as well: on one GPU, under ``deferred``, with FLASH_ATTN over bfloat16 rows.
-STATES_AGAIN: Final[Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]] = {
-    "0.33.0": {
-        ("cuda", "v1"): {
-            **{STATES: "Qwen3.5", FAST: "Qwen3.5", OLMO: "OLMo Hybrid", CONVOLVED: "LFM2"},
-            **dict.fromkeys((MIXED, MIXED_FAST), "Granite 4, Nemotron-H"),
-        },
-        ("cuda", "v2"): {
-            **{STATES: "Qwen3.5", FAST: "Qwen3.5", OLMO: "OLMo Hybrid", CONVOLVED: "LFM2"},
-            **dict.fromkeys((MIXED, MIXED_FAST), "Falcon-H1, Granite 4, Nemotron-H"),
-        },
-    },
-}
+#: By release, attention backends that the tests could not run with it.
+WITHOUT: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHMLA")}
 
 #: By device and runner: kinds of engines that the tests ran next to stock, and under what.
 SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
@@ -208,8 +192,6 @@ class Row:
         seen: those of ``named``, except "direct", that the tests ran.
         release: the release with which they ran them; empty if they ran none.
         only: the engines that they ran, where these do not stand for the whole family.
-        again: the models with recurrent layers that they ran with the installed release as well,
-            under ``deferred``; empty if they ran none, or if ``release`` is the installed one.
         facts: the facts of each engine that the row stands for.
     """
 
@@ -221,7 +203,6 @@ class Row:
     seen: tuple[str, ...]
     release: str
     only: str
-    again: str
     facts: tuple[EngineFacts, ...] = attrs.field(repr=False)
 
     def __str__(self) -> str:
@@ -246,10 +227,7 @@ class Row:
         seen = "" if self.seen == windows else f"{', '.join(self.seen)} "
         other = any(facts.version != self.release for facts in self.facts)
         release = f" with vLLM {self.release}" if other else ""
-        line = f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
-        if self.again:
-            line += f"; deferred seen running with vLLM {self.facts[0].version}: {self.again}"
-        return line
+        return f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
 
 
 def matrix(facts: EngineFacts) -> list[Row]:
@@ -302,36 +280,22 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
     known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
     seen = tuple(policy for policy in named if policy in known)
     only = ONLY.get((here.device, here.runner), {}).get((family, parallelism), "") if seen else ""
-    auto, release = decide("auto", facts), _release(facts, family) if seen else ""
-    again = _again(facts, family) if seen else ""
+    auto, release = decide("auto", facts), _release(facts) if seen else ""
     columns = ((kind,), (number,), (parallelism,))
-    return Row(*columns, auto, named, seen, release, only, again, (facts,))
+    return Row(*columns, auto, named, seen, release, only, (facts,))
 
 
-def _again(facts: EngineFacts, family: str) -> str:
-    """Name the models of a family with recurrent layers that were seen with this release, too.
+def _release(facts: EngineFacts) -> str:
+    """Return the release with which an engine of ``SEEN`` was seen running: its own, or the newest.
 
-    "" unless the engine has one worker, FLASH_ATTN and rows in the model's dtype.
+    Releases in which the tests could not run its attention are left out.
     """
-    one = facts.tensor_parallel * facts.pipeline_parallel == 1
-    plain = facts.attention == "FLASH_ATTN" and facts.kv_cache_dtype == "auto" and one
-    known = STATES_AGAIN.get(facts.version, {}).get((facts.device, facts.runner), {})
-    return known.get(family, "") if plain else ""
-
-
-def _release(facts: EngineFacts, family: str) -> str:
-    """Return the release with which an engine was seen running: its own, or ``SEEN_RELEASE``.
-
-    Its own if the tests ran it there again: on one GPU, without recurrent layers, and with
-    attention that ``AGAIN`` does not except.
-    """
-    again = (
-        facts.device == "cuda"
-        and family in (PLAIN, LATENT)
-        and facts.tensor_parallel * facts.pipeline_parallel == 1
-        and facts.attention not in AGAIN.get(facts.version, (facts.attention,))
-    )
-    return facts.version if again else SEEN_RELEASE
+    ran = [
+        release
+        for release in RELEASES[facts.device]
+        if facts.attention not in WITHOUT.get(release, ())
+    ]
+    return facts.version if facts.version in ran else ran[0]
 
 
 def _drawn_together(rows: list[Row], column: str) -> list[Row]:

@@ -10,7 +10,6 @@ import pytest
 from engine_jobs import missing
 from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.policy.decision import WITHOUT_STAGES
-from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.seam import backends, workers
 from kvtxn.integrations.vllm_plugin.seam import engine_config as engine_config
@@ -67,7 +66,7 @@ def keys(size):
     [
         ({}, True),
         ({"enable_prefix_caching": False}, False),
-        ({"version": SEEN_RELEASE}, False),
+        ({"version": "0.32.0"}, False),
         ({"capability": (8, 0)}, False),
         ({"capability": (9, 0), "changes": keys(64)}, True),
         ({"capability": (10, 3), "changes": keys(128)}, True),
@@ -140,7 +139,7 @@ def test_layers_that_cannot_be_held_are_foreseen(foreseen, asked, says):
 def test_the_dtype_of_states_is_foreseen_on_a_cpu(foreseen, monkeypatch, fast, dtype):
     """Before the model is loaded; CPUs with AVX-512 for bfloat16 have them in float32."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: fast)
-    on_cpu = {"device": "cpu", "enable_prefix_caching": False, "version": SEEN_RELEASE}
+    on_cpu = {"device": "cpu", "enable_prefix_caching": False, "version": "0.32.0"}
     assert foreseen(**on_cpu).state_dtype == dtype
     assert foreseen(**on_cpu, mamba_ssm_cache_dtype="float32").state_dtype == "float32"
     assert (decide("auto", foreseen(**on_cpu)).policy == "off") == (dtype == "bfloat16")

@@ -20,8 +20,8 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
     LEGEND,
     PARALLELISM,
     PLAIN,
+    RELEASES,
     SEEN,
-    SEEN_RELEASE,
     matrix,
 )
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
@@ -33,9 +33,9 @@ from kvtxn import ConfigError, doctor
 from kvtxn.config import POLICIES
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-#: With the release of ``SEEN``, on a CPU and on a GPU.
-ON_CPU = EngineFacts(version=SEEN_RELEASE)
-ON_GPU = EngineFacts(version=SEEN_RELEASE, device="cuda", runner="v2")
+#: With the newest release of ``SEEN``, on a CPU and on a GPU.
+ON_CPU = EngineFacts(version=RELEASES["cpu"][0])
+ON_GPU = EngineFacts(version=RELEASES["cuda"][0], device="cuda", runner="v2")
 DEVICES = {"cpu": ON_CPU, "cuda": ON_GPU, "tpu": attrs.evolve(ON_CPU, device="tpu")}
 
 
@@ -97,7 +97,7 @@ def test_what_was_seen_is_in_its_line():
     assert not any(": off" in line and "seen" in line for line in lines)
 
 
-@pytest.mark.parametrize("version", [UNLISTED, SEEN_RELEASE])
+@pytest.mark.parametrize("version", [UNLISTED, *RELEASES["cuda"]])
 @pytest.mark.parametrize("flash", [2, 3])
 def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
     """On GPUs, with releases that were checked there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import attrs
@@ -11,14 +12,19 @@ from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
     BACKENDS,
+    CHOSEN,
     CONVOLVED,
     FAST,
+    LATENT,
     MIXED,
     MIXED_FAST,
     OLMO,
+    ONLY,
+    PLAIN,
+    RELEASES,
     SEEN,
     STATES,
-    STATES_AGAIN,
+    WITHOUT,
     matrix,
 )
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
@@ -34,15 +40,14 @@ FAMILIES = {
     **dict.fromkeys(("granite", "nemotron", "falcon"), (MIXED, MIXED_FAST)),
     **{"olmo": (OLMO, OLMO), "lfm2": (CONVOLVED, CONVOLVED)},
 }
-LATENT = EngineFacts(version="0.33.0", device="cuda", runner="v2", mla=True, dtype="bfloat16")
-ALONE = ("bfloat16",)
+LATENT_ROWS = EngineFacts(version="0.33.0", device="cuda", runner="v2", mla=True, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("asked", ["auto", "deferred", "undo"])
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_backends_that_would_change_the_policy_of_latent_attention_are_named(asked, version):
     """VLLM chooses among them when it loads the model; the plug-in decides then."""
-    facts = attrs.evolve(LATENT, version=version)
+    facts = attrs.evolve(LATENT_ROWS, version=version)
     found = doctor._decide(asked, facts, None)
     assert found.policy == decide(asked, facts).policy
     for backend in BACKENDS["cuda"][1]:
@@ -57,41 +62,47 @@ def test_backends_that_would_change_the_policy_of_latent_attention_are_named(ask
     [{"mla": False}, {"attention": "TRITON_MLA"}, {"device": "cpu", "version": "0.32.0"}],
 )
 def test_nothing_is_added_where_the_attention_is_known(changes):
-    facts = attrs.evolve(LATENT, **{"runner": "v1", **changes})
+    facts = attrs.evolve(LATENT_ROWS, **{"runner": "v1", **changes})
     assert doctor._decide("auto", facts, None) == decide("auto", facts)
 
 
-def recorded(release):
-    """Return what the record says, in the form of ``STATES_AGAIN``."""
+def recorded():
+    """By device and runner, then family and parallelism: models that the record has."""
     seen = json.loads(RECORD.read_text("utf-8"))
     found = {}
     for engine, what in (*seen["states"].items(), *seen["fast"].items()):
         name, _, named = engine.partition(", vLLM ")
-        if (named or "0.33.0") != release or name.startswith("vLLM"):  # the page names others
+        if named or name.startswith("vLLM"):  # of an older release; stock beside stock
             continue
         start, policy = name.partition(".")[0].partition("_")[0], name.rpartition(".")[2]
         family = FAMILIES.get(start, (STATES, FAST))[policy == "fast"]
+        parallel = "tensor" if start == "ranks" else "one worker"
         kinds = found.setdefault(("cuda", what["runner"]), {})
-        kinds.setdefault(family, set()).add(MODELS.get(start, "Qwen3.5"))
+        kinds.setdefault((family, parallel), set()).add(MODELS.get(start, "Qwen3.5"))
     return found
 
 
-@pytest.mark.parametrize("release", STATES_AGAIN)
-def test_hybrids_that_were_seen_with_another_release_too(release):
-    """The matrix names what the record has; in the release of all others nothing is added."""
+@pytest.mark.parametrize("where", recorded())
+def test_hybrids_are_seen_as_the_matrix_says(where):
+    """All that it says were recorded with the newest release, and the models are those it names."""
     said = {
-        where: {family: set(models.split(", ")) for family, models in families.items()}
-        for where, families in STATES_AGAIN[release].items()
+        (family, parallel)
+        for family, _, _, parallel in SEEN[where]
+        if family not in (PLAIN, LATENT, CHOSEN)
     }
-    assert said == recorded(release)
-    for device, runner in said:
-        facts = EngineFacts(version=release, device=device, runner=runner, flash=3)
-        rows = matrix(facts)
-        for family, models in STATES_AGAIN[release][device, runner].items():
-            assert "deferred" in SEEN[device, runner][family, "FLASH_ATTN", *ALONE, "one worker"]
-            ends = f"; deferred seen running with vLLM {release}: {models}"
-            [row] = [row for row in rows if row.again and (family, "FLASH_ATTN") in row.kinds]
-            assert str(row).endswith(ends)
-            assert {backend for _, backend in row.kinds} == {"FLASH_ATTN"}
-            assert row.parallelism == ("one worker",)
-        assert not [row for row in matrix(attrs.evolve(facts, version="0.32.0")) if row.again]
+    found = recorded()[where]
+    assert said == found.keys()
+    for kind, names in ONLY[where].items():
+        if kind[0] != CHOSEN:
+            assert set(re.split(", | and ", names)) == found[kind]
+
+
+@pytest.mark.parametrize("version", RELEASES["cuda"])
+def test_the_release_is_the_engines_own(version):
+    """Or the newest in which the tests could run its attention."""
+    facts = EngineFacts(version=version, device="cuda", runner="v2", flash=3)
+    rows = [row for row in matrix(facts) if row.seen]
+    lacking = [row for row in rows if row.kinds[0][1] in WITHOUT.get(version, ())]
+    assert {row.release for row in rows if row not in lacking} == {version}
+    assert all(str(row).endswith("seen running with vLLM 0.32.0") for row in lacking)
+    assert bool(lacking) == (version in WITHOUT)
