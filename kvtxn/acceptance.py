@@ -138,7 +138,7 @@ class _Graph:
 
 
 def _by_loop(sampled: SampledIds, draft_len: Sequence[int]) -> Tensor:
-    """Count the accepted drafts in Python, int64 on the ids' device; waits for a GPU."""
+    """Count accepted drafts, valid ids less one, as int64 on the ids' device; waits for a GPU."""
     placeholder, vocab_size = sampled.placeholder, sampled.vocab_size
     counts = []
     for ids, drafts in zip(sampled.ids.tolist(), draft_len, strict=True):

@@ -151,7 +151,7 @@ class CapturedWindows:
         return self._prepared(layout)
 
     def _prepared(self, layout: RowLayout) -> StepPlan:
-        """Make the plan of a layout that there is room for."""
+        """Make the plan of a layout without the checks of ``plan``."""
         launches = None
         if self._launches is not None and layout.num_rows > 0:
             launches = self._launches.prepare(layout)

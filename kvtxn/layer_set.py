@@ -16,8 +16,8 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
     """Return the layers by name, in order.
 
     Raises:
-        LayerError: there is none, or one is no layer, has another's name or device, or a cache that
-            overlaps another's of its group.
+        LayerError: ``layers`` has none, or other objects; or two layers have the same name,
+            different devices, or one group and caches that overlap.
     """
     by_name: dict[str, LayerRef] = {}
     if not isinstance(layers, Iterable) or isinstance(layers, Tensor):

@@ -130,7 +130,7 @@ def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> Laye
     known: dict[str, Places] = {group: {} for group in slots}
 
     def rows(group: str, plane: Plane) -> Tensor:
-        """Read one plane's rows; find the places of a group's slots once per plane layout."""
+        """Read one plane's rows, slots clamped to it; find their places once per plane layout."""
         places = known[group].get(plane.layout)
         if places is None:
             places = plane.places(slots[group].clamp(0, plane.num_slots - 1))

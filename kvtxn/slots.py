@@ -63,7 +63,7 @@ def _same(first: Tensor | list[int], second: Tensor) -> bool:
 
 
 def count_of(slots: object) -> int | None:
-    """Return the number of slots in a mapping; None if it is none, or not of one dimension."""
+    """Return the number of one group's slots; None for a dict by group, or if not 1-D."""
     slots = slots.slots if isinstance(slots, StateSlots) else slots
     if isinstance(slots, Tensor) and slots.is_nested:  # it has no shape
         return None

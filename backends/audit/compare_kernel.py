@@ -219,7 +219,7 @@ def judge_ages(
     counters: tl.tensor,
     STEPPING: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Take stale rows out of what ``judge`` found, unless a step reads them and they shall alarm.
+    """Judge rows of earlier weights as right; if a step reads them and shall alarm, ``IS_STALE``.
 
     Args:
         code: of ``judge``, ``[RUN]``.
@@ -231,7 +231,8 @@ def judge_ages(
         STEPPING: a step reads the rows.
 
     Returns:
-        The new numbers of ``FOUND``, and the rows' ages, int64 ``[RUN]``; 0 where none is stale.
+        Numbers of ``FOUND``, -1 for a right row and ``IS_DRAFT`` for a right draft; and ages, int64
+        ``[RUN]``, as far as they concern the group, else 0.
     """
     age = tl.where(code == IS_FOREIGN, age_of(apart, tl.load(counters + EPOCH)), 0)
     right = tl.where(position >= durable, IS_DRAFT, -1)

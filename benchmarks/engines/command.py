@@ -185,9 +185,9 @@ def _environment() -> dict[str, str]:
 
 
 def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Choose the size of a hybrid's cache: all requests fit in every engine, or all are alike.
+    """Return a hybrid's ``kv_cache_memory_bytes``; empty for other models, and without a GPU.
 
-    As arguments of ``vllm.LLM``; empty for other models, and without a GPU.
+    With ``--equal-cache`` it is the same for every policy; else all requests fit.
     """
     shape = MODELS[args.model].shape
     if shape.states is None or not torch.cuda.is_available():

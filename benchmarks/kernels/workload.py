@@ -76,7 +76,7 @@ class Workload:
     def _window(
         self, model: Rows, slots: int, generator: torch.Generator, device: torch.device
     ) -> Window:
-        """Make a window of random rows, distinct slots, and counts that accept the case's share."""
+        """Draw distinct slots and a share of kept drafts by ``generator``, and rows without it."""
         case, rows = self.case, self.case.rows
         staged = {}
         for ref in self.refs:

@@ -198,9 +198,10 @@ class Hooks:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Run a step of a scheduler, watched if the audit watches it; return SGLang's result.
+        """Run a scheduler's step, and return SGLang's result.
 
-        The metrics are brought up to date before.
+        If the audit watches the scheduler, the metrics are brought up to date before, and the step
+        is watched.
         """
         watching = self._of(scheduler)
         if watching is not None and self._metrics is not None:

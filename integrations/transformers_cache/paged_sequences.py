@@ -154,7 +154,7 @@ class PagedSequences:
         return fresh
 
     def _build(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Make zeroed caches and the manager for layers with rows of these shapes and dtypes."""
+        """Make the manager and zeroed caches of the rows' shapes, K and V in their wider dtype."""
         self.batch = rows[0][0].shape[0]
         self._refs, self._runs = [], []
         for layer, parts in enumerate(rows):

@@ -51,7 +51,7 @@ def _of_watch(wrapper: WorkerWrapper, method: str) -> list[dict[str, Any]]:
 
 
 def _recording(wrapper: WorkerWrapper) -> dict[str, Any] | None:
-    """Return the life of every slot, if it is recorded."""
+    """Return the life of every slot, and the windows' policy; None without a recording."""
     runner = workers.runner_of(wrapper)
     watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
     recording: dict[str, Any] | None = None if watch is None else watch.recording()

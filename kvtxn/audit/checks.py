@@ -157,8 +157,9 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
         released: requests of the step may have been released.
 
     Raises:
-        ConfigError: a group is unknown, or a tensor has another device, dtype or shape; on a CPU
-            also: a request is malformed.
+        ConfigError: ``step`` is no ``Step``, or does not say where requests begin; a group is
+            unknown or not written; a tensor has another device, dtype or shape; on a CPU also: a
+            request is malformed.
     """
     if not isinstance(step, Step):
         raise ConfigError(

@@ -294,7 +294,7 @@ class SqliteStore:
         return found
 
     def _rows(self, scope: bytes, contents: Sequence[bytes]) -> list[Row]:
-        """Return the rows of some contents, each with its number at the end."""
+        """Return the stored rows of contents, ``number`` last; several, one or none for each."""
         found: list[Row] = []
         for at in range(0, len(contents), _AT_ONCE):
             some = contents[at : at + _AT_ONCE]

@@ -260,10 +260,7 @@ class CapturedSteps(MixedKit):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_leaving_the_block(self, mixed: Rig, forward: CapturedForward) -> None:
-        """An exception in the ``with`` block aborts the window, which takes drafts back.
-
-        The exception surfaces.
-        """
+        """An exception in the ``with`` block surfaces and takes back drafts, but no settled row."""
         batch = mixed.batch(SHAPE)
         window = forward.begin(batch)
         with pytest.raises(KeyError), window:  # noqa: PT012  # the block is what is tested

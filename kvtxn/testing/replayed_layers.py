@@ -207,7 +207,7 @@ class StateMemory:
 
 
 def _rank_one(spec: StateSpec, state: list[float], row: Sequence[Tensor]) -> list[float]:
-    """Compute a state one row later: heads x values x keys, floats that are float32 numbers."""
+    """Return ``state * decay + value * key``, heads x values x keys; each operation in float32."""
     after = []
     for number, (head, value, key) in enumerate(
         product(range(spec.heads), range(spec.value_size), range(spec.key_size))

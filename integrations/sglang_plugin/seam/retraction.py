@@ -96,12 +96,13 @@ def is_session(req: Req) -> bool:
 def take_back_grammars(requests: Sequence[Req], dropped: Collection[Req], result: object) -> None:
     """Roll back the grammars of dropped requests by the tokens that a step has sampled for them.
 
-    Nothing is done unless grammars have taken the step's tokens in.
+    Nothing is done unless ``result`` says that grammars have taken the step's tokens in. With
+    drafts they may, while the next step is launched.
 
     Args:
-        requests: the step's.
-        dropped: those whose tokens are dropped.
-        result: the step's; with drafts its tokens may be taken in while the next step is launched.
+        requests: the step's, in its order.
+        dropped: requests whose tokens are dropped.
+        result: SGLang's, of the step.
     """
     if not getattr(result, "grammar_advanced", False):
         return

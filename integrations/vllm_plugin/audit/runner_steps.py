@@ -281,7 +281,7 @@ class StepsV2(RunnerSteps[HookedRunnerV2]):
     def read(self, step: PlannedStep, inputs: Mapping[str, object]) -> tuple[Rows, States | None]:
         """Return the rows and states of the step that is about to run; None for no states.
 
-        ``inputs`` is not used.
+        A connector's transfers hear of the step's rows first. ``inputs`` is not used.
         """
         assert isinstance(step, PlannedV2)
         assert self.watch is not None  # it asks

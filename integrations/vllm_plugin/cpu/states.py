@@ -135,10 +135,9 @@ def state_ref(layer: StateLayer) -> LayerRef:
 
 
 def operators_differ(modules: Sequence[object]) -> str | None:
-    """Say in a sentence how vLLM's operators differ from the known ones; None if they do not.
+    """Say in a sentence how an operator of recurrent layers differs from the known one; else None.
 
-    Args:
-        modules: recurrent layers; the operators of their kinds are checked.
+    Compared are its name, its parameters, and that vLLM uses it; not its code.
     """
     from ..seam.state_layers import kind_of
 

@@ -353,7 +353,7 @@ class CopyTeller:
         self._tell(place, copied, column + further, target)
 
     def _tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
-        """Call ``carry`` with the blocks of copies from column to column of each group's table.
+        """Call ``carry`` once, with the source and target blocks of the copies by group.
 
         Args:
             place: int64 ``[num_requests]``, the lines of the requests.

@@ -208,7 +208,7 @@ def hook_core() -> Callable[[], None]:
     many engines the process has. ``layer.kvtxn`` is called with each verify step's ``StateRows``.
 
     Returns:
-        A function that undoes it; the last one called gives the module vLLM's own function back.
+        A function that undoes it, for one call; after the last, the module has vLLM's own function.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 

@@ -298,9 +298,9 @@ def counts_of_step(step: VerifyStep, sampled: Tensor) -> Tensor:
 
 
 def _gated_delta_step(given: GatedDeltaMetadata, metadata: object) -> VerifyStep | None:
-    """Describe the step of gated delta nets, by the metadata of one of them.
+    """Describe a step by ``given``, one gated delta net's metadata; None without drafts.
 
-    None if no request has drafts.
+    ``metadata`` is vLLM's by layer, for ``VerifyStep``.
     """
     count = int(given.num_spec_decodes)
     if given.spec_sequence_masks is None or not count:
