@@ -150,6 +150,26 @@ MAMBA2: Final = {
     "mlp_hidden_act": "relu2",
     "layer_norm_epsilon": 1e-5,
 }
+#: A hybrid of Kimi's delta attention, whose other layers have latent attention.
+KDA: Final = {
+    **_COMMON,
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        **{"kda_layers": [1, 2, 3], "full_attn_layers": [4]},
+        **{"num_heads": 8, "head_dim": 128, "short_conv_kernel_size": 4},
+    },
+}
 #: A drafter of EAGLE-3 that sees the first three layers of the target.
 DRAFTER3: Final = {
     **LLAMA,
@@ -162,7 +182,7 @@ DRAFTER3: Final = {
 DRAFTER: Final = {**LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 MODELS: Final[Mapping[str, dict[str, Any]]] = {
     **{"llama": LLAMA, "mla": MLA, "next": NEXT, "eagle": DRAFTER},
-    **{"windows": WINDOWS, "gpt-oss": GPT_OSS, "mamba2": MAMBA2, "eagle3": DRAFTER3},
+    **{"windows": WINDOWS, "gpt-oss": GPT_OSS, "mamba2": MAMBA2, "kda": KDA, "eagle3": DRAFTER3},
 }
 
 ARGUMENTS: Final = {
@@ -295,6 +315,8 @@ ENGINES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, str]]]] = {
     "mamba2-retract": ("mamba2", {**MAMBA2_STATES, "max_total_tokens": 2600}, RETRACT),
     "mamba2-plain": ("mamba2", {**MAMBA2_STATES, "disable_radix_cache": True}, {}),
     "mamba2-ngram": ("mamba2", {**NGRAM, **MAMBA2_STATES}, {}),
+    "kda": ("kda", STATES, {}),
+    "kda-chunked": ("kda", {**STATES, **CHUNKED}, {}),
     "faults-mamba2": ("mamba2", MAMBA2_STATES, _faults("mamba2")),
     "faults-next": ("next", STATES, _faults("states")),
     "faults-next-mtp": ("next", MTP, _faults("commits")),
