@@ -25,7 +25,7 @@ def take_some(
 
     Args:
         config: pytest's.
-        items: the collected tests; those that are left out are removed.
+        items: the collected tests, of which those taken stay.
         sparse: by the name of a kit's class: one case in so many is taken of each test; of tests
             with fewer cases one.
         whole: tests of which all cases are taken.
@@ -52,7 +52,7 @@ def take_pairs(config: pytest.Config, items: list[pytest.Item], kit: str) -> Non
 
     Args:
         config: pytest's.
-        items: the collected tests; those that are left out are removed.
+        items: the collected tests, of which those taken stay.
         kit: the name of the kit's class.
     """
     if ON_GPU or config.getoption("--interpret-all"):

@@ -196,8 +196,7 @@ def test_a_sound_executor_passes(tmp_path: Path) -> None:
 
     In some cases of each test; the torch executor, which this is, passes all of them elsewhere.
     """
-    more_elsewhere = {"test_random_trees", "test_random_histories"}
-    tests = {*CAUGHT_BY.values(), "test_random_program"} - more_elsewhere
-    outcomes = run_kit(tmp_path, mutants.Sound, sorted(tests), every=40)
+    tests = {*CAUGHT_BY.values(), "test_random_program"} - {"test_random_trees"}  # more elsewhere
+    outcomes = run_kit(tmp_path, mutants.Sound, sorted(tests), every=15)
     assert outcomes.failed == []
-    assert len(outcomes.passed) > 60
+    assert len(outcomes.passed) > 100

@@ -269,6 +269,7 @@ def test_processes_load_what_is_compiled_of_their_source_alone(tmp_path):
     third = ended(start(tmp_path, tmp_path))
     assert third[0] != second[0]
     assert (second[1], third[1]) == (0, 0)
+    assert ended(start(tmp_path, tmp_path)) == (third[0], 1)
 
     shutil.rmtree(passes / "__pycache__")
     (passes / "__pycache__").write_text("no folder")

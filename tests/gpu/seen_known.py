@@ -89,13 +89,9 @@ def known(report: Mapping[str, Any]) -> dict[str, Any]:
             "ok": row["ok"],
             "failed": canary.get("refused") or failed,
             "ledger": _ledger(row),
-            "legs": {
-                name: {key: leg[key] for key in ("asked", *PLACES)}
-                for name, leg in row["legs"].items()
-            },
+            "legs": row["legs"],
             "alarms": canary.get("legs"),
             "violations": len(row.get("violations") or ()),
-            "rows": row.get("rows"),
         }
     return found
 

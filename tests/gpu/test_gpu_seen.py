@@ -84,7 +84,7 @@ FAST = {matrix.STATES: matrix.FAST, matrix.MIXED: matrix.MIXED_FAST}
 
 def test_the_matrix_says_which_hybrids_were_seen():
     """Under which policies, which models of a family, and where no graphs were captured."""
-    seen, graphs = {}, {}
+    seen, graphs, older = {}, {}, {}
     engines = {**SEEN["states"], **SEEN.get("fast", {})}
     for engine, found in engines.items():
         if engine.startswith("vLLM's two kernels"):
@@ -98,7 +98,8 @@ def test_the_matrix_says_which_hybrids_were_seen():
         # is "exact", taken by the rule.
         given = {"auto": "deferred", "fast": "deferred", "chosen": "deferred"}
         seen.setdefault(key, set()).add(given.get(policy, policy))
-        captured = graphs.setdefault(key, {})
+        release = engine.partition(", vLLM ")[2]
+        captured = (older.setdefault(release, {}) if release else graphs).setdefault(key, {})
         captured[name] = captured.get(name, False) or found["graphs"] != "NONE"
     said = {
         (where, kind[0], kind[-1]): set(policies)
@@ -108,9 +109,13 @@ def test_the_matrix_says_which_hybrids_were_seen():
         and kind[0] in {*(family for family, _ in FAMILIES.values()), *FAST.values()}
     }
     assert seen == said
-    assert {key: as_remark(key[1], captured) for key, captured in graphs.items()} == {
-        key: matrix.ONLY[key[0]].get(key[1:], "") for key in graphs
-    }
+    remarks = {key: as_remark(key[1], captured) for key, captured in graphs.items()}
+    for release, kinds in older.items():  # models that the newest release has not run like this
+        for key, captured in kinds.items():
+            for name in captured:
+                if name not in graphs[key] or graphs[key][name] < captured[name]:
+                    remarks[key] += f", and with vLLM {release} {name}"
+    assert remarks == {key: matrix.ONLY[key[0]].get(key[1:], "") for key in graphs}
 
 
 def test_what_the_rule_of_auto_takes_was_seen_by_its_own_name():
@@ -204,16 +209,15 @@ def test_stages_are_those_of_stock(engine):
 def test_identities_follow_rows_behind_connectors(engine):
     """No alarm without a fault; blocks of other tokens are found, and unknown bytes are counted."""
     found, job = SEEN["identities"][engine], identity_jobs.ENGINES[engine]
-    if found.get(
-        "misplaced"
-    ):  # by the connector itself; nobody can tell its faults from planted ones
+    if found.get("misplaced"):  # by the connector: nobody can tell its faults from planted ones
         assert job["known"]
         assert found["alarms"] + found["unverified"] / identity_jobs.BLOCK >= found["misplaced"]
         return
     assert (found["alarms"] > 0) == ("differs" in job)  # the engine that stored the rows differs
     assert found["same"]
     assert found["brought"] > 400
-    assert found["unverified"] <= found["brought"] / 40  # parts of blocks
+    groups = 2 if job["model"] == "gemma3" else 1
+    assert found["unverified"] <= groups * found["brought"] / 50  # parts of blocks, of each group
     assert set(job["faults"]) <= set(found["faults"])
     for fault, told in found["faults"].items():
         assert told == "imported" or (fault in identity_faults.UNKNOWN and "counted" in told)

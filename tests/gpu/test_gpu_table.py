@@ -106,11 +106,11 @@ def kinds_in(grid):
     return found
 
 
-def kinds_on_stages():
-    """The same of ``try_stages``' engines on several GPUs, with the page's release."""
+def kinds_on_stages(release):
+    """The same of ``try_stages``' engines on several GPUs with a release."""
     found = {}
     for name, engine in STAGED.items():
-        if "," in name or len(engine["stages"]) == 1:
+        if (name.partition(", vLLM ")[2] or PAGE_RELEASE) != release or len(engine["stages"]) == 1:
             continue
         latent = engine["attention"] == "TRITON_MLA"
         number = "float32" if engine["attention"] == "TRITON_ATTN" else "bfloat16"
@@ -127,21 +127,18 @@ def kinds_on_stages():
 
 @pytest.mark.parametrize("release", vllm_matrix.RELEASES["cuda"])
 def test_the_matrix_says_what_was_seen(release):
-    """All kinds but hybrids, which are in seen.json; stages are of the page's release alone."""
+    """Exactly that of the oldest release, and of newer ones the same; hybrids are in seen.json."""
     found, without = kinds_in(GRIDS[release]), vllm_matrix.WITHOUT.get(release, ())
-    for kind, policies in kinds_on_stages().items():
-        if release == PAGE_RELEASE:
-            kinds = found["cuda", "v2"]
-            kinds[kind] = kinds.get(kind, set()) | policies
-        else:
-            found["cuda", "v2"].pop(kind, None)
+    for kind, policies in kinds_on_stages(release).items():
+        kinds = found["cuda", "v2"]
+        kinds[kind] = kinds.get(kind, set()) | policies
     for where, kinds in found.items():
         said = {
             kind: set(policies)
             for kind, policies in vllm_matrix.SEEN[where].items()
-            if kind[0] in (vllm_matrix.PLAIN, vllm_matrix.LATENT)
-            and kind[1] not in without
-            and (release == PAGE_RELEASE or kind not in kinds_on_stages())
+            if kind[0] in (vllm_matrix.PLAIN, vllm_matrix.LATENT) and kind[1] not in without
         }
         assert said.keys() == kinds.keys()
         assert all(said[kind] <= kinds[kind] for kind in said)
+        if release == vllm_matrix.RELEASES["cuda"][-1]:
+            assert said == kinds

@@ -149,7 +149,8 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
     },
 }
 
-#: By device and runner, family and parallelism: the only engines that were seen.
+#: By device and runner, family and parallelism: the only engines that were seen, with the newest
+#: of ``RELEASES`` unless another one is named.
 ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
     ("cuda", "v1"): {
         (STATES, _ONE): "Qwen3.5",
@@ -158,8 +159,10 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
         (MIXED_FAST, _ONE): "Nemotron-H and Granite 4",
     },
     ("cuda", "v2"): {
-        (STATES, "tensor"): "Qwen3.5",
-        (FAST, "tensor"): "Qwen3.5",
+        (STATES, _ONE): "Qwen3.5, and with vLLM 0.32.0 Qwen3-Next",
+        (FAST, _ONE): "Qwen3.5, and with vLLM 0.32.0 Qwen3-Next",
+        (STATES, "tensor"): "Qwen3.5 with enforce_eager=True, and with vLLM 0.32.0 Qwen3.5",
+        (FAST, "tensor"): "Qwen3.5 with enforce_eager=True, and with vLLM 0.32.0 Qwen3.5",
         (CHOSEN, _ONE): 'Qwen3.5, with "exact"',
         (MIXED, _ONE): "Nemotron-H, Granite 4 and Falcon-H1",
         (MIXED_FAST, _ONE): "Nemotron-H, Granite 4 and Falcon-H1",

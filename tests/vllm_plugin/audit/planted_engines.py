@@ -83,7 +83,7 @@ def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         rig.clear()
         with fault(rig):
             found = work(rig, enough=enough)
-        texts_of = zip(rig.ran, found, healthy, strict=False)
+        texts_of = zip(rig.ran, found, healthy[: len(found)], strict=True)
         report["found"][fault.__name__] = _of_fault(rig) | {
             "failed": rig.failed,
             "other_texts": [name for name, text, right in texts_of if text != right],
