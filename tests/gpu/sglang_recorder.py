@@ -4,7 +4,8 @@
 point, ``sglang_recorder:register`` in the group ``sglang.srt.plugins``, is the user's to install.
 Each line is an event: the engine, then forwards, outcomes and ends in their order.
 ``tests/sglang_plugin/recorded/trim.py`` makes it small, ``replay.py`` plays it. Each step waits for
-the device.
+the device. What the seam reads of trees, windows and states is kept where an engine has them; the
+engine is one of which every group is watched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ TENSORS = (
     *("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens"),
     *("extend_seq_lens", "extend_prefix_lens"),
 )
+#: Of a hybrid's forward: states that are cleared, copied, and kept for the tree.
+STATES = (
+    *("mamba_clear_indices", "mamba_cow_src_indices", "mamba_cow_dst_indices"),
+    *("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens"),
+)
 ARGUMENTS = ("speculative_eagle_topk", "speculative_num_draft_tokens", "disable_radix_cache")
 
 
@@ -25,6 +31,56 @@ def numbers(tensor):
     if tensor is None:
         return None
     return tensor.tolist() if hasattr(tensor, "tolist") else list(tensor)
+
+
+def arguments(scheduler):
+    """Arguments of the server as SGLang has resolved them; None for one that is not there."""
+    args = scheduler.server_args
+    resolved = getattr(args, "resolved_dict", None)
+    found = vars(args) if resolved is None else resolved()
+    return {name: found.get(name) for name in ARGUMENTS}
+
+
+def runs(before, now):
+    """Where numbers of a tensor have changed: the first place and the new numbers of each run."""
+    found = []
+    places = (before != now).nonzero().flatten()
+    for at, number in zip(places.tolist(), now[places].tolist(), strict=True):
+        if not found or found[-1][0] + len(found[-1][1]) != at:
+            found.append([at, []])
+        found[-1][1].append(number)
+    return found
+
+
+def windows(scheduler):
+    """Facts of pools for layers with and without a window; None if there is one pool alone."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    if type(pool).__name__ != "SWAKVPool":
+        return None
+    inside = {name: getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")}
+    return {
+        "window": scheduler.tp_worker.model_runner.sliding_window_size,
+        "size_full": int(allocator.size_full),
+        "size_swa": int(allocator.size_swa),
+        "inside": {name: type(each).__name__ for name, each in inside.items() if each is not None},
+        "layers": [[number, bool(slides)] for number, (_, slides) in pool.layers_mapping.items()],
+    }
+
+
+def states(scheduler):
+    """Facts of a hybrid's states, and of the pool with its rows; None without states."""
+    table, runner = scheduler.req_to_token_pool, scheduler.tp_worker.model_runner
+    if type(table).__name__ != "HybridReqToTokenPool":
+        return None
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return {
+        "slots": int(table.mamba_allocator.size),
+        "linear": type(runner.attn_backend.linear_attn_backend).__name__,
+        "chunk": int(getattr(scheduler.model_config.hf_text_config, "mamba_chunk_size", 64)),
+        "inside": type(pool.full_kv_pool).__name__,
+        "layers": [*pool.full_attention_layer_id_mapping],
+    }
 
 
 class Recorder:
@@ -40,6 +96,9 @@ class Recorder:
         self.steps = steps
         self.known: dict[str, int] = {}
         self.runner = self.batch = self.table = None
+        #: The pool's map of slots, and what it was; where states are, if there are any.
+        self.map = self.mapped = self.states = None
+        self.trees = self.in_forward = False
 
     def write(self, event, **facts) -> None:
         if self.steps >= 0:
@@ -48,7 +107,7 @@ class Recorder:
     def begin(self, scheduler) -> None:
         """Describe the engine, and hear what its worker returns."""
         self.runner, worker = scheduler.tp_worker.model_runner, scheduler.model_worker
-        allocator, args = scheduler.token_to_kv_pool_allocator, scheduler.server_args
+        allocator = scheduler.token_to_kv_pool_allocator
         self.table = scheduler.req_to_token_pool.req_to_token
         self.write(
             "engine",
@@ -60,9 +119,48 @@ class Recorder:
             page=int(allocator.page_size),
             overlap=bool(scheduler.enable_overlap),
             algorithm=scheduler.spec_algorithm.name,
-            args={name: getattr(args, name, None) for name in ARGUMENTS},
+            args=arguments(scheduler),
+            windows=windows(scheduler),
+            states=states(scheduler),
         )
+        self.follow(scheduler)
         worker.forward_batch_generation = partial(self.generated, worker.forward_batch_generation)
+
+    def follow(self, scheduler) -> None:
+        """Hear of moved rows, and of states that no forward writes; know what a forward has."""
+        allocator, algorithm = scheduler.token_to_kv_pool_allocator, scheduler.spec_algorithm.name
+        pool, table = allocator.get_kvcache(), scheduler.req_to_token_pool
+        topk = arguments(scheduler)["speculative_eagle_topk"] or 1
+        self.trees = algorithm == "NGRAM" or (algorithm != "NONE" and topk > 1)
+        if self.trees:
+            pool.move_kv_cache = partial(self.moved, pool.move_kv_cache)
+        if type(allocator).__name__ == "SWATokenToKVPoolAllocator":
+            self.map = pool.full_to_swa_index_mapping
+            self.mapped = self.map.cpu() * 0
+        if type(table).__name__ == "HybridReqToTokenPool":
+            self.states = table.req_index_to_mamba_index_mapping
+            backend, kept = self.runner.attn_backend, table.mamba_pool
+            commit = partial(self.committed, backend.update_mamba_state_after_mtp_verify)
+            backend.update_mamba_state_after_mtp_verify = commit
+            kept.copy_from = partial(self.copied, kept.copy_from)
+
+    def moved(self, move, tgt_loc, src_loc) -> None:
+        move(tgt_loc, src_loc)
+        self.write("moved", target=numbers(tgt_loc), source=numbers(src_loc))
+
+    def committed(
+        self, commit, last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, **more
+    ) -> None:
+        both = mamba_track_indices, mamba_steps_to_track
+        commit(last_correct_step_indices, *both, **more)
+        slots, steps = map(numbers, both)
+        last = numbers(last_correct_step_indices)
+        self.write("committed", last=last, tracked=slots, steps=steps)
+
+    def copied(self, copy, src_indices, dst_indices) -> None:
+        copy(src_indices, dst_indices)
+        if not self.in_forward:  # the batch tells of the others
+            self.write("copied", source=numbers(src_indices), target=numbers(dst_indices))
 
     def generated(self, generate, *args, **kwargs):
         result = generate(*args, **kwargs)
@@ -97,10 +195,15 @@ class Recorder:
             self.write("ran")
 
     def forward(self, original, runner, batch, *args, **kwargs):
-        if self.batch is not None and runner is self.runner and batch.rids:
-            self.steps -= 1
-            self.write_forward(batch)
-        return original(runner, batch, *args, **kwargs)
+        if self.batch is None or runner is not self.runner or not batch.rids:
+            return original(runner, batch, *args, **kwargs)
+        self.steps -= 1
+        self.write_forward(batch)
+        self.in_forward = True
+        try:
+            return original(runner, batch, *args, **kwargs)
+        finally:
+            self.in_forward = False
 
     def write_forward(self, batch) -> None:
         reqs = []
@@ -124,7 +227,36 @@ class Recorder:
             draft_token_num=width,
             prefill_only=bool(batch.is_prefill_only),
             slots=[self.table[line, : end + (width or 0)].tolist() for line, end in ends],
+            **self.tree_of(batch),
+            **self.map_of(),
+            **self.states_of(batch),
         )
+
+    def tree_of(self, batch):
+        """The links of drafts that form a tree."""
+        if not self.trees or batch.forward_mode.name != "TARGET_VERIFY":
+            return {}
+        spec = batch.spec_info
+        both = spec.retrieve_next_token, spec.retrieve_next_sibling
+        return dict(zip(("children", "siblings"), map(numbers, both), strict=True))
+
+    def map_of(self):
+        """What has changed in the map of windows since the last forward."""
+        if self.map is None:
+            return {}
+        before, self.mapped = self.mapped, self.map.cpu().clone()
+        return {"map": runs(before, self.mapped) or None}
+
+    def states_of(self, batch):
+        """The slot of each request's state, and what the batch tells of others."""
+        if self.states is None:
+            return {}
+        keeps = getattr(self.batch, "mamba_track_mask_cpu", None)
+        return {
+            "state_slots": numbers(self.states[batch.req_pool_indices]),
+            "keeps": None if keeps is None else any(keeps),
+            **{name: numbers(getattr(batch, name, None)) for name in STATES},
+        }
 
     def released(self, original, req, *args, **kwargs):
         self.known.pop(req.rid, None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from replayed_pools import allocator_of, config_of, runner_of, table_of
 from torch import Tensor
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -24,6 +25,12 @@ TENSORS = {
     "seq_lens": torch.int64,
     "extend_seq_lens": torch.int32,
 }
+#: Likewise, of a hybrid.
+STATES = {
+    **dict.fromkeys(("mamba_clear_indices", "mamba_cow_src_indices"), torch.int64),
+    **dict.fromkeys(("mamba_cow_dst_indices", "mamba_track_indices"), torch.int64),
+    **{"mamba_track_mask": torch.bool, "mamba_track_seqlens": torch.int64},
+}
 
 
 def events(name: str) -> list[dict]:
@@ -32,9 +39,19 @@ def events(name: str) -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
-def named(name: str) -> object:
-    """An object of a class of this name."""
-    return type(name, (), {})()
+def _tensor(given: list | None, dtype: torch.dtype = torch.int64) -> Tensor | None:
+    """A tensor of what was recorded; None if nothing was."""
+    return None if given is None else torch.tensor(given, dtype=dtype)
+
+
+def _drafts(forward: dict) -> SimpleNamespace | None:
+    """What a forward has of drafts: how many, and the links of those that form a tree."""
+    width = forward.get("draft_token_num")
+    if width is None:
+        return None
+    links = {"children": "retrieve_next_token", "siblings": "retrieve_next_sibling"}
+    trees = {name: _tensor(forward[kept]) for kept, name in links.items() if kept in forward}
+    return SimpleNamespace(draft_token_num=width, topk=1, **trees)
 
 
 class Replay:
@@ -59,15 +76,9 @@ class Replay:
         args = {name: value for name, value in engine["args"].items() if value is not None}
         self.server_args = SimpleNamespace(**args)
         self.spec_algorithm = SimpleNamespace(name=engine["algorithm"])
-        self.req_to_token_pool = named(engine["table_class"])
-        table = torch.zeros(*engine["table"], dtype=torch.int32)
-        self.req_to_token_pool.req_to_token = table
-        allocator = self.token_to_kv_pool_allocator = named(engine["slots"])
-        allocator.size, allocator.page_size = engine["size"], engine["page"]
-        allocator.get_kvcache = lambda: named(engine["rows"])
-        self.runner = SimpleNamespace(
-            is_draft_worker=False, device="cpu", model=torch.nn.Linear(2, 2)
-        )
+        self.req_to_token_pool = table_of(engine)
+        self.token_to_kv_pool_allocator = allocator_of(engine)
+        self.model_config, self.runner = config_of(engine), runner_of(engine)
         self.tp_worker = SimpleNamespace(model_runner=self.runner)
         self.model_worker = SimpleNamespace(forward_batch_generation=self._generate)
         self.requests: dict[str, SimpleNamespace] = {}
@@ -79,10 +90,26 @@ class Replay:
         for event in ahead:
             if event["event"] == "run_batch":
                 self._run_batch(ahead)
-            elif event["event"] == "released":
-                self._release(event)
             elif event["event"] == "flushed":
                 self.hooks.flush_cache(lambda scheduler, done=event["done"]: done, self)
+            else:
+                self._besides(event)
+
+    def _besides(self, event: dict) -> None:
+        """Replay what may be between the steps, in them, or behind a forward; nothing of others."""
+        if event["event"] == "released":
+            self._release(event)
+        elif event["event"] == "copied":
+            copied = (torch.tensor(event[which]) for which in ("source", "target"))
+            self.req_to_token_pool.mamba_pool.copy_from(*copied)
+        elif event["event"] == "moved":
+            moved = (torch.tensor(event[which]) for which in ("target", "source"))
+            self.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(*moved)
+        elif event["event"] == "committed":
+            names = "last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track"
+            slots = (event.get(which) for which in ("last", "tracked", "steps"))
+            given = {n: _tensor(each) for n, each in zip(names, slots, strict=True)}
+            self.runner.attn_backend.update_mamba_state_after_mtp_verify(**given, model=None)
 
     def _release(self, event: dict) -> None:
         req = self.requests.pop(event["rid"], None)
@@ -94,9 +121,9 @@ class Replay:
         """Replay one step: what was recorded until it had run."""
         within = list(iter(lambda: next(ahead, {"event": "ran"}), {"event": "ran"}))
         by_name = {event["event"]: event for event in within}
-        for event in within:
-            if event["event"] == "released":
-                self._release(event)
+        at = within.index(by_name["forward"]) if "forward" in by_name else len(within)
+        for event in within[:at]:
+            self._besides(event)
         if "forward" not in by_name:
             return
         later, ends = "outcome" not in by_name, []
@@ -111,14 +138,17 @@ class Replay:
         self.steps += 1
         if self.fault is not None:
             self.fault(by_name)
-        batch = SimpleNamespace(reqs=self._reqs(by_name["forward"]))
+        forward = by_name["forward"]
+        keeps = [forward["keeps"]] if "keeps" in forward else None
+        batch = SimpleNamespace(reqs=self._reqs(forward), mamba_track_mask_cpu=keeps)
         run = self.model_worker
         result = self.hooks.run_batch(
-            lambda scheduler, batch: run.forward_batch_generation(by_name, later), self, batch
+            lambda scheduler, batch: run.forward_batch_generation(by_name, within[at:], later),
+            self,
+            batch,
         )
         for event in ends:
-            if event["event"] == "released":
-                self._release(event)
+            self._besides(event)
         if later:
             result.delay_sample_func()
 
@@ -136,17 +166,25 @@ class Replay:
             self.requests[req["rid"]].output_ids = array("q", output)
         return [self.requests[rid] for rid in forward["rids"]]
 
-    def _generate(self, by_name: dict, later: bool) -> SimpleNamespace:
-        """Replay a forward and its outcome; the latter later, if it was."""
+    def _place(self, forward: dict) -> None:
+        """Write what a forward's tables and maps have now."""
+        table, lines = self.req_to_token_pool, forward["req_pool_indices"]
+        for line, (at, slots) in zip(lines, forward["table"], strict=True):
+            table.req_to_token[line, at : at + len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        for at, slots in forward.get("map", ()):
+            pool = self.token_to_kv_pool_allocator.get_kvcache()
+            pool.full_to_swa_index_mapping[at : at + len(slots)] = torch.tensor(slots)
+        if "state_slots" in forward:
+            slots = torch.tensor(forward["state_slots"], dtype=torch.int32)
+            table.req_index_to_mamba_index_mapping[lines] = slots
+
+    def _generate(self, by_name: dict, behind: list[dict], later: bool) -> SimpleNamespace:
+        """Replay a forward, what was behind it, and its outcome; the latter later, if it was."""
         forward, outcome = by_name["forward"], by_name["outcome"]
-        table = self.req_to_token_pool.req_to_token
-        for line, (at, slots) in zip(forward["req_pool_indices"], forward["table"], strict=True):
-            table[line, at : at + len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        tensors: dict[str, Tensor | None] = {
-            name: torch.tensor(forward[name], dtype=dtype) if name in forward else None
-            for name, dtype in TENSORS.items()
+        self._place(forward)
+        tensors = {
+            name: _tensor(forward.get(name), dtype) for name, dtype in {**TENSORS, **STATES}.items()
         }
-        width = forward.get("draft_token_num")
         batch = SimpleNamespace(
             **tensors,
             forward_mode=SimpleNamespace(name=forward["mode"]),
@@ -154,10 +192,12 @@ class Replay:
             rids=forward["rids"],
             extend_prefix_lens_cpu=forward.get("extend_prefix_lens_cpu"),
             extend_seq_lens_cpu=forward.get("extend_seq_lens_cpu"),
-            spec_info=None if width is None else SimpleNamespace(draft_token_num=width, topk=1),
+            spec_info=_drafts(forward),
             is_prefill_only=forward["prefill_only"],
         )
         self.hooks.forward(lambda runner, batch: None, self.runner, batch)
+        for event in behind:
+            self._besides(event)
         counts = outcome.get("accept_lens")
         result = SimpleNamespace(
             next_token_ids=None if later else torch.tensor(outcome["ids"]),
