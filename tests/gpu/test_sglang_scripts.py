@@ -57,6 +57,20 @@ def test_a_plain_run_of_an_engine_that_contains_faults_has_none(tmp_path):
     assert (faulty["FAULTS"], plain.get("FAULTS")) == ("contain", None)
 
 
+def test_any_engine_can_be_recorded(monkeypatch, tmp_path):
+    """Of trees, windows and states, too; the recorder is told the file, and how long it goes on."""
+    monkeypatch.setenv("RECORD_STEPS", "250")
+    names = ["eagle3-tree", "windows-chunked", "next-mtp"]
+    given = sglang_engines.parsed(["OUT", *names, "--plain", "--recorded", *names])
+    queue = sglang_engines.queue_of(given)
+    assert [name for name, kind in queue if kind == "recorded"] == names
+    for name in names:
+        found = sglang_engines.variables(name, "recorded", tmp_path)
+        assert found["RECORD_FILE"] == str(tmp_path / "logs" / f"{name}.recorded.jsonl")
+        assert found["RECORD_STEPS"] == "250"
+        assert "RECORD_FILE" not in sglang_engines.variables(name, "ledger", tmp_path)
+
+
 def test_texts_are_held_against_those_of_any_engine_of_the_model_without_kvtxn(tmp_path):
     (tmp_path / "results").mkdir()
     assert sglang_engines.plain_tokens("contain-eagle", tmp_path) == []

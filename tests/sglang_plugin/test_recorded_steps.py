@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kvtxn.integrations.serving.audit_settings import AuditSettings
+from kvtxn.integrations.sglang_plugin.starting import Hooks
+from planted_steps import plants_of, replay_with
 from replay import RECORDED, Replay, events
 
 NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.jsonl.xz"))
@@ -21,6 +24,8 @@ def test_recorded_steps_give_no_alarm(hooks, name):
     assert counted["kvtxn_audit_steps_total"] == replay.steps > 30
     assert counted["kvtxn_audit_rows_checked_total"] > 20_000
     assert counted["kvtxn_audit_unjudged_total"] == 0
+    assert counted["kvtxn_audit_unwatched_groups"] == 0
+    assert (counted["kvtxn_audit_states_checked_total"] > 200) == ("states" in recorded[0])
 
 
 def test_the_recordings_have_each_kind_of_step():
@@ -71,3 +76,12 @@ def test_a_fault_in_a_recorded_step_is_found(hooks, name, plant):
     ((request, slot),) = planted
     found = [(each["request"], each["slot"]) for each in hooks.report()["violations"]]
     assert (request, slot) in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_fault_of_trees_windows_and_states_is_found(on_a_cpu, name):
+    """In what the seam reads of these alone; a plain engine has none of it."""
+    for plant in plants_of(events(name)):
+        hooks = Hooks(AuditSettings(audit="ledger"))
+        expected, found = replay_with(hooks, events(name), plant)
+        assert any(expected.items() <= each.items() for each in found), (plant, expected, found[:3])

@@ -6,7 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvtxn.integrations.sglang_plugin.seam.pools import ROWS, STATES, WINDOWS
+from kvtxn.integrations.serving.audit_settings import AuditSettings
+from kvtxn.integrations.sglang_plugin.starting import Hooks
+from planted_steps import (
+    foreign_state,
+    lost_copy,
+    plants_of,
+    replay_with,
+    wrong_commit,
+    wrong_entry,
+    wrong_move,
+    wrong_parent,
+)
 from replay import RECORDED, Replay, events
 from toy_sglang import ToySglang
 from toy_states import Mamba2AttnBackend, ToyHybrid
@@ -99,126 +110,20 @@ def test_recordings_keep_only_what_an_engine_has(recording):
 
 # -- faults ----------------------------------------------------------------------------------
 
-
-def going_on(replay, forward):
-    """The numbers of a step's requests that the next forward has, too."""
-    forwards = [each for each in replay.recorded if each["event"] == "forward"]
-    at = next(number for number, each in enumerate(forwards) if each is forward)
-    after = forwards[at + 1]["rids"] if at + 1 < len(forwards) else []
-    return [number for number, rid in enumerate(forward["rids"]) if rid in after]
-
-
-def accepted(step):
-    """The accepted rows of each request: the number of its move, and its number in the tree."""
-    forward, moved = step["forward"], step["moved"]
-    width = forward["draft_token_num"]
-    rows = {slot: at for at, slot in enumerate(forward["out_cache_loc"])}
-    found = [[] for _ in forward["rids"]]
-    for at, (target, source) in enumerate(zip(moved["target"], moved["source"], strict=True)):
-        if target:
-            found[rows[target] // width].append((at, rows[source] % width))
-    return found
+TREES, MAPS = (wrong_parent, wrong_move), (wrong_entry,)
+SLOTS = (foreign_state, lost_copy)
+PLANTED = {
+    "plain": (), "chain": (), "pure": (), "tree": TREES, "windows": MAPS,
+    "windows-tree": (*TREES, *MAPS), "states": SLOTS, "copies": SLOTS,
+    "commits": (*SLOTS, wrong_commit), "states-tree": (*TREES, *SLOTS, wrong_commit),
+}  # fmt: skip
 
 
-def wrong_parent(replay, step):
-    """The last accepted row of a tree follows a row of another branch, at the place of its own."""
-    paths, forward = accepted(step), step["forward"]
-    width = forward["draft_token_num"]
-    for number in going_on(replay, forward):
-        (_, parent), (at, node) = ((0, 0), (0, 0), *paths[number])[-2:]
-        positions = forward["positions"][number * width :][:width]
-        mates = {row for row in range(width) if positions[row] == positions[parent]} - {parent}
-        if not mates:
-            continue
-        children, siblings = forward["children"][number], forward["siblings"][number]
-        family = children if node in children else siblings
-        family[family.index(node)] = siblings[node]
-        siblings[node], children[min(mates)] = children[min(mates)], node
-        return {"request": forward["rids"][number], "slot": step["moved"]["target"][at]}
-    return None
-
-
-def wrong_move(replay, step):
-    """A rejected row is moved in the place of an accepted one."""
-    paths, forward = accepted(step), step["forward"]
-    width = forward["draft_token_num"]
-    for number in going_on(replay, forward):
-        rejected = {*range(width)} - {node for _, node in paths[number]}
-        if len(paths[number]) < 2 or not rejected:
-            continue
-        at, _ = paths[number][-1]
-        step["moved"]["source"][at] = forward["out_cache_loc"][number * width + max(rejected)]
-        return {"request": forward["rids"][number], "slot": step["moved"]["target"][at]}
-    return None
-
-
-def wrong_entry(replay, step):
-    """The map leads a row of the first request to the window's row of the second."""
-    forward, pool = step["forward"], replay.token_to_kv_pool_allocator.get_kvcache()
-    own, other = (
-        int(replay.req_to_token_pool.req_to_token[line, end - 2])
-        for line, end in list(zip(forward["req_pool_indices"], forward["seq_lens"], strict=True))[:2]
-    )
-    slot = int(pool.full_to_swa_index_mapping[other])
-    forward["map"] = [*forward.get("map", ()), [own, [slot]]]
-    return {"request": forward["rids"][0], "slot": slot, "group": WINDOWS}
-
-
-def foreign_state(replay, step):
-    """The first request continues the state of the second."""
-    slots = step["forward"]["state_slots"]
-    slots[0] = slots[1]
-    return {"request": step["forward"]["rids"][0], "slot": slots[1], "group": STATES}
-
-
-def lost_copy(replay, step):
-    """The state of a hit is not copied."""
-    forward = step["forward"]
-    copied = forward.pop("mamba_cow_src_indices", None) and forward.pop("mamba_cow_dst_indices")
-    if not copied:
-        return None
-    number = forward["state_slots"].index(copied[0])
-    return {"request": forward["rids"][number], "slot": copied[0], "group": STATES}
-
-
-def wrong_commit(replay, step):
-    """The state of one row less is committed."""
-    last, forward = step["committed"]["last"], step["forward"]
-    for number in going_on(replay, forward):
-        if last[number] > 0:
-            last[number] -= 1
-            slot = forward["state_slots"][number]
-            return {"request": forward["rids"][number], "slot": slot, "group": STATES}
-    return None
-
-
-#: What is planted, and into steps of which modes; each with the recordings that have such steps.
-PLANTS = {
-    wrong_parent: ("TARGET_VERIFY", ("tree", "windows-tree", "states-tree")),
-    wrong_move: ("TARGET_VERIFY", ("tree", "windows-tree", "states-tree")),
-    wrong_entry: ("DECODE TARGET_VERIFY", ("windows", "windows-tree")),
-    foreign_state: ("DECODE TARGET_VERIFY", ("states", "copies", "commits", "states-tree")),
-    lost_copy: ("EXTEND", ("states", "copies", "commits", "states-tree")),
-    wrong_commit: ("TARGET_VERIFY", ("commits",)),
-}
-CASES = [(plant, name) for plant, (_, names) in PLANTS.items() for name in names]
-
-
-@pytest.mark.parametrize(("plant", "name"), CASES)
-def test_a_fault_in_what_was_written_is_found(hooks, recording, plant, name):
-    """By its request, and by its slot in its group."""
-    planted, modes = [], PLANTS[plant][0].split()
-
-    def fault(step):
-        forward = step["forward"]
-        several = len(forward["rids"]) > 1 or modes == ["EXTEND"]
-        if forward["mode"] in modes and several and not planted and replay.steps > 20:
-            planted.extend(filter(None, [plant(replay, step)]))
-
-    replay = Replay(hooks, recording(name), fault)
-    replay.run()
-    ((place),) = planted
-    expected = {"group": ROWS, **place}
-    found = hooks.report()["violations"]
-    print(expected, *found, sep="\n")
-    assert any(expected.items() <= each.items() for each in found), (expected, found[:3])
+@pytest.mark.parametrize("name", TOYS)
+def test_a_fault_in_what_was_written_is_found(on_a_cpu, recording, name):
+    """By its request, and by its slot in its group: all that such a recording can have."""
+    assert plants_of(recording(name)) == [*PLANTED[name]]
+    for plant in PLANTED[name]:
+        hooks = Hooks(AuditSettings(audit="ledger"))
+        expected, found = replay_with(hooks, events(name), plant)
+        assert any(expected.items() <= each.items() for each in found), (plant, expected, found[:3])
