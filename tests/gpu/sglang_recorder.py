@@ -198,7 +198,8 @@ class Recorder:
         if self.batch is None or runner is not self.runner or not batch.rids:
             return original(runner, batch, *args, **kwargs)
         self.steps -= 1
-        self.write_forward(batch)
+        if self.steps >= 0:  # an engine that serves on is not slowed
+            self.write_forward(batch)
         self.in_forward = True
         try:
             return original(runner, batch, *args, **kwargs)
