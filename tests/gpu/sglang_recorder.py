@@ -255,7 +255,7 @@ class Recorder:
         keeps = getattr(self.batch, "mamba_track_mask_cpu", None)
         return {
             "state_slots": numbers(self.states[batch.req_pool_indices]),
-            "keeps": None if keeps is None else any(keeps),
+            "keeps": None if keeps is None else bool(any(keeps)),
             **{name: numbers(getattr(batch, name, None)) for name in STATES},
         }
 
