@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 import attrs
@@ -140,4 +142,7 @@ def padded_columns(rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
         int64 ``[4, n]`` on the host, contiguous.
     """
     padding = [(-1, 0, 0, 0)] * (len(rows) % 2)
-    return torch.tensor([*rows, *padding], dtype=torch.int64, device="cpu").T.contiguous()
+    numbers = array("q", chain.from_iterable(zip(*rows, *padding, strict=True)))
+    if not numbers:
+        return torch.empty((4, 0), dtype=torch.int64, device="cpu")
+    return torch.frombuffer(numbers, dtype=torch.int64).view(4, -1)  # quicker than torch.tensor

@@ -194,7 +194,9 @@ class RowTransfers:
         Raises:
             ConfigError: a request is not admitted, a position is none, or one is missing.
         """
-        lines = [self._state.requests.line(each, operation=operation) for each in requests]
+        lines = self._state.requests.lines_of(requests)
+        if lines is None:
+            lines = [self._state.requests.line(each, operation=operation) for each in requests]
         given = checks.bounded(operation, name, positions, self._books.sizes.max_length + 1)
         self._one_each(operation, name, given, lines)
         return torch.tensor(lines, dtype=torch.int64, device="cpu"), given

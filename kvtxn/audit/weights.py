@@ -47,6 +47,10 @@ class _Sample:
     told: frozenset[str]
 
 
+def _nothing() -> None:
+    """Do nothing: no one has to know that an epoch begins."""
+
+
 class WeightWatch:
     """The weights of one engine: changes that somebody tells of, and changes that samples show.
 
@@ -127,7 +131,7 @@ class WeightWatch:
         samples += [[[each.flatten()]] for each in beside]
         return self._ledger.books.key.seed([int(self._hash(each)) for each in samples])
 
-    def begin_step(self, *, hits: bool = False) -> None:
+    def begin_step(self, *, hits: bool = False, before: Callable[[], object] = _nothing) -> None:
         """Begin an epoch if weights have changed; call it before each ``Ledger.write``.
 
         A sample is taken if one is due, and the last one compared once it is old enough.
@@ -135,8 +139,10 @@ class WeightWatch:
         Args:
             hits: a request begins with rows that it has found in the cache; all ranks of an engine
                 have to say the same.
+            before: called before an epoch begins.
         """
         if self._told:
+            before()
             for name in sorted(self._told):
                 self._ledger.new_epoch(name)
             self._told_since |= self._told
@@ -144,31 +150,32 @@ class WeightWatch:
         if self._steps >= (self._sooner if hits else self._due) and self._weights:
             self._due = self._steps + self._every
             self._sooner = self._steps + max(self._every // SOONER, 1)
-            self._take()
+            self._take(before)
         if self._sample is not None and self._steps >= self._sample.step + self._later:
-            self._judge(self._sample)
+            self._judge(self._sample, before)
         self._steps += 1
 
-    def _take(self) -> None:
+    def _take(self, before: Callable[[], object]) -> None:
         """Hash all weights, and begin to copy the hashes to the host, to be judged later.
 
-        An earlier sample that still waits is judged first.
+        An earlier sample that still waits is judged first. ``before`` is as for ``begin_step``.
         """
         if self._sample is not None:  # of fewer steps than one takes to arrive
-            self._judge(self._sample)
+            self._judge(self._sample, before)
         hashes = torch.stack([self._hash(each.now()) for each in self._weights.values()])
         self._sample = _Sample(self._steps, HostCopy.of(hashes), frozenset(self._told_since))
         self._told_since.clear()
 
-    def _judge(self, sample: _Sample) -> None:
+    def _judge(self, sample: _Sample, before: Callable[[], object]) -> None:
         """Compare a sample with the one before, as soon as it has arrived.
 
-        A change that nobody told of becomes a violation and begins an epoch.
+        A change that nobody told of becomes a violation and begins an epoch, after ``before``.
         """
-        self._sample, before, self._known = None, self._known, sample.hashes.wait().tolist()
+        self._sample, last, self._known = None, self._known, sample.hashes.wait().tolist()
         for number, name in enumerate(self._weights):
-            same = before is None or before[number] == self._known[number]
+            same = last is None or last[number] == self._known[number]
             if not same and name not in sample.told:
+                before()
                 self._ledger.findings.add(untold(self._ledger.steps + 1, name))
                 self._ledger.new_epoch(name)
 

@@ -124,6 +124,27 @@ def test_wrong_arguments_are_refused(ledger):
         WeightWatch(ledger, {}).changed("adapter")
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_somebody_may_have_to_know_that_an_epoch_begins(ledger, told):
+    """He is called before, and not in a step in which none begins."""
+    model, calls = Model(), []
+    watch = WeightWatch(ledger, {"target": model.parameters}, 1)
+
+    def step():
+        watch.begin_step(before=lambda: calls.append(epoch(ledger)))
+
+    for _ in range(3):
+        step()
+    assert calls == []
+    if told:
+        watch.changed()
+    else:
+        model.one.data.add_(1)
+    step()
+    step()
+    assert (calls, epoch(ledger)) == ([0], 1)
+
+
 def test_processes_with_one_key_have_one_hash_of_the_same_weights():
     """For a store of identities: what each process has been told of counts for nothing."""
     key, model, other = Key.new(), Model(), Model()

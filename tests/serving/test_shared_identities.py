@@ -108,7 +108,8 @@ def process(tmp_path):
             lambda request: f"{label}, request {request}",
         )  # fmt: skip
         made.watch = TransferWatch(
-            ledger, {"group.0": group}, {}, lambda loads: Transfers([], [], loads, opaque=False),
+            ledger, {"group.0": group}, {}, lambda loads: Transfers([], loads, [], opaque=False),
+            lambda loads: [],
             lambda group, blocks: torch.tensor([[contents[each], 5] for each in blocks]),
             made.tables.__getitem__, stop, shared,
         )  # fmt: skip

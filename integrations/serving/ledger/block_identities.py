@@ -1,15 +1,15 @@
 """``BlockIdentities``: whose rows the bytes of blocks are, noted while the device works on.
 
-A step that fills or stores blocks has their checksums and the words of their rows computed behind
-it. They are taken over some steps later, when they have arrived on the host; a step waits for them
-only if it has to know what some bytes are.
+Checksums of blocks that a step fills or stores, and the words of their rows, are computed together
+with those of the next steps, which costs less than by themselves; at the latest before anything
+else may come into the blocks, or somebody asks what some bytes are. They are taken over when they
+have arrived on the host; a step waits for them only if it has to know what some bytes are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -28,8 +28,12 @@ Place = tuple[str, int]
 #: The checksum of a block's bytes.
 Content = tuple[int, int]
 
-#: Steps whose blocks may be on their way to the host; one more waits for the first of them.
-_UNDER_WAY: Final = 16
+#: Steps whose blocks are described together, and blocks that are described at once.
+_TOGETHER: Final = 8
+_AT_ONCE: Final = 256
+
+#: Descriptions that may be on their way to the host; one more waits for the first of them.
+_UNDER_WAY: Final = 4
 
 
 @attrs.frozen
@@ -41,34 +45,47 @@ class Span:
         group: the name of the KV-cache group.
         blocks: the blocks.
         begin: the number of blocks of the request before them.
+        keys: the place of each block in a connector's store; None if that is not known.
     """
 
     request: str
     group: str
     blocks: Sequence[int]
     begin: int
+    keys: Sequence[Hashable] | None = None
+
+
+#: Called with a span, and for each of its blocks whether it is remembered.
+Then = Callable[[Span, Sequence[bool]], None]
+
+
+@attrs.frozen(eq=False)
+class _Waiting:
+    """A span whose blocks are to be remembered.
+
+    Attributes:
+        span: the blocks.
+        doubtful: the numbers in the span of blocks with rows that nobody vouches for.
+        then: called once it is known which blocks are remembered; None: no one waits for that.
+    """
+
+    span: Span
+    doubtful: Sequence[int]
+    then: Then | None
 
 
 @attrs.frozen(eq=False)
 class _Noted:
-    """Blocks that are to be remembered once the device has got there.
+    """Blocks that are remembered once their description has arrived on the host.
 
     Attributes:
         spans: the blocks.
         found: for each block its checksum, its identity, and the word that its last row should
             have: int64 ``[n, 10]``.
-        doubtful: numbers of blocks with rows that nobody vouches for.
-        then: called with the blocks that are remembered.
     """
 
-    spans: Sequence[Span]
+    spans: Sequence[_Waiting]
     found: HostCopy
-    doubtful: Sequence[int]
-    then: Callable[[set[Place]], None]
-
-
-def _nothing(known: set[Place]) -> None:
-    """Do nothing: no one waits for the blocks that are remembered."""
 
 
 class BlockIdentities:
@@ -100,12 +117,21 @@ class BlockIdentities:
         self._shared: Final = shared
         self._copied: Final = copied
         self._table: Final = IdentityTable()
+        self._waiting: Final[list[_Waiting]] = []
+        self._blocks: Final[set[int]] = set()  # of ``_waiting``, in any group
+        self._steps = 0  # since the first of ``_waiting``
         self._noted: Final[deque[_Noted]] = deque()
 
     def clear(self) -> None:
         """Forget every block, also those on their way, whose ``then`` is never called."""
+        self._drop_waiting()
         self._noted.clear()
         self._table.clear()
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self._blocks.clear()
+        self._steps = 0
 
     @property
     def forgotten(self) -> int:
@@ -121,38 +147,62 @@ class BlockIdentities:
         return self._table.repeats and self._table.forgotten > 0
 
     def remember(
-        self,
-        spans: Sequence[Span],
-        doubtful: Collection[Place] = (),
-        then: Callable[[set[Place]], None] = _nothing,
+        self, spans: Iterable[Span], doubtful: Collection[Place] = (), then: Then | None = None
     ) -> None:
         """Remember blocks by the bytes that they have now.
 
-        Left out are blocks whose rows are not all there, or not all of one prefix. The call waits
-        only with a store, or when too many steps' blocks are under way, for the first of them.
+        Bytes and words are read at the same time, within some steps. Call ``describe`` before bytes
+        change of which the ledger does not hear, as a connector fills blocks; and before the ledger
+        forgets rows or requests that are to be remembered. Left out are blocks whose rows are not
+        all there, or not all of one prefix.
 
         Args:
             spans: blocks of admitted requests.
             doubtful: blocks with rows that nobody vouches for, which are left out, too: a row that
                 was believed once is no evidence.
-            then: called with the blocks that are remembered, once that is known.
+            then: called for each span once it is known which of its blocks are remembered.
         """
-        spans = sorted((span for span in spans if span.blocks), key=lambda span: span.group)
-        places = [(span.group, block) for span in spans for block in span.blocks]
-        if not places:
-            self.look()
-            return
-        by_group: dict[str, list[Span]] = {}
         for span in spans:
-            by_group.setdefault(span.group, []).append(span)
-        found = self._copied(torch.cat([*map(self._described, by_group, by_group.values())]))
-        out = [number for number, place in enumerate(places) if place in doubtful]
-        self._noted.append(_Noted(spans, found, out, then))
+            if span.blocks:
+                places = ((span.group, block) for block in span.blocks)
+                out = [number for number, place in enumerate(places) if place in doubtful]
+                self._waiting.append(_Waiting(span, out, then))
+                self._blocks.update(span.blocks)
+        if len(self._blocks) >= _AT_ONCE or self._shared is not None:
+            self.describe()
+
+    def will_describe(self, blocks: Iterable[int]) -> bool:
+        """Tell whether one of some blocks of any group waits to be described."""
+        return not self._blocks.isdisjoint(blocks)
+
+    def end_step(self) -> None:
+        """Describe the blocks that wait for it, if they have waited for long enough."""
+        if self._waiting:
+            self._steps += 1
+            if self._steps >= _TOGETHER:
+                self.describe()
+        self.look()
+
+    def describe(self) -> None:
+        """Have the bytes and the words read of all blocks that wait for it.
+
+        The call waits for the device only with a store, or when too many descriptions are under
+        way, for the first of them.
+        """
+        if not self._waiting:
+            return
+        spans = sorted(self._waiting, key=lambda each: each.span.group)
+        self._drop_waiting()
+        by_group: dict[str, list[Span]] = {}
+        for each in spans:
+            by_group.setdefault(each.span.group, []).append(each.span)
+        found = torch.cat([*map(self._described, by_group, by_group.values())])
+        self._noted.append(_Noted(spans, self._copied(found)))
         if self._shared is not None:
             self.settle()
         elif len(self._noted) > _UNDER_WAY:
             self._noted[0].found.wait()
-        self.look()
+            self.look()
 
     def look(self) -> None:
         """Take over what has arrived on the host, in the order it was noted; does not wait."""
@@ -160,7 +210,8 @@ class BlockIdentities:
             self._take(self._noted.popleft())
 
     def settle(self) -> None:
-        """Wait for the device, and take over all that was noted until now."""
+        """Describe what waits for it, wait for the device, and take all of it over."""
+        self.describe()
         while self._noted:
             noted = self._noted.popleft()
             noted.found.wait()
@@ -169,7 +220,7 @@ class BlockIdentities:
     def lookup(self, contents: Sequence[Content]) -> list[list[Identity]]:
         """Return what is known of each of these bytes, an empty list of unknown ones.
 
-        Waits for what was noted, unless nothing is asked.
+        Settles what is to be remembered, unless nothing is asked.
         """
         if not contents:
             return []
@@ -197,11 +248,14 @@ class BlockIdentities:
         A state that is not the one at the end of its block has an identity of zeros.
         """
         size, is_state = self._sizes[group], group in self._states
-        requests = [span.request for span in spans for _ in span.blocks]
+        requests = [name for span in spans for name in [span.request] * len(span.blocks)]
         blocks = [block for span in spans for block in span.blocks]
-        columns = [at for span in spans for at in range(span.begin, span.begin + len(span.blocks))]
-        lasts = [(column + 1) * size - 1 for column in columns]
-        firsts = lasts if is_state else [column * size for column in columns]
+        lasts = [
+            at * size + size - 1
+            for span in spans
+            for at in range(span.begin, span.begin + len(span.blocks))
+        ]
+        firsts = lasts if is_state else [last - size + 1 for last in lasts]
         identities = self._ledger.identities(group, requests, firsts, blocks)
         ends = identities[:, -1:]
         if is_state or self._shared is not None:
@@ -216,19 +270,16 @@ class BlockIdentities:
         Doubtful blocks and states are not told to the store.
         """
         found = noted.found.values
-        contents, known = found[:, :2], found[:, 2:9]
-        known[noted.doubtful, 2:] = UNWRITTEN
-        places = chain.from_iterable(
-            ((span.group, block) for block in span.blocks) for span in noted.spans
-        )
-        is_known = self._table.remember(contents, known)
-        noted.then({place for place, here in zip(places, is_known, strict=True) if here})
-        if self._shared is None:
-            return
-        for span, part in zip(
-            noted.spans, found.split([len(span.blocks) for span in noted.spans]), strict=True
-        ):
-            if span.group not in self._states:
+        parts = found.split([len(each.span.blocks) for each in noted.spans])
+        for each, part in zip(noted.spans, parts, strict=True):
+            if each.doubtful:
+                part[each.doubtful, 4:9] = UNWRITTEN
+        is_known, at = self._table.remember(found[:, :2], found[:, 2:9]), 0
+        for each, part in zip(noted.spans, parts, strict=True):
+            span, begin, at = each.span, at, at + len(each.span.blocks)
+            if each.then is not None:
+                each.then(span, is_known[begin:at])
+            if self._shared is not None and span.group not in self._states:
                 first = span.begin * self._sizes[span.group]
                 ends = part[:, 8], part[:, 9]
                 self._shared.remember(span.request, span.group, part[:, :2], *ends, first)

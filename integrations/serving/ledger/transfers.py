@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from itertools import repeat
+from functools import cache
+from itertools import chain, repeat
 from typing import Final
 
 import attrs
+import numpy
 import torch
 from torch import Tensor
 
@@ -73,25 +74,20 @@ class Handed:
 _Known = tuple[Content, Sequence[Identity]]
 
 
-def _span_of(each: Handed) -> Span:
-    """Return a transfer's blocks as a span of its request; ``other`` and ``keys`` are left out."""
-    return Span(each.request, each.group, each.blocks, each.begin)
-
-
 @attrs.frozen(eq=False)
 class Transfers:
     """The transfers of one step, as a connector's metadata name them.
 
     Attributes:
-        stores: blocks that are read when the step's forward is over.
-        at_once: blocks that are read before the step begins.
+        stores: blocks that are read, once the step's forward is over.
         loads: blocks that are filled, now or later.
+        nameless: blocks that are filled for requests that the metadata do not name.
         opaque: the metadata are of an unknown kind: any block may be filled.
     """
 
     stores: list[Handed]
-    at_once: list[Handed]
     loads: list[Handed]
+    nameless: list[int]
     opaque: bool
 
 
@@ -103,6 +99,7 @@ class TransferWatch:
         groups: the groups of rows, by name.
         state_sizes: the tokens of a block in groups whose states the prefix cache keeps, by name.
         read: returns the transfers that a connector's metadata of a step name.
+        flushed: returns the blocks that are read before the step begins, by the same metadata.
         hashes: as for ``BlockIdentities``.
         tables: returns the blocks of a request by group, as the host knows them when a step ends;
             nothing of a request that it does not know.
@@ -116,12 +113,14 @@ class TransferWatch:
         groups: Mapping[str, RowGroup],
         state_sizes: Mapping[str, int],
         read: Callable[[object], Transfers],
+        flushed: Callable[[object], list[Handed]],
         hashes: Callable[[str, Sequence[int]], Tensor],
         tables: Callable[[str], Sequence[Sequence[int]]],
         stop: Callable[[Exception], None],
         shared: SharedIdentities | None = None,
     ) -> None:
         self._read: Final = read
+        self._flushed: Final = flushed
         self._tables: Final = tables
         self._shared: Final = shared
         self._forgotten = 0  # blocks of the table, when places were noted
@@ -178,7 +177,7 @@ class TransferWatch:
 
     def flush(self, metadata: object) -> None:
         """Compare and remember the blocks that are stored before a step changes anything."""
-        self._export(self._read(metadata).at_once)
+        self._export(self._flushed(metadata))
 
     def begin(self, metadata: object) -> None:
         """Note the blocks that the connector loads, and those to be stored after the step.
@@ -191,6 +190,9 @@ class TransferWatch:
         """
         found = self._read(metadata)
         self._stores, self._opaque = found.stores, self._opaque or found.opaque
+        filled = chain(found.nameless, *(each.blocks for each in found.loads))
+        if self._blocks.will_describe(filled):
+            self._blocks.describe()
         for each in found.loads:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
@@ -217,19 +219,20 @@ class TransferWatch:
 
         States are remembered alone. Unknown requests and unwatched groups are left out.
         """
-        kept = [
-            each
-            for each in stores
-            if each.request in self._ledger
-            and (each.group in self._groups or self._states.get(each.group) is not None)
-        ]
-        rows = [each for each in kept if each.group in self._groups]
-        self._compare([_span_of(each) for each in rows if each.other is None])
-        for each in rows:
-            if each.other is not None:
-                self._compare_with(each, each.other)
-        spans = [_span_of(each) for each in kept]
-        self._blocks.remember(spans, self._doubtful, partial(self._note_stored, kept))
+        spans, own, others = list[Span](), list[Span](), list[tuple[Span, Arrival]]()
+        for each in stores:
+            is_row = each.group in self._groups
+            if each.request in self._ledger and (is_row or self._states.get(each.group)):
+                span = Span(each.request, each.group, each.blocks, each.begin, each.keys)
+                spans.append(span)
+                if is_row and each.other is not None:
+                    others.append((span, each.other))
+                elif is_row:
+                    own.append(span)
+        self._compare(own)
+        for span, other in others:
+            self._compare_with(span, other)
+        self._blocks.remember(spans, self._doubtful, self._note_stored)
 
     def _compare(self, spans: Sequence[Span]) -> None:
         """Compare the rows of blocks that leave with their requests' tokens, as kind "exported"."""
@@ -245,34 +248,34 @@ class TransferWatch:
         longer stretch, a wrong block would hide the wrong blocks after it.
         """
         size, device = self._groups[group].block_size, self._ledger.books.words.device
-        ends = [span.begin + len(span.blocks) for span in spans]
-        rows = [
-            (self._ledger.line(span.request), at * size, (at + 1) * size, number)
-            for number, span in enumerate(spans)
-            for at in range(span.begin, ends[number])
-        ]
-        tables = torch.zeros((len(spans), max(ends)), dtype=torch.int64, device="cpu")
-        for table, span, last in zip(tables, spans, ends, strict=True):
-            table[span.begin : last] = torch.tensor(span.blocks)
-        line, first, end, of = to_device(padded_columns(rows), device, torch.int64)
-        read = {group: to_device(tables, device, torch.int64)}
+        rows, ends = [], [span.begin + len(span.blocks) for span in spans]
+        for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
+            line = self._ledger.line(span.request)
+            rows += [(line, at * size, at * size + size, number) for at in range(span.begin, end)]
+        tables = numpy.zeros((len(spans), max(ends)), dtype=numpy.int64)
+        for table, span, end in zip(tables, spans, ends, strict=True):
+            table[span.begin : end] = span.blocks
+        columns = padded_columns(rows)
+        both = torch.cat([columns.flatten(), torch.from_numpy(tables).flatten()])  # one copy
+        both = to_device(both, device, torch.int64)
+        line, first, end, of = both[: columns.numel()].view(columns.shape)
+        read = {group: both[columns.numel() :].view(tables.shape)}
         return Stretch(line, first, end, read, "exported", of)
 
-    def _compare_with(self, each: Handed, other: Arrival) -> None:
+    def _compare_with(self, span: Span, other: Arrival) -> None:
         """Compare the rows of blocks with ``other``, which is admitted to the ledger meanwhile."""
         embedded = {at: what for at, what in other.embedded.items() if at < len(other.tokens)}
         self._ledger.admit(_NOBODYS, other.tokens, extras=other.extras, embedded=embedded)
-        self._compare([attrs.evolve(_span_of(each), request=_NOBODYS)])
+        self._compare([attrs.evolve(span, request=_NOBODYS)])
         self._ledger.release(_NOBODYS)
 
-    def _note_stored(self, kept: Iterable[Handed], known: set[Place]) -> None:
+    def _note_stored(self, span: Span, known: Sequence[bool]) -> None:
         """Note the store's places that got known blocks; forget places that got other blocks."""
-        for each in kept:
-            for block, key in zip(each.blocks, each.keys or (), strict=False):
-                if (each.group, block) in known:
-                    self._stored[each.group, key] = None
-                else:  # its bytes may come back from there
-                    self._stored.pop((each.group, key), None)
+        for is_known, key in zip(known, span.keys or (), strict=False):
+            if is_known:
+                self._stored[span.group, key] = None
+            else:  # its bytes may come back from there
+                self._stored.pop((span.group, key), None)
         self._doubt_places()
 
     def _doubt_places(self) -> None:
@@ -320,6 +323,17 @@ class TransferWatch:
             self._known = {name: each for name, each in self._known.items() if name in now}
 
     # -- told by the watch -------------------------------------------------------------------
+
+    def before_change(self, others: bool, handed_out: Iterable[Place]) -> None:
+        """Have blocks read that wait for it, before the ledger or their bytes change.
+
+        Args:
+            others: requests come or go, so that the ledger forgets the tokens of some; or weights
+                have changed.
+            handed_out: the blocks that get new owners.
+        """
+        if others or self._blocks.will_describe(block for _, block in handed_out):
+            self._blocks.describe()
 
     def change(
         self,
@@ -379,6 +393,13 @@ class TransferWatch:
                 which blocks leave, the blocks that the step fills are remembered then, not before.
         """
         self._rows = rows if rows.first is not None or self._opaque else None
+        self._came = []
+        if self._arrivals:
+            self._record_brought()
+        self._arrivals, self._before, self._given = (), {}, {}
+
+    def _record_brought(self) -> None:
+        """Record the rows and states that were loaded for arrivals, see ``forward``."""
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
         states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
         self._came = [(name, at[1]) for name, at, *_ in coming]
@@ -407,7 +428,6 @@ class TransferWatch:
         self._loading = self._loading or bool(brought)
         self._received -= lengths.keys()
         self._loads = {at: load for at, load in self._loads.items() if load[0] not in lengths}
-        self._arrivals, self._before, self._given = (), {}, {}
 
     def _known_of(self, places: Sequence[Place]) -> dict[Place, _Known]:
         """Return the checksum of each block's bytes, and what is known of such bytes; waits."""
@@ -458,6 +478,9 @@ class TransferWatch:
         rows, self._rows = self._rows, None
         if rows is not None:
             self._remember_full(rows)
+        if self._opaque:  # whoever fills blocks does not say so before
+            self._blocks.describe()
+        self._blocks.end_step()
 
     def settle(self) -> None:
         """Wait for what is noted, then judge what the store of other processes answers soon."""

@@ -270,7 +270,8 @@ class Watch:
         if self.stopped:
             return
         if self.weights is not None:  # before rows come from outside: they may be of the new ones
-            self.weights.begin_step(hits=any(each.computed for each in changes.arrivals))
+            hits = any(each.computed for each in changes.arrivals)
+            self.weights.begin_step(hits=hits, before=self._before_epoch)
         self.under_way = None
         if self._unsealed is not None:
             self._seal()
@@ -294,6 +295,11 @@ class Watch:
             source, target = zip(*changes.copies, strict=True)
             for name in self._copied:
                 self.ledger.copy(name, source, target)
+
+    def _before_epoch(self) -> None:
+        """Have the blocks read that a connector has stored: states there are of these weights."""
+        if self.transfers is not None:
+            self.transfers.before_change(True, ())
 
     def _settle_loads(self) -> None:
         """Forget rows that could not be loaded, and the requests whose step is dropped for it.
@@ -340,6 +346,9 @@ class Watch:
             for name, blocks in fresh.items()
             if blocks and (name in self.groups or name in self.states)
         }
+        if self.transfers is not None:
+            places = ((name, block) for name, blocks in given.items() for block in blocks)
+            self.transfers.before_change(bool(gone or arrivals), places)
         if not (gone or arrivals):
             if given:
                 self.ledger.change(given=given)

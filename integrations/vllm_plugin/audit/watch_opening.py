@@ -368,6 +368,7 @@ def follow_transfers(
             watch.groups,
             state_sizes,
             partial(connectors.transfers, runner, requests),
+            partial(connectors.flushed, runner, requests),
             checksums,
             requests.tables,
             watch.stop,

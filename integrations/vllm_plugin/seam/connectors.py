@@ -6,8 +6,7 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeGuard
 
 import attrs
@@ -82,9 +81,9 @@ def adopt(before: KVCacheConfig, after: KVCacheConfig) -> int:
 def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Transfers:
     """Return the blocks that a connector stores and loads in a step, read from its metadata.
 
-    Blocks that are loaded without a request's name are left out: they are of one that still waits,
-    which the connector names when its rows have come. ``opaque`` is set if some part of the
-    metadata is of a connector that kvtxn cannot read. Stores that the step flushes are ``at_once``.
+    Blocks that are loaded without a request's name are of one that still waits, which the connector
+    names when its rows have come. ``opaque`` is set if some part of the metadata is of a connector
+    that kvtxn cannot read. What ``flushed`` returns is left out.
 
     Args:
         runner: the worker's runner.
@@ -94,14 +93,17 @@ def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Tran
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):
         if _has_jobs(part):
-            flushed = getattr(part, "jobs_to_flush", None) or ()
+            early = _early(part)
             for job_id, job in part.store_jobs.items():
-                into = found.at_once if job_id in flushed else found.stores
-                into.extend(_job(runner, requests, number, job, job.src_spec, job.dst_spec))
+                if job_id not in early:
+                    found.stores.extend(
+                        _job(runner, requests, number, job, job.src_spec, job.dst_spec)
+                    )
             for job in part.load_jobs.values():
                 found.loads.extend(_job(runner, requests, number, job, job.dst_spec, job.src_spec))
         elif _has_blocks(part):
             found.stores.extend(_loose(requests, part.store_gpu_blocks))
+            found.nameless.extend(map(int, part.load_gpu_blocks))
         elif _names_slots(part):
             for each in part.requests:
                 into = found.stores if each.is_store else found.loads
@@ -109,6 +111,26 @@ def transfers(runner: Runner, requests: RequestBlocks, metadata: object) -> Tran
         else:
             found = attrs.evolve(found, opaque=True)
     return found
+
+
+def flushed(runner: Runner, requests: RequestBlocks, metadata: object) -> list[Handed]:
+    """Return the blocks that a connector stores before a step begins, read from its metadata.
+
+    ``runner`` and ``requests`` are as for ``transfers``.
+    """
+    return [
+        each
+        for number, part in enumerate(_parts(metadata))
+        if _has_jobs(part) and (early := _early(part))
+        for job_id, job in part.store_jobs.items()
+        if job_id in early
+        for each in _job(runner, requests, number, job, job.src_spec, job.dst_spec)
+    ]
+
+
+def _early(jobs: OffloadingJobs) -> Collection[object]:
+    """Return the numbers of the jobs that are stored before the step begins."""
+    return getattr(jobs, "jobs_to_flush", None) or ()
 
 
 def _parts(metadata: object) -> Iterator[object]:
@@ -206,12 +228,13 @@ def _has_tiers(settings: object) -> bool:
 
 def _loose(requests: RequestBlocks, blocks: Iterable[int]) -> Iterator[Handed]:
     """Yield blocks with their owners, in runs of columns; those of nobody are left out."""
-    owners = ((requests.owner(int(block)), int(block)) for block in {*blocks})
-    found = sorted((*owner, block) for owner, block in owners if owner is not None)
-    runs = itertools.groupby(enumerate(found), lambda at: (*at[1][:2], at[1][2] - at[0]))
-    for (name, group, _), run in runs:
-        these = [each for _, each in run]
-        yield Handed(f"group.{group}", [each[3] for each in these], these[0][2], name)
+    found = sorted(requests.owned({*map(int, blocks)}))
+    begin = 0
+    for at, (name, group, column, _) in enumerate(found, 1):
+        if at == len(found) or found[at][:3] != (name, group, column + 1):
+            these = [block for *_, block in found[begin:at]]
+            yield Handed(f"group.{group}", these, found[begin][2], name)
+            begin = at
 
 
 def _slots(runner: Runner, requests: RequestBlocks, each: SlotTransfer) -> Iterator[Handed]:

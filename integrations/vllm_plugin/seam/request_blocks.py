@@ -99,6 +99,15 @@ class RequestBlocks:
             return None
         return request.name, group, column
 
+    def owned(self, blocks: Iterable[int]) -> list[tuple[str, int, int, int]]:
+        """Return of blocks what ``owner`` does, and the block; those of nobody are left out."""
+        owners, latest, found = self._owners, self._latest, []
+        for block in blocks:
+            request, group, column = owners.get(block, (None, 0, 0))
+            if request is not None and latest.get(request.name) is request:
+                found.append((request.name, group, column, block))
+        return found
+
     def column(self, name: str, group: int, block: int, after: int) -> int:
         """Return the first column behind ``after`` in which a request has a block.
 

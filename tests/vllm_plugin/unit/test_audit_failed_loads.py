@@ -23,6 +23,9 @@ class Loads:
         self.ledger, self.failed, self.names = ledger, [], []
         self.loads, self.unsettled = False, False
 
+    def before_change(self, others, handed_out):
+        """Read nothing: no block waits for it."""
+
     def change(self, arrivals, handed_out, copies=()):
         self.loads = any(each.name == "a" for each in arrivals)
 

@@ -150,6 +150,7 @@ def test_bytes_that_were_pushed_out_of_the_table_come_back(rig):
     """They are as unknown as any from elsewhere, although they come from where they were stored."""
     rig.watch.begin(job(rig, "a", 1, 2))
     rig.watch.end()
+    rig.watch.settle()
     table = rig.watch._blocks._table
     table._entries.zero_()  # as many blocks do that steps fill and no connector stores
     table.forgotten += 2
@@ -373,7 +374,9 @@ def stored_states(hybrid):
         source = block
     hybrid.watch.begin(state_job("a", 7, 8))
     hybrid.watch.end()
-    hybrid.watch.change([], [("group.1", block) for block in (3, 4)])
+    given = [("group.1", block) for block in (3, 4)]
+    hybrid.watch.before_change(False, given)
+    hybrid.watch.change([], given)
     assert unverified(hybrid) == 0
     return hybrid
 
@@ -442,6 +445,7 @@ def test_a_state_of_other_tokens_names_who_stored_it(stored_states):
 def test_a_state_of_earlier_weights_comes_back(stored_states):
     """It is as old as when it was stored, and not believed to be new."""
     rig = stored_states
+    rig.watch.before_change(True, [])
     rig.ledger.new_epoch()
     assert bring_state(rig, rig.cache[8]) == []
     rig.row("b", 8, 4, block=5)

@@ -42,6 +42,8 @@ def test_blocks_that_leave_are_looked_at_together(rig, calls, requests):
         rig.ledger.admit(name, TOKENS[:9])
     calls.clear()
     rig.watch._export([Handed("group.0", [1, 2], 0, name) for name in names])
+    assert calls["inspect"] == 1  # before the step goes on; their bytes are read later
+    rig.watch.before_change(True, [])
     launched = {name: calls[name] for name in ("inspect", "identities", "_checksums", "own_words")}
     assert launched == {"inspect": 1, "identities": 1, "_checksums": 1, "own_words": 0}
     assert kinds(rig) == []

@@ -48,14 +48,19 @@ def state_of(blocks, tokens, **more):
 
 def follow(ledger, runner, cache, stop, sizes=None):
     """Follow the transfers of a runner whose blocks have these bytes."""
-    read = partial(connectors.transfers, runner, runner.kvtxn_requests)
+    read, flushed = (
+        partial(each, runner, runner.kvtxn_requests)
+        for each in (connectors.transfers, connectors.flushed)
+    )
 
     def hashes(group, blocks):
         words = [[int.from_bytes(cache[block][:7], "big"), 0] for block in blocks]
         return torch.tensor(words, dtype=torch.int64).view(-1, 2)
 
     tables = runner.kvtxn_requests.tables
-    return TransferWatch(ledger, {"group.0": GROUP}, sizes or {}, read, hashes, tables, stop)
+    return TransferWatch(
+        ledger, {"group.0": GROUP}, sizes or {}, read, flushed, hashes, tables, stop
+    )
 
 
 @pytest.fixture
@@ -117,6 +122,7 @@ def come(rig, name, blocks, tokens, metadata):
     """Let a request come whose rows are loaded into its blocks before the forward."""
     arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
     rig.runner.kvtxn_requests.hear(scheduled(new=[(name, state_of(blocks, tokens))]))
+    rig.watch.before_change(True, [])
     rig.ledger.admit(name, tokens)
     rig.watch.change([arrival], [])
     rig.watch.begin(metadata)
