@@ -21,27 +21,19 @@ from itertools import chain, repeat
 from typing import Final
 
 import attrs
-import numpy
 import torch
 from torch import Tensor
 
-from ....audit import Ledger, RowGroup, Stretch
+from ....audit import Ledger, RowGroup
 from ....audit.identity_table import Identity
-from ....audit.step import padded_columns
-from ....host_values import to_device
 from ..step import Arrival, Rows
 from .block_identities import BlockIdentities, Content, Place, Span
 from .brought_rows import BroughtRows, import_runs
+from .leaving_rows import compare, compare_with
 from .shared_identities import SharedIdentities
 
 #: Requests of which it is known which blocks are remembered, for each one of a step.
 _FULL: Final = 8
-
-#: Requests whose stored rows are compared at a time: their block tables take memory.
-_AT_ONCE: Final = 64
-
-#: The ledger's request for tokens that no request has: of a fault, or of the scheduler's half.
-_NOBODYS: Final = "the tokens of a store"
 
 #: Returns the words that a request's rows in a group should have, on the host; waits but once.
 Words = Callable[[str, str], Tensor]
@@ -229,45 +221,10 @@ class TransferWatch:
                     others.append((span, each.other))
                 elif is_row:
                     own.append(span)
-        self._compare(own)
+        compare(self._ledger, self._groups, own)
         for span, other in others:
-            self._compare_with(span, other)
+            compare_with(self._ledger, self._groups, span, other)
         self._blocks.remember(spans, self._doubtful, self._note_stored)
-
-    def _compare(self, spans: Sequence[Span]) -> None:
-        """Compare the rows of blocks that leave with their requests' tokens, as kind "exported"."""
-        for group in dict.fromkeys(span.group for span in spans):
-            own = [span for span in spans if span.group == group]
-            for at in range(0, len(own), _AT_ONCE):
-                self._ledger.inspect(self._stretch(group, own[at : at + _AT_ONCE]))
-
-    def _stretch(self, group: str, spans: Sequence[Span]) -> Stretch:
-        """Return the rows of blocks of a group that leave, each block as a stretch of its own.
-
-        After a violation the ledger does not compare a request again before the stretch's end. In a
-        longer stretch, a wrong block would hide the wrong blocks after it.
-        """
-        size, device = self._groups[group].block_size, self._ledger.books.words.device
-        rows, ends = [], [span.begin + len(span.blocks) for span in spans]
-        for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
-            line = self._ledger.line(span.request)
-            rows += [(line, at * size, at * size + size, number) for at in range(span.begin, end)]
-        tables = numpy.zeros((len(spans), max(ends)), dtype=numpy.int64)
-        for table, span, end in zip(tables, spans, ends, strict=True):
-            table[span.begin : end] = span.blocks
-        columns = padded_columns(rows)
-        both = torch.cat([columns.flatten(), torch.from_numpy(tables).flatten()])  # one copy
-        both = to_device(both, device, torch.int64)
-        line, first, end, of = both[: columns.numel()].view(columns.shape)
-        read = {group: both[columns.numel() :].view(tables.shape)}
-        return Stretch(line, first, end, read, "exported", of)
-
-    def _compare_with(self, span: Span, other: Arrival) -> None:
-        """Compare the rows of blocks with ``other``, which is admitted to the ledger meanwhile."""
-        embedded = {at: what for at, what in other.embedded.items() if at < len(other.tokens)}
-        self._ledger.admit(_NOBODYS, other.tokens, extras=other.extras, embedded=embedded)
-        self._compare([attrs.evolve(span, request=_NOBODYS)])
-        self._ledger.release(_NOBODYS)
 
     def _note_stored(self, span: Span, known: Sequence[bool]) -> None:
         """Note the store's places that got known blocks; forget places that got other blocks."""
