@@ -384,6 +384,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu-hybrid-mamba2-host": lambda: vllm_report.clocked(load("h200-vllm-nemotron-h-8b")),
     "vllm-gpu-hybrid-experts": lambda: vllm_speed("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_speed("h200-vllm-llama3-8b-audit"),
+    "vllm-gpu-audit-connector": lambda: vllm_speed("h200-vllm-llama3-8b-audit-connector"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: vllm_report.audit(load("h200-vllm-llama3-8b-audit")),
 }

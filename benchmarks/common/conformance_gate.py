@@ -45,8 +45,12 @@ def passed(conformance: str = "ExecutorConformance", tests: Sequence[str] = TEST
         tests: names of the kit's tests.
 
     Raises:
-        SystemExit: a test failed or could not run; nothing may be measured then.
+        SystemExit: a test failed, could not run, or is not there; nothing may be measured then.
     """
+    from ... import testing  # needs packages that a benchmark without a result does not
+
+    if unknown := [name for name in tests if not hasattr(getattr(testing, conformance), name)]:
+        raise SystemExit(f"{conformance} has no test {', '.join(unknown)}; no result is written")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "test_gate.py"
         path.write_text(_FILE.format(conformance=conformance))

@@ -178,12 +178,13 @@ def _bench(what: str, name: str, seconds: int, *words: str, engine: str = "") ->
 
 _KERNELS: Final = (
     Part("graph-bounds", _script("graph_bounds"), seconds=80, engine=""),
-    _bench("kernels", "kernels", 120),
+    _bench("kernels", "kernels", 180, engine="vllm"),
     _bench(
         *("kernels", "models", 150, "--models", "llama3-70b-tp8", "qwen3-32b-tp2", "llama3-1b"),
         *("deepseek-v3-mla", "--requests", "1", "16", "64", "128", "--accepted", "0.3", "1"),
+        engine="vllm",
     ),
-    _bench("attention", "attention", 120),
+    _bench("attention", "attention", 120, engine="vllm"),
     _bench("steps", "steps", 30),
     _bench("backends", "backends-0.33.0", 240, "--rounds", "21", engine="vllm"),
     _bench(
@@ -338,7 +339,7 @@ def _sglang() -> Iterator[Part]:
     for name, seconds, words in (
         ("canary", 560, ()),
         ("known", 500, ()),
-        ("cost", 330, ("--rounds", "5")),
+        ("cost", 420, ("--rounds", "12")),
         ("rings", 120, ("--seconds", "75")),
         ("mamba", 60, ()),
     ):

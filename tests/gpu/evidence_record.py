@@ -22,8 +22,14 @@ _LISTS: Final = ("cells", "rows", "pieces")
 
 
 def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the results of parts that measured one thing in pieces: their lists, end to end."""
+    """Join the results of parts that measured one thing in pieces: their lists, end to end.
+
+    So are their commands; all else is the first part's.
+    """
     first = dict(results[0])
+    if "machine" in first:
+        commands = dict.fromkeys(result["machine"]["command"] for result in results)
+        first["machine"] = {**first["machine"], "command": "; ".join(commands)}
     for name in _LISTS:
         if name in first:
             first[name] = [each for result in results for each in result[name]]
@@ -33,11 +39,15 @@ def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def take_over(evidence: Evidence, parts: Sequence[Part]) -> None:
     """Take over what the parts that ended left, and draw all pages."""
     shared: dict[str, list[dict[str, Any]]] = {}
+
+    def measured(path: Path, _: str) -> None:
+        """Keep a result, whose command names no folder of the evidence."""
+        text = path.read_text().replace(f"{path.parent}/", "")
+        shared.setdefault(path.name, []).append(json.loads(text))
+
     taken: Mapping[str, Callable[[Path, str], None]] = {
         "grid": gpu_table.take,
-        "bench": lambda path, _: shared.setdefault(path.name, []).append(
-            json.loads(path.read_text())
-        ),
+        "bench": measured,
         **{kind: partial(gpu_seen.take, kind) for kind in gpu_seen.REDUCERS},
     }
     for part in parts:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+HERE: Final = Path(__file__).resolve().parent
+
 #: By name: variables and arguments of an engine. The first one is what the others are held against.
 ENGINES: Final[Mapping[str, tuple[dict[str, str], dict[str, Any]]]] = {
     "stock": ({}, {}),
@@ -117,6 +119,10 @@ class Worker:
         from sglang_machine import environment
 
         variables, more = ENGINES[name]
+        found = environment() | variables
+        # What SGLang wants of a machine that lacks some of its packages; it mends nothing else.
+        paths = [found.get("PYTHONPATH", ""), str(HERE), str(out / "plugins")]
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with open(out / f"cost.{name}.log", "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, "--serve"],
@@ -124,7 +130,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment() | variables,
+                env=found,
             )
         self.send({**ARGUMENTS, "model_path": str(out / "model"), **more})
 
@@ -165,10 +171,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for cost.json, the logs and the model")
     parser.add_argument("--rounds", type=int, default=5, help="of each cell, beside a first one")
     given = parser.parse_args()
+    from sglang_engines import install
     from sglang_machine import where
 
     out = given.out.resolve()
     (out / "model").mkdir(parents=True, exist_ok=True)
+    install(out / "plugins")
     (out / "model" / "config.json").write_text(json.dumps(LLAMA))
     workers = {}
     try:

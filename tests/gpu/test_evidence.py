@@ -128,12 +128,16 @@ def test_slices_hold_every_name_once():
 
 
 def test_results_of_one_name_are_joined():
-    first = {"machine": 1, "cells": [1, 2]}
-    assert evidence_record.join([first, {"machine": 2, "cells": [3]}]) == {
-        "machine": 1,
+    first, second = (
+        {"machine": {"command": f"bench {name}", "gpu": name}, "cells": cells}
+        for name, cells in (("a", [1, 2]), ("b", [3]))
+    )
+    assert evidence_record.join([first, second, first | {"cells": []}]) == {
+        "machine": {"command": "bench a; bench b", "gpu": "a"},
         "cells": [1, 2, 3],
     }
-    assert first["cells"] == [1, 2]
+    assert (first["cells"], first["machine"]["command"]) == ([1, 2], "bench a")
+    assert evidence_record.join([{"rows": [1]}, {"rows": [2]}]) == {"rows": [1, 2]}
 
 
 def test_results_are_taken_over(folder, machine, monkeypatch, tmp_path):
@@ -151,3 +155,20 @@ def test_results_are_taken_over(folder, machine, monkeypatch, tmp_path):
     evidence_record.take_over(folder, parts)
     assert told == [("states", folder.folder / "a" / "seen.json", "abc"), "seen", "table"]
     assert json.loads((results / "seen.json").read_text()) == seen(folder, "a")
+
+
+def test_a_result_names_no_folder_of_the_evidence(folder, machine, monkeypatch, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    monkeypatch.setattr(evidence_record, "RESULTS", results)
+    for owner in (evidence_record.gpu_seen, evidence_record.gpu_table):
+        monkeypatch.setattr(owner, "redraw", lambda: None)
+    monkeypatch.setattr(evidence_record.documents, "DOCUMENTS", [])
+    one = part("a", kept=[("bench", "seen.json")])
+    evidence.conduct(folder, [one], machine, 120.0)
+    place = folder.folder / "a" / "seen.json"
+    place.write_text(json.dumps({"machine": {"command": f"bench --save {place}"}}))
+    evidence_record.take_over(folder, [one])
+    assert json.loads((results / "seen.json").read_text())["machine"]["command"] == (
+        "bench --save seen.json"
+    )
