@@ -107,6 +107,19 @@ def test_words_are_those_of_the_step(rig):
     assert rig.told == [set()]
 
 
+def test_what_is_filled_beside_the_device_is_read_before(rig):
+    """Also if it is described already: the device may not have got there. Others are not read."""
+    rig.remember([1], 0, then=rig.then)
+    rig.remember([2], 1, then=rig.then)
+    rig.remember([3], 2, then=rig.then, describe=False)
+    rig.blocks.finish({4})
+    assert rig.told == []
+    rig.blocks.finish({1})
+    assert rig.told == [{1}]
+    rig.blocks.finish({3})
+    assert rig.told == [{1}, {2}, {3}]
+
+
 def test_few_descriptions_are_under_way(rig, monkeypatch):
     """They take pinned memory; the oldest one is waited for."""
     monkeypatch.setattr(block_identities, "_UNDER_WAY", 3)

@@ -104,10 +104,29 @@ def test_before_a_connector_fills_a_block(engine, nothing, filled):
     assert engine.known() == 2
 
 
-def test_with_the_step_if_nobody_says_what_is_filled(engine):
+def test_at_once_and_with_the_step_if_nobody_says_what_is_filled(engine):
+    """Those that were stored before, as of a request that the step puts back, may be filled now."""
     engine.transfers.begin(told(opaque=True))
-    assert engine.known() == 0
+    assert engine.known() == 2
+    engine.bytes[2] = 20
+    engine.transfers.begin(told(stores=[Handed("group.0", [2], 1, "a")], opaque=True))
+    assert engine.known() == 2
     engine.step(NO_CHANGES, rows("a", 8, 9, [1, 2, 3]))
+    assert engine.known() == 3
+
+
+def test_before_layers_that_are_not_watched_get_a_block(engine):
+    """They have blocks of the same pool, and the ledger is not told of them."""
+    engine.watch.change(changes(grown=[[], [4]]))
+    assert engine.known() == 0
+    engine.watch.change(changes(grown=[[], [2]]))
+    assert engine.known() == 2
+
+
+def test_before_the_engine_fills_a_block_with_zeros(engine):
+    engine.transfers.before_overwritten([4])
+    assert engine.known() == 0
+    engine.transfers.before_overwritten([4, 2])
     assert engine.known() == 2
 
 

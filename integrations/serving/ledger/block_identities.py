@@ -87,6 +87,10 @@ class _Noted:
     spans: Sequence[_Waiting]
     found: HostCopy
 
+    def reads(self, blocks: Collection[int]) -> bool:
+        """Tell whether one of some blocks of any group is among these."""
+        return any(block in blocks for each in self.spans for block in each.span.blocks)
+
 
 class BlockIdentities:
     """Remembers blocks by their bytes, and tells what bytes are.
@@ -175,6 +179,18 @@ class BlockIdentities:
         """Tell whether one of some blocks of any group waits to be described."""
         return not self._blocks.isdisjoint(blocks)
 
+    def finish(self, blocks: Collection[int]) -> None:
+        """Have some blocks read to the end, if that is still to be done; only then this waits.
+
+        Call it before something fills the blocks that does not wait for the device's work: a
+        connector may copy into them beside the step under way.
+        """
+        if self.will_describe(blocks):
+            self.describe()
+        self.look()
+        while any(each.reads(blocks) for each in self._noted):
+            self._take_first()
+
     def end_step(self) -> None:
         """Describe the blocks that wait for it, if they have waited for long enough."""
         if self._waiting:
@@ -213,9 +229,13 @@ class BlockIdentities:
         """Describe what waits for it, wait for the device, and take all of it over."""
         self.describe()
         while self._noted:
-            noted = self._noted.popleft()
-            noted.found.wait()
-            self._take(noted)
+            self._take_first()
+
+    def _take_first(self) -> None:
+        """Wait for the first of the descriptions that are under way, and take it over."""
+        noted = self._noted.popleft()
+        noted.found.wait()
+        self._take(noted)
 
     def lookup(self, contents: Sequence[Content]) -> list[list[Identity]]:
         """Return what is known of each of these bytes, an empty list of unknown ones.

@@ -174,17 +174,20 @@ class TransferWatch:
     def begin(self, metadata: object) -> None:
         """Note the blocks that the connector loads, and those to be stored after the step.
 
-        If the metadata are opaque, ``forward`` has to find what was loaded: so the checksums of all
-        blocks that arrivals come with are taken now, which waits.
+        A connector may load beside the device's other work, so the call waits for blocks that are
+        filled and whose bytes are still to be read. If the metadata are opaque, ``forward`` has to
+        find what was loaded: so the checksums of all blocks that arrivals come with are taken now,
+        which waits, too.
 
         Args:
             metadata: the connector's, of the step.
         """
         found = self._read(metadata)
         self._stores, self._opaque = found.stores, self._opaque or found.opaque
-        filled = chain(found.nameless, *(each.blocks for each in found.loads))
-        if self._blocks.will_describe(filled):
+        if found.opaque:  # any block may be filled from now on
             self._blocks.describe()
+        if filled := {*found.nameless, *chain.from_iterable(each.blocks for each in found.loads)}:
+            self._blocks.finish(filled)
         for each in found.loads:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
@@ -290,6 +293,17 @@ class TransferWatch:
             handed_out: the blocks that get new owners.
         """
         if others or self._blocks.will_describe(block for _, block in handed_out):
+            self._blocks.describe()
+
+    def before_overwritten(self, blocks: Iterable[int]) -> None:
+        """Have blocks read that wait for it, before a step fills some with zeros or copies.
+
+        The engine does that before ``Watch.change`` hears who gets these blocks.
+
+        Args:
+            blocks: the blocks that are filled, of any group.
+        """
+        if self._blocks.will_describe(blocks):
             self._blocks.describe()
 
     def change(

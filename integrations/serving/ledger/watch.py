@@ -347,7 +347,8 @@ class Watch:
             if blocks and (name in self.groups or name in self.states)
         }
         if self.transfers is not None:
-            places = ((name, block) for name, blocks in given.items() for block in blocks)
+            # Groups that are not watched get blocks of the same pool.
+            places = ((name, block) for name, blocks in fresh.items() for block in blocks)
             self.transfers.before_change(bool(gone or arrivals), places)
         if not (gone or arrivals):
             if given:

@@ -60,13 +60,16 @@ class RunnerSteps(Generic[HookedRunnerT]):
     def _note_blocks(self) -> None:
         """Bring the runner's record of its requests' blocks up to date, if there is a connector.
 
-        An error ends the audit and is not raised.
+        Blocks that were stored are read before the runner overwrites them. An error ends the audit
+        and is not raised.
         """
         watch = self.watch
         if watch is not None and watch.transfers is not None:
             runner = self._runner
             hear = partial(connectors.hear, runner.kvtxn_requests, runner.kvtxn_scheduled)
             watch.transfers.tell(hear)
+            fills = connectors.overwritten(runner.kvtxn_scheduled)
+            watch.transfers.tell(partial(watch.transfers.before_overwritten, fills))
 
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step, for vLLM's scheduler to contain.

@@ -17,7 +17,7 @@ from ....audit import Key
 from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
 from ...serving.ledger.transfers import Handed, Transfers
-from .audited_requests import arrival_of, tokens_of
+from .audited_requests import arrival_of, pair, tokens_of
 from .engine_protocols import KVCacheConfig, SchedulerOutput
 from .request_blocks import RequestBlocks
 from .runner_protocols import (
@@ -269,6 +269,16 @@ def hear(requests: RequestBlocks, scheduler_output: SchedulerOutput) -> None:
         elif _has_blocks(part):
             filled.extend(part.load_gpu_blocks)
     requests.hear(scheduler_output, filled)
+
+
+def overwritten(scheduler_output: SchedulerOutput) -> list[int]:
+    """Return the blocks that a runner fills with zeros or copies as it takes over a step.
+
+    That is before it tells of the requests that get them; some are nobody's again by then.
+    """
+    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None)  # not in every release
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+    return [*map(int, zeroed or ()), *(pair(copy)[1] for copy in copies or ())]
 
 
 def metadata_of(scheduler_output: SchedulerOutput) -> object:

@@ -336,6 +336,7 @@ class SchedulerOutput(Protocol):
     finished_req_ids: set[str]
     preempted_req_ids: set[str] | None
     kv_cache_block_copies: Sequence[BlockCopy] | None
+    new_block_ids_to_zero: list[int] | None
     kv_connector_metadata: object
 
 
