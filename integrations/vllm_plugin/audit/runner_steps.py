@@ -65,11 +65,10 @@ class RunnerSteps(Generic[HookedRunnerT]):
         """
         watch = self.watch
         if watch is not None and watch.transfers is not None:
-            runner = self._runner
-            hear = partial(connectors.hear, runner.kvtxn_requests, runner.kvtxn_scheduled)
-            watch.transfers.tell(hear)
-            fills = connectors.overwritten(runner.kvtxn_scheduled)
-            watch.transfers.tell(partial(watch.transfers.before_overwritten, fills))
+            runner, transfers = self._runner, watch.transfers
+            told = runner.kvtxn_scheduled
+            transfers.tell(partial(connectors.hear, runner.kvtxn_requests, told))
+            transfers.tell(lambda: transfers.before_overwritten(connectors.overwritten(told)))
 
     def mark(self, output: object, wrong: Wrong) -> None:
         """Add wrong reads to the output of their step, for vLLM's scheduler to contain.

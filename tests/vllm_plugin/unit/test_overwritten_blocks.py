@@ -28,3 +28,6 @@ def test_blocks_are_read_before_the_runner_overwrites_them(rig, steps, how):
         rig.watch._blocks.look()
         assert len(rig.watch._blocks._table) == read
     assert kinds(rig) == []
+    told.new_block_ids_to_zero = [None]
+    steps(rig.runner).begin()
+    assert len(rig.stopped) == 1  # the audit alone
