@@ -8,6 +8,7 @@ VLLM ?= 0.32.0
 VERSIONS ?= 0.31.0 0.32.0
 FAULTS ?= 0.29.0 0.31.0 0.32.0
 VENV ?= .venv
+PROCESSES ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -20,8 +21,9 @@ REAL_MODEL := $(if $(REAL),$(VENV)/.real)
 demo: $(READY) $(REAL_MODEL)
 	$(BIN)/kvtxn demo $(if $(REAL),--real) $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
 
+# Processes share the tests, file by file; the first one has all that wait for engines of vLLM.
 test: $(READY) $(REAL_MODEL)
-	$(BIN)/pytest $(TEST_ARGS)
+	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 # Every case of the kit, for the GPU executors on the CPU; `test` takes some cases of each test.
 interpreted: $(READY)

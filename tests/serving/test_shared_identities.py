@@ -9,8 +9,9 @@ import attrs
 import pytest
 import torch
 from kvtxn.integrations.serving.ledger.block_identities import Span
+from kvtxn.integrations.serving.ledger.handed_blocks import Handed, Transfers
 from kvtxn.integrations.serving.ledger.shared_identities import SharedIdentities
-from kvtxn.integrations.serving.ledger.transfers import Handed, Transfers, TransferWatch
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.step import Arrival, Rows
 
 from kvtxn.audit import Key, Ledger, RowGroup, Step

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.integrations.serving.ledger.transfers import Handed, Transfers, TransferWatch
+from kvtxn.integrations.serving.ledger.handed_blocks import Handed, Transfers
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
 
@@ -128,6 +129,16 @@ def test_before_the_engine_fills_a_block_with_zeros(engine):
     assert engine.known() == 0
     engine.transfers.before_overwritten([4, 2])
     assert engine.known() == 2
+
+
+def test_never_once_the_audit_has_ended(engine):
+    """The caches may be gone by then, though counters are still asked for."""
+    engine.watch.stop(RuntimeError("planted"))
+    engine.transfers._blocks._checksums = lambda *_: pytest.fail("a cache was read")
+    engine.transfers.tell(lambda: pytest.fail("a connector was heard"))
+    engine.watch.counters()
+    engine.watch.report()
+    assert engine.known() == 0
 
 
 def test_before_a_request_comes(engine):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from kvtxn.integrations.serving.ledger.transfers import Handed, Transfers, TransferWatch
+from kvtxn.integrations.serving.ledger.handed_blocks import Handed, Transfers
+from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
 

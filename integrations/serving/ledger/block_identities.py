@@ -153,7 +153,7 @@ class BlockIdentities:
     def remember(
         self, spans: Iterable[Span], doubtful: Collection[Place] = (), then: Then | None = None
     ) -> None:
-        """Remember blocks by the bytes that they have now.
+        """Remember blocks by their bytes.
 
         Bytes and words are read at the same time, within some steps. Call ``describe`` before bytes
         change of which the ledger does not hear, as a connector fills blocks; and before the ledger

@@ -20,7 +20,6 @@ from functools import cache
 from itertools import chain, repeat
 from typing import Final
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from ....audit.identity_table import Identity
 from ..step import Arrival, Rows
 from .block_identities import BlockIdentities, Content, Place, Span
 from .brought_rows import BroughtRows, import_runs
+from .handed_blocks import Handed, Transfers
 from .leaving_rows import compare, compare_with
 from .shared_identities import SharedIdentities
 
@@ -39,48 +39,8 @@ _FULL: Final = 8
 Words = Callable[[str, str], Tensor]
 
 
-@attrs.frozen(eq=False)
-class Handed:
-    """Neighbouring blocks of one request that a connector stores or loads.
-
-    Attributes:
-        group: the name of the KV-cache group.
-        blocks: the blocks.
-        begin: the number of blocks of the request before them.
-        request: the engine's name of the request.
-        other: the request as the store has it, if the rows are stored under or found by tokens that
-            are not those that the runner has; None if they are.
-        keys: the place of each block in the connector's store; None if the metadata do not say, or
-            if other engines may store there, whose rows of the same tokens have other bytes.
-    """
-
-    group: str
-    blocks: list[int]
-    begin: int
-    request: str
-    other: Arrival | None = None
-    keys: Sequence[Hashable] | None = None
-
-
 #: The checksum of a block's bytes, and what is known of them.
 _Known = tuple[Content, Sequence[Identity]]
-
-
-@attrs.frozen(eq=False)
-class Transfers:
-    """The transfers of one step, as a connector's metadata name them.
-
-    Attributes:
-        stores: blocks that are read, once the step's forward is over.
-        loads: blocks that are filled, now or later.
-        nameless: blocks that are filled for requests that the metadata do not name.
-        opaque: the metadata are of an unknown kind: any block may be filled.
-    """
-
-    stores: list[Handed]
-    loads: list[Handed]
-    nameless: list[int]
-    opaque: bool
 
 
 class TransferWatch:
@@ -97,6 +57,9 @@ class TransferWatch:
             nothing of a request that it does not know.
         stop: called with an error of the audit's own; ends the audit.
         shared: knows the blocks of other processes; None if there is no store.
+
+    Attributes:
+        ended: the audit has ended: nothing is heard any more, and no cache is read.
     """
 
     def __init__(
@@ -111,6 +74,7 @@ class TransferWatch:
         stop: Callable[[Exception], None],
         shared: SharedIdentities | None = None,
     ) -> None:
+        self.ended = False
         self._read: Final = read
         self._flushed: Final = flushed
         self._tables: Final = tables
@@ -161,7 +125,12 @@ class TransferWatch:
     # -- told by the connector ---------------------------------------------------------------
 
     def tell(self, what: Callable[[], None]) -> None:
-        """Call ``what``, one of the next methods; an error ends the audit and is not raised."""
+        """Call ``what``, one of the next methods, unless the audit has ended.
+
+        An error ends the audit and is not raised.
+        """
+        if self.ended:
+            return
         try:
             what()
         except Exception as error:
@@ -454,7 +423,12 @@ class TransferWatch:
         self._blocks.end_step()
 
     def settle(self) -> None:
-        """Wait for what is noted, then judge what the store of other processes answers soon."""
+        """Wait for what is noted, then judge what the store of other processes answers soon.
+
+        Nothing is done once the audit has ended: the caches may be gone.
+        """
+        if self.ended:
+            return
         self._blocks.settle()
         if self._shared is not None:
             self._shared.settle()

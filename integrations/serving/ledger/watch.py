@@ -259,6 +259,8 @@ class Watch:
             self._own |= RankReport(failure=repr(error))
         self.windows.remove()
         self.stopped = True
+        if self.transfers is not None:
+            self.transfers.ended = True
 
     def change(self, changes: Changes) -> None:
         """Seal the step before; tell the ledger what a step changes before its forward.

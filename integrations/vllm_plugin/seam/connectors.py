@@ -16,7 +16,7 @@ from torch import Tensor
 from ....audit import Key
 from ....audit.checksum import block_checksums, block_pages, memory_order
 from ....host_values import to_device
-from ...serving.ledger.transfers import Handed, Transfers
+from ...serving.ledger.handed_blocks import Handed, Transfers
 from .audited_requests import arrival_of, pair, tokens_of
 from .engine_protocols import KVCacheConfig, SchedulerOutput
 from .request_blocks import RequestBlocks

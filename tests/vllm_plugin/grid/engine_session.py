@@ -26,6 +26,14 @@ FOLDERS = [
     TESTS / "benchmarks",
 ]
 
+#: Where tests wait for engines, below ``tests``; of several processes, one has all these tests.
+WAITING = (
+    *(f"vllm_plugin/{name}/" for name in ("audit", "connectors", "grid", "serve", "states")),
+    *(f"audit_command/test_{name}.py" for name in ("audited_engines", "known_faults")),
+    *("audit_command/test_fault_programs.py", "benchmarks/test_bench_vllm.py"),
+    *("benchmarks/test_soak.py", "test_demo.py"),
+)
+
 #: Seconds for one engine, which takes a tenth of them on a machine that does nothing else.
 LIMIT = 900
 
@@ -109,10 +117,37 @@ def needed(items: list[Any]) -> dict[str, set[str] | None]:
 ENGINES = pytest.StashKey[Engines]()
 
 
+def waits(nodeid: str) -> bool:
+    """Tell by its file whether a test may wait for engines, see ``WAITING``."""
+    return nodeid.removeprefix("tests/").startswith(WAITING)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share files among processes; give the first one all tests that wait for engines."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if waits(nodeid) else nodeid.partition("::")[0]
+
+    return Files(config, log)
+
+
+def is_one_of_several(config: pytest.Config) -> bool:
+    """Tell whether this process runs a share of the tests, for ``pytest -n``."""
+    return hasattr(config, "workerinput")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that wait for engines last: beside the engines, the others compute meanwhile."""
-    items.sort(key=lambda item: bool(needed([item])))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put tests that wait for engines last: beside the engines, the others compute meanwhile.
+
+    Where other processes compute, they come first, so that the engines start at once.
+    """
+    items.sort(key=lambda item: waits(item.nodeid), reverse=is_one_of_several(config))
 
 
 @pytest.hookimpl(trylast=True)
@@ -121,7 +156,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Under ``pytest -n`` a worker starts them at the first test that asks.
     """
-    many = session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput")
+    many = session.config.getoption("numprocesses", None) or is_one_of_several(session.config)
     if not session.config.option.collectonly and not many:
         start(session)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.serving.ledger.transfers import Handed
+from kvtxn.integrations.serving.ledger.handed_blocks import Handed
 from transfer_rig import ROWS, TOKENS, come, kinds, load, rig, scheduled, slots, state_of
 
 from kvtxn.audit import Step

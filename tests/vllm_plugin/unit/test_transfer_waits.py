@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from kvtxn.integrations.serving.ledger.transfers import Handed
+from kvtxn.integrations.serving.ledger.handed_blocks import Handed
 from transfer_rig import ROWS, TOKENS, come, kinds, load, rig
 
 __all__ = ["rig"]
