@@ -17,7 +17,10 @@ from packaging.utils import canonicalize_name
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: Modules whose distribution has another name.
-DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS = {
+    **{"PIL": "pillow", "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py"},
+    "xdist": "pytest-xdist",
+}
 #: Folder -> the extras that its files may import from; the longest path counts.
 EXTRAS = {
     "kvtxn": (),
