@@ -217,8 +217,7 @@ class BlockIdentities:
         if self._shared is not None:
             self.settle()
         elif len(self._noted) > _UNDER_WAY:
-            self._noted[0].found.wait()
-            self.look()
+            self._take_first()
 
     def look(self) -> None:
         """Take over what has arrived on the host, in the order it was noted; does not wait."""

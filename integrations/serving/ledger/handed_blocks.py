@@ -19,7 +19,7 @@ class Handed:
         begin: the number of blocks of the request before them.
         request: the engine's name of the request.
         other: the request as the store has it, if the rows are stored under or found by tokens that
-            are not those that the runner has; None if they are.
+            are not those that the runner has; None if the tokens are the same.
         keys: the place of each block in the connector's store; None if the metadata do not say, or
             if other engines may store there, whose rows of the same tokens have other bytes.
     """

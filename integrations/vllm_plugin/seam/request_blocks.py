@@ -94,13 +94,12 @@ class RequestBlocks:
 
         Nobody's are also blocks of a request whose name another one has used since.
         """
-        request, group, column = self._owners.get(block, (None, 0, 0))
-        if request is None or self._latest.get(request.name) is not request:
-            return None
-        return request.name, group, column
+        for name, group, column, _ in self.owned([block]):
+            return name, group, column
+        return None
 
     def owned(self, blocks: Iterable[int]) -> list[tuple[str, int, int, int]]:
-        """Return of blocks what ``owner`` does, and the block; those of nobody are left out."""
+        """Return request, group, column and number of each block; nobody's are left out."""
         owners, latest, found = self._owners, self._latest, []
         for block in blocks:
             request, group, column = owners.get(block, (None, 0, 0))
