@@ -256,7 +256,7 @@ _TURNS: Final = (
         _turns(
             *(f"llama3-8b-audit-{number}", 420, *_LLAMA, "--policies", "stock", "ledger"),
             *("bytes", "--cells", *(f"short:{cell}" for cell in cells)),
-            *("--rounds", "8", "--first-token-rounds", "8"),
+            *("--rounds", "16", "--first-token-rounds", "16"),
         )
         for number, cells in enumerate(
             (("1024:8:0.6", "1024:64:0.6"), ("8192:8:0.6", "1024:1:0.6"))
@@ -264,7 +264,7 @@ _TURNS: Final = (
     ),
     _turns(
         *("llama3-8b-audit-connector", 420, *_LLAMA, "--policies", "stock", "ledger", "bytes"),
-        *("--cells", "short:1024:8:0.6", "short:1024:64:0.6", "--rounds", "8"),
+        *("--cells", "short:1024:8:0.6", "short:1024:64:0.6", "--rounds", "16"),
         kv_transfer_config=_CONNECTOR,
     ),
     _turns(
