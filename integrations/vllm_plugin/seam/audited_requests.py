@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from typing import Final, TypeVar
 
@@ -18,6 +18,7 @@ from ..policy.supported import cannot_watch
 from . import batches
 from .engine_protocols import (
     BlockCopy,
+    CachedRequests,
     Feature,
     NewRequest,
     RequestContent,
@@ -199,14 +200,15 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     for index, name in enumerate(cached.req_ids):
         blocks = cached.new_block_ids[index]
         if name in cached.resumed_req_ids:
-            tokens = cached.all_token_ids.get(name) or own_tokens(runner, name)
+            known = cached.all_token_ids.get(name)
+            tokens = list(known) if known else own_tokens(runner, name)
             computed = cached.num_computed_tokens[index]
             had = put_back.take(name)
             state = runner.requests[name]
             arrivals.append(arrival_of(runner, state, name, tokens, computed, blocks or (), had))
         elif blocks is not None:
-            for known, more in zip(grown, blocks, strict=True):
-                known += more
+            for all_blocks, more in zip(grown, blocks, strict=True):
+                all_blocks += more
     return Changes(
         gone=sorted(told.finished_req_ids),
         arrivals=arrivals,
@@ -263,7 +265,7 @@ def arrival_of(
     runner: Runner,
     state: RequestContent,
     name: str,
-    tokens: Iterable[int],
+    tokens: list[int],
     computed: int,
     tables: Sequence[Sequence[int]],
     had: int | None = None,
@@ -277,7 +279,7 @@ def arrival_of(
         runner: the worker's runner.
         state: vLLM's content of the request.
         name: the request's name.
-        tokens: its token ids, from the first on, with zeros for vectors.
+        tokens: its token ids, from the first on, with zeros for vectors; not copied.
         computed: number of positions whose rows are in the cache already.
         tables: its blocks, by group.
         had: number of rows that it had when it was put back; None if it was not, or nobody knows.
@@ -291,7 +293,7 @@ def arrival_of(
         embedded = {}
     prompt = state.prompt_embeds if state.prompt_token_ids is None else state.prompt_token_ids
     length = None if prompt is None else len(prompt)
-    return Arrival(name, list(tokens), extras, embedded, int(computed), tables, length, had)
+    return Arrival(name, tokens, extras, embedded, int(computed), tables, length, had)
 
 
 #: Steps that are remembered: a request may sit some of them out, or be in another stage's batch.
@@ -306,7 +308,7 @@ class PutBack:
     """
 
     def __init__(self) -> None:
-        self._before: Final[deque[SchedulerOutput]] = deque(maxlen=_STEPS)
+        self._before: Final[deque[_StepRows]] = deque(maxlen=_STEPS)
         self._rows: Final[dict[str, int]] = {}
 
     def hear(self, told: SchedulerOutput) -> None:
@@ -317,9 +319,9 @@ class PutBack:
         for name in told.finished_req_ids:
             self._rows.pop(name, None)
         for name in told.preempted_req_ids or ():
-            rows = (_rows_after(step, name) for step in reversed(self._before))
+            rows = (step.after(name) for step in reversed(self._before))
             self._rows[name] = next((each for each in rows if each is not None), 0)
-        self._before.append(told)
+        self._before.append(_StepRows.of(told))
 
     def take(self, name: str) -> int | None:
         """Return the rows that a request had when it was put back, and forget it.
@@ -329,23 +331,36 @@ class PutBack:
         return self._rows.pop(name, None)
 
 
-def _rows_after(told: SchedulerOutput, name: str) -> int | None:
-    """Return the rows that a request has after a step, drafts included; None if it took no part.
+@attrs.frozen(eq=False)
+class _StepRows:
+    """How many rows the requests of a step have after it; the step, with its prompts, is not kept.
 
-    Args:
-        told: the step.
-        name: the request's.
+    Attributes:
+        computed: by name of a request that the step begins, the rows that it had before.
+        cached: the other requests of the step.
+        scheduled: by name, the rows that the step computes, drafts included.
     """
-    cached = told.scheduled_cached_reqs
-    if name not in told.num_scheduled_tokens:
-        return None
-    for each in told.scheduled_new_reqs:
-        if each.req_id == name:
-            return each.num_computed_tokens + told.num_scheduled_tokens[name]
-    if name not in cached.req_ids:
-        return None
-    before = cached.num_computed_tokens[cached.req_ids.index(name)]
-    return before + told.num_scheduled_tokens[name]
+
+    computed: Mapping[str, int]
+    cached: CachedRequests
+    scheduled: Mapping[str, int]
+
+    @classmethod
+    def of(cls, told: SchedulerOutput) -> _StepRows:
+        """Read a step."""
+        computed = {each.req_id: each.num_computed_tokens for each in told.scheduled_new_reqs}
+        return cls(computed, told.scheduled_cached_reqs, told.num_scheduled_tokens)
+
+    def after(self, name: str) -> int | None:
+        """Return the rows that a request has after the step; None if it took no part."""
+        if name not in self.scheduled:
+            return None
+        before = self.computed.get(name)
+        if before is None:
+            if name not in self.cached.req_ids:
+                return None
+            before = self.cached.num_computed_tokens[self.cached.req_ids.index(name)]
+        return before + self.scheduled[name]
 
 
 def _kept(runner: Runner, name: str, make: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from .hooks import replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .engine_protocols import (
+        CacheCoordinator,
         CacheGroupManager,
         CacheManager,
         KVCacheGroup,
@@ -37,7 +38,9 @@ LOOKING_METHODS: Final = {"get_computed_blocks": ("request", "max_cache_hit_leng
 
 #: The attribute by which a request has the number of its own wrong reads; see ``containment``.
 CONTAINED: Final = "kvtxn_contained"
-#: The attributes by which a request has what was found of it, and a step what is not used.
+#: The attributes by which a manager has its groups, a request what was found of it, and a step what
+#: is not used.
+_GROUPS: Final = "kvtxn_groups"
 _FOUND: Final = "kvtxn_found"
 _UNUSED: Final = "kvtxn_unused"
 
@@ -116,7 +119,10 @@ def look(manager: CacheManager, request: Request, found: Sequence[object]) -> No
     """
     used = found[1]
     assert isinstance(used, int)
-    setattr(request, _FOUND, _Cache(manager, request).found(used))
+    groups: _Groups | None = vars(manager).get(_GROUPS)
+    if groups is None:
+        groups = vars(manager)[_GROUPS] = _Groups.of(manager)
+    setattr(request, _FOUND, _Cache(groups, request).found(used))
 
 
 def spec_of(group: KVCacheGroup) -> KVCacheSpec:
@@ -125,26 +131,54 @@ def spec_of(group: KVCacheGroup) -> KVCacheSpec:
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
-class _Cache:
-    """The blocks that a prefix cache has of one request."""
+@attrs.frozen(eq=False)
+class _Groups:
+    """The groups of a cache manager that can keep a prefix; they are the same for each request.
 
-    def __init__(self, manager: CacheManager, request: Request) -> None:
+    Attributes:
+        coordinator: of all groups.
+        whole: groups that keep every row.
+        windows: groups that keep the last rows, or otherwise not every row.
+        states: groups of recurrent states.
+    """
+
+    coordinator: CacheCoordinator
+    whole: Sequence[CacheGroupManager]
+    windows: Sequence[CacheGroupManager]
+    states: Sequence[CacheGroupManager]
+
+    @classmethod
+    def of(cls, manager: CacheManager) -> _Groups:
+        """Read a manager's groups; left out are those of one request alone, such as rings."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-        self._request: Final = request
-        self._coordinator: Final = manager.coordinator
-        self._whole: Final[list[CacheGroupManager]] = []
-        self._windows: Final[list[CacheGroupManager]] = []
-        self._states: Final[list[CacheGroupManager]] = []
+        coordinator = manager.coordinator
+        whole: list[CacheGroupManager] = []
+        windows: list[CacheGroupManager] = []
+        states: list[CacheGroupManager] = []
         groups = manager.kv_cache_config.kv_cache_groups
-        for group, each in zip(groups, self._coordinator.single_type_managers, strict=True):
+        for group, each in zip(groups, coordinator.single_type_managers, strict=True):
             spec = spec_of(group)
-            if not getattr(spec, "prefix_cacheable", True):  # such as a ring of one request's
+            if not getattr(spec, "prefix_cacheable", True):
                 continue
             if isinstance(spec, FullAttentionSpec):
-                self._whole.append(each)
+                whole.append(each)
             else:
-                (self._states if isinstance(spec, MambaSpec) else self._windows).append(each)
+                (states if isinstance(spec, MambaSpec) else windows).append(each)
+        return cls(coordinator, whole, windows, states)
+
+
+class _Cache:
+    """The blocks that a prefix cache has of one request.
+
+    Args:
+        groups: the cache's.
+        request: the request.
+    """
+
+    def __init__(self, groups: _Groups, request: Request) -> None:
+        self._groups: Final = groups
+        self._request: Final = request
 
     def _has(self, group: CacheGroupManager, number: int) -> bool:
         """Tell whether the cache has a group's block of the request, by the block's number from 0.
@@ -164,12 +198,12 @@ class _Cache:
         ``used``. Without such a group, these are the rows up to the last block that each has.
         """
         ends = []
-        for group in self._whole:
+        for group in self._groups.whole:
             number = used // group.block_size
             while self._has(group, number):
                 number += 1
             ends.append(max(number * group.block_size, used))
-        for group in () if self._whole else (*self._windows, *self._states):
+        for group in () if self._groups.whole else (*self._groups.windows, *self._groups.states):
             number = int(self._request.num_tokens) // group.block_size
             while number * group.block_size > used and not self._has(group, number - 1):
                 number -= 1
@@ -185,27 +219,27 @@ class _Cache:
         Args:
             used: the rows that vLLM can use.
         """
-        rows, request = self._rows(used), self._request
+        rows, request, own = self._rows(used), self._request, self._groups
         if request.skip_reading_prefix_cache:
             return Found(rows, [(_why_skipped(request), 0)])
         if rows <= used:
             return Found(rows, ())
         ends = []
-        size = min(each.block_size for each in (*self._whole, *self._windows, *self._states))
+        size = min(each.block_size for each in (*own.whole, *own.windows, *own.states))
         end = (int(request.num_tokens) - 1) // size * size
         ends.append(("last_token", end))
         # With several groups the drafter's block may be the one of the last token.
-        matched = rows if len(self._coordinator.single_type_managers) > 1 else min(rows, end)
+        matched = rows if len(own.coordinator.single_type_managers) > 1 else min(rows, end)
         end = min(end, max(matched - self._dropped(), 0))
         ends.append(("drafter", end))
-        step = int(self._coordinator.scheduler_block_size)
+        step = int(own.coordinator.scheduler_block_size)
         end = end // step * step
         ends += [("boundary", end), (self._lacking(end), 0)]
         return Found(rows, ends)
 
     def _dropped(self) -> int:
         """Return the rows of the last block if a drafter such as EAGLE computes it anew; else 0."""
-        own = self._coordinator
+        own = self._groups.coordinator
         groups = getattr(own, "drop_eagle_group_ids", own.eagle_group_ids)
         sizes = (each.block_size for each in own.single_type_managers)
         return max((size for number, size in enumerate(sizes) if number in groups), default=0)
@@ -215,7 +249,7 @@ class _Cache:
 
         If none lacks it, the first of these kinds that the model has, or "other".
         """
-        kinds = {"states": self._states, "window": self._windows}
+        kinds = {"states": self._groups.states, "window": self._groups.windows}
         lacks = [
             kind
             for kind, groups in kinds.items()
