@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy
@@ -17,11 +17,14 @@ from .process import Engine
 
 Counters = list[dict[str, float]]
 
+#: In a result the times to first token of an engine's rounds with new prompts, in milliseconds.
+NEW_PROMPTS: Final = "new_prompts_ms"
+
 
 def measure(
     engines: Sequence[Engine],
     point: Point,
-    work: Callable[[int], Work],
+    work: Callable[..., Work],
     rounds: int,
     *,
     first_token_rounds: int = 0,
@@ -36,10 +39,11 @@ def measure(
     Args:
         engines: at least one, all ready.
         point: the load, as it goes into the result.
-        work: makes the work of a round from its number.
+        work: makes the work of a round from its number; with ``new=True`` its prompts are new.
         rounds: how many are measured.
-        first_token_rounds: how many more generate only two tokens per request, for more times to
-            first token; none where requests arrive over time, since less would then run at once.
+        first_token_rounds: how many more have new prompts, which are in no prefix cache, and
+            generate only two tokens per request: the times to first token are then those of these
+            rounds alone. None where requests arrive over time, since less would run at once.
         clock: time windows and audits on the host in one more round.
     """
     began = {engine.spec.label: engine.audited() for engine in engines}
@@ -51,7 +55,7 @@ def measure(
     if SCENARIOS[point.scenario].mixed:
         first_token_rounds = 0
     short = _turns(
-        engines, lambda turn: attrs.evolve(work(turn + 1), max_tokens=2), first_token_rounds
+        engines, lambda turn: attrs.evolve(work(turn, new=True), max_tokens=2), first_token_rounds
     )
     found = {
         label: {**summary(runs[label], short[label]), **progress(before[label], after[label])}
@@ -91,7 +95,7 @@ def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[st
 
     Args:
         runs: the measured rounds.
-        short: extra rounds, which count for the time to first token alone.
+        short: extra rounds with new prompts; if there are any, the time to first token is theirs.
 
     Returns:
         Tokens per second, and milliseconds to the first token and per token, over all rounds; then
@@ -104,7 +108,7 @@ def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[st
             "lowest": min(speeds),
             "highest": max(speeds),
         },
-        "first_token_ms": _latency(run.first_token for run in (*runs, *short)),
+        "first_token_ms": _latency(run.first_token for run in short or runs),
         "per_token_ms": _latency(run.per_token for run in runs),
         "rounds": [
             {
@@ -120,7 +124,7 @@ def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[st
             }
             for run in runs
         ],
-        "first_token_rounds_ms": [_median(run.first_token) for run in short],
+        NEW_PROMPTS: [_median(run.first_token) for run in short],
     }
 
 
@@ -197,9 +201,13 @@ def first_tokens(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> list[floa
 
 
 def _first_token_rounds(engine: Mapping[str, Any]) -> list[float | None]:
-    """List an engine's median time to first token in each round, in milliseconds."""
+    """List an engine's median time to first token in each round, in milliseconds.
+
+    Of the rounds with new prompts, if there are any. Older results have rounds of two tokens with
+    cached prompts, which count beside the others.
+    """
     long = [each.get("first_token_ms") for each in engine["rounds"]]
-    return [*long, *engine.get("first_token_rounds_ms", ())]
+    return engine.get(NEW_PROMPTS) or [*long, *engine.get("first_token_rounds_ms", ())]
 
 
 def by_policy(cell: Mapping[str, Any]) -> list[str]:

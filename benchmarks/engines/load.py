@@ -108,8 +108,12 @@ def make(
     text: Sequence[int] | int,
     drafts: int,
     arrivals: float,
+    new: bool = False,
 ) -> Work:
     """Make the work of a round: the same for every engine, and in every run of the command.
+
+    Where all requests come at once, all rounds have the same prompts, so that from the second round
+    on they are in the prefix cache.
 
     Args:
         point: the load.
@@ -118,9 +122,11 @@ def make(
             that an n-gram drafter finds again.
         drafts: drafts per request and step.
         arrivals: requests per second, where they arrive over time.
+        new: the prompts are of this round and cell alone, and so in no prefix cache.
     """
     mixed = SCENARIOS[point.scenario].mixed
-    chooser = random.Random(f"{point.context} {point.requests} {turn if mixed else 0}")
+    seed = f"new {turn} {point.acceptance}" if new else turn if mixed else 0
+    chooser = random.Random(f"{point.context} {point.requests} {seed}")
     lengths, answers = [point.context] * point.requests, [point.tokens] * point.requests
     times: list[float] = []
     if mixed:

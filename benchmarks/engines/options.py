@@ -123,8 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=0,
         metavar="N",
-        help="after the measured rounds, N more of two tokens per request, for the time to first "
-        "token alone, which scatters most; not where requests arrive over time",
+        help="after the measured rounds, N more with new prompts and two tokens per request, for "
+        "the time to first token; without, the prompts are in the prefix cache; not where "
+        "requests arrive over time",
     )
     load.add_argument(
         "--clock",

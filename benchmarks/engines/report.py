@@ -10,7 +10,7 @@ import attrs
 from ..common.markdown import machine_line, table
 from ..common.paired_stats import LEVEL, compare
 from .audits import complaints
-from .cell import by_policy, first_tokens
+from .cell import NEW_PROMPTS, by_policy, first_tokens
 from .load import COLUMNS, Point, load, name
 from .options import asked
 
@@ -191,7 +191,7 @@ def latency(cells: Sequence[Cell]) -> str:
     Of each: the 50th and 95th percentile over requests, and the ratio to stock, which is each
     round's median over its requests by stock's in the same round. "-" stands for what was not
     measured. With several cells, a last row for each policy has the ratios of all cells' rounds
-    together.
+    together. Below the table stands of which prompts the first tokens are.
     """
     rows = []
     for cell in cells:
@@ -215,7 +215,22 @@ def latency(cells: Sequence[Cell]) -> str:
             shares = [*blank, _joint(first), *blank, together(cells, policy)[1]]
             rows.append(["all", "", "", "", policy, *shares])
     header = [*COLUMNS, "engine", "first token p50, ms", "p95", "of stock"]
-    return table([*header, "per token p50, ms", "p95", "of stock"], rows)
+    found = table([*header, "per token p50, ms", "p95", "of stock"], rows)
+    return "\n\n".join([found, *_prompts(cells)])
+
+
+def _prompts(cells: Sequence[Cell]) -> list[str]:
+    """Say of which prompts the first tokens are; nothing of results that do not say it."""
+    new = {len(found) for c in cells for e in c["engines"].values() if (found := e.get(NEW_PROMPTS))}
+    if new:
+        [rounds] = new
+        return [
+            f"First tokens are those of {rounds} rounds of their own, each with new prompts and "
+            "two tokens per request."
+        ]
+    if all(NEW_PROMPTS in engine for cell in cells for engine in cell["engines"].values()):
+        return ["First tokens are those of prompts in the prefix cache, but for mixed loads."]
+    return []
 
 
 def windows(cells: Sequence[Cell]) -> str:

@@ -86,7 +86,7 @@ def test_the_json_has_its_shape(result):
             check(engine, ENGINE)
             assert len(engine["rounds"]) == 2
             more = 3 if cell["scenario"] == "short" else 0
-            assert len(engine["first_token_rounds_ms"]) == more
+            assert len(engine["new_prompts_ms"]) == more
             for each in engine["rounds"]:
                 check(each, ROUND)
             if label != "stock":

@@ -83,9 +83,11 @@ def test_first_tokens_are_compared_by_round(result, cell, log):
     found = other["engines"]["deferred"]
     assert found["of_stock"]["first_token_ms"] | {"low": 2, "high": 2} == {
         **{"median": 2.0, "low": 2, "high": 2},
-        **{"confidence": pytest.approx(0.965, abs=0.005), "rounds": 15},
+        **{"confidence": pytest.approx(0.961, abs=0.005), "rounds": 9},
     }
-    assert found["first_token_rounds_ms"] == [1500.0] * 9
+    assert found["new_prompts_ms"] == [1500.0] * 9
+    assert found["first_token_ms"] == {"p50": 1500.0, "p95": 2000.0}
+    assert [work.prompts for work in slow.works] == [[[1], [2]]] * 7 + [[[5 + n]] for n in range(9)]
     assert [work.max_tokens for work in slow.works] == [4] * 7 + [2] * 9
     assert len(found["rounds"]) == 6
     assert found["counters"][0]["kvtxn_windows_total"] == 540  # the measured rounds alone
@@ -95,8 +97,13 @@ def test_first_tokens_are_compared_by_round(result, cell, log):
     assert (
         "| all | | | | deferred | | | 2.000 (1.000 to 2.000) | | | 1.500 (1.000 to 2.000) |" in text
     )
+    assert "First tokens are those of 9 rounds of their own, each with new prompts" in text
+    assert "prompts in the prefix cache" in narrow_report(result | {"cells": [cell]})
+    for each in cell["engines"].values():
+        del each["new_prompts_ms"]  # as in older results
+    assert "First tokens" not in narrow_report(result | {"cells": [cell]})
     for each in cell["engines"]["stock"]["rounds"]:
-        del each["first_token_ms"]  # as in older results
+        del each["first_token_ms"]  # as in still older ones
     assert "| all | | | | deferred | | | **2.000** (2.000 to 2.000) |" in narrow_report(result)
 
 
@@ -108,9 +115,9 @@ def test_requests_that_arrive_over_time_have_no_rounds_of_two_tokens(log):
     assert len(engine.works) == 2
 
 
-def a_work(turn: int) -> Work:
-    """Two requests of four tokens."""
-    return Work(prompts=[[1], [2]], max_tokens=4)
+def a_work(turn: int, *, new: bool = False) -> Work:
+    """Two requests of four tokens; or a new one."""
+    return Work(prompts=[[5 + turn]] if new else [[1], [2]], max_tokens=4)
 
 
 def test_windows_are_timed_where_asked_for(result, log):

@@ -10,9 +10,9 @@ from kvtxn.benchmarks.engines.load import SCENARIOS, Point, make, positions
 from kvtxn.cli import main
 
 
-def work(scenario: str, turn: int, **others):
+def work(scenario: str, turn: int, acceptance: float = 0.5, **others):
     """The work of a round of a small cell."""
-    point = Point(scenario=scenario, context=32, tokens=16, requests=5, acceptance=0.5)
+    point = Point(scenario=scenario, context=32, tokens=16, requests=5, acceptance=acceptance)
     settings = {"text": 100, "drafts": 3, "arrivals": 10.0, **others}
     return make(point, turn, **settings)
 
@@ -38,6 +38,15 @@ def test_a_mixed_load_is_new_every_round_and_the_same_for_all():
     assert list(first.arrivals) == sorted(first.arrivals)
     slower = work("mixed", 1, arrivals=1.0).arrivals
     assert slower[-1] == pytest.approx(10 * first.arrivals[-1])
+
+
+def test_new_prompts_are_of_one_round_alone():
+    """Nor of another cell, and as long."""
+    rounds = [work("short", turn, rate, new=True) for turn in range(3) for rate in (0.3, 0.5)]
+    assert rounds[3] == work("short", 1, new=True)
+    prompts = [tuple(prompt) for each in (*rounds, work("short", 1)) for prompt in each.prompts]
+    assert len(set(prompts)) == 7 * 5
+    assert {len(prompt) for prompt in prompts} == {32}
 
 
 def test_prompts_come_from_the_text_there_is():
