@@ -221,14 +221,13 @@ def latency(cells: Sequence[Cell]) -> str:
 
 def _prompts(cells: Sequence[Cell]) -> list[str]:
     """Say of which prompts the first tokens are; nothing of results that do not say it."""
-    new = {len(found) for c in cells for e in c["engines"].values() if (found := e.get(NEW_PROMPTS))}
-    if new:
-        [rounds] = new
+    engines = [engine for cell in cells for engine in cell["engines"].values()]
+    if new := {len(engine[NEW_PROMPTS]) for engine in engines if engine.get(NEW_PROMPTS)}:
         return [
-            f"First tokens are those of {rounds} rounds of their own, each with new prompts and "
+            f"First tokens are those of {max(new)} rounds of their own, each with new prompts and "
             "two tokens per request."
         ]
-    if all(NEW_PROMPTS in engine for cell in cells for engine in cell["engines"].values()):
+    if all(NEW_PROMPTS in engine for engine in engines):
         return ["First tokens are those of prompts in the prefix cache, but for mixed loads."]
     return []
 
