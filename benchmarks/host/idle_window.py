@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
+    parser.add_argument(
+        "--windows",
+        type=natural,
+        default=300,
+        help="timed windows; before them as many run untimed",
+    )
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     machine.add_save(parser)
@@ -117,7 +122,7 @@ def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, A
         The row of the result file: policy, requests, rows, and the four times.
     """
     once = window_runner(args, policy, requests)
-    for _ in range(20):
+    for _ in range(args.windows):  # as many, or the first row would show a processor that wakes up
         once()
     samples = []
     for _ in range(args.windows):

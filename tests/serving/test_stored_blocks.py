@@ -7,13 +7,10 @@ import torch
 from kvtxn.integrations.serving.ledger.handed_blocks import Handed, Transfers
 from kvtxn.integrations.serving.ledger.transfers import TransferWatch
 from kvtxn.integrations.serving.ledger.watch import Watch
-from kvtxn.integrations.serving.step import NO_CHANGES, Arrival, Changes, Room, Rows
+from kvtxn.integrations.serving.step import NO_CHANGES, Arrival, Changes, Room
+from watched_rows import GROUP, TOKENS, rows_in_blocks
 
-from kvtxn.audit import RowGroup
 from kvtxn.audit.weights import WeightWatch
-
-GROUP = RowGroup("group.0", 4, 12, pool="blocks")
-TOKENS = list(range(20, 29))
 
 
 class Engine:
@@ -29,9 +26,9 @@ class Engine:
         )  # fmt: skip
         weights = torch.nn.Linear(2, 2)
         self.watch.weights = WeightWatch(ledger, {"target": weights.parameters})
-        self.step(changes([arrival("a", [1, 2, 3])]), rows("a", 0, 8, [1, 2, 3]))
+        self.step(changes([arrival("a", [1, 2, 3])]), rows_in_blocks("a", 0, 8, [1, 2, 3]))
         self.transfers.begin(told(stores=[Handed("group.0", [1, 2], 0, "a")]))
-        self.step(NO_CHANGES, rows("a", 8, 9, [1, 2, 3]))
+        self.step(NO_CHANGES, rows_in_blocks("a", 8, 9, [1, 2, 3]))
         assert self.known() == 0
 
     def checksums(self, group, blocks):
@@ -55,21 +52,11 @@ def told(stores=(), loads=(), nameless=(), opaque=False):
 
 
 def arrival(name, table):
-    return Arrival(name, TOKENS, [], {}, 0, [table])
+    return Arrival(name, TOKENS[:9], [], {}, 0, [table])
 
 
 def changes(arrivals=(), grown=()):
     return Changes((), arrivals, grown, ())
-
-
-def rows(name, first, end, table):
-    positions = torch.arange(first, end)
-    return Rows(
-        [name], torch.tensor([0, end - first]), torch.tensor([first]),
-        torch.tensor(TOKENS[first:end]), None,
-        {"group.0": torch.tensor(table)[positions // 4] * 4 + positions % 4},
-        {"group.0": torch.tensor([table], dtype=torch.int32)},
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -112,7 +99,7 @@ def test_at_once_and_with_the_step_if_nobody_says_what_is_filled(engine):
     engine.bytes[2] = 20
     engine.transfers.begin(told(stores=[Handed("group.0", [2], 1, "a")], opaque=True))
     assert engine.known() == 2
-    engine.step(NO_CHANGES, rows("a", 8, 9, [1, 2, 3]))
+    engine.step(NO_CHANGES, rows_in_blocks("a", 8, 9, [1, 2, 3]))
     assert engine.known() == 3
 
 

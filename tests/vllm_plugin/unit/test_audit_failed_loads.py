@@ -7,11 +7,7 @@ import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
 from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
-
-from kvtxn.audit import RowGroup
-
-GROUP = RowGroup("group.0", 4, 12, pool="blocks")
-TOKENS = list(range(20, 31))
+from watched_rows import GROUP, TOKENS, forward, rows_in_blocks
 
 
 class Loads:
@@ -45,28 +41,8 @@ class Loads:
         return found
 
 
-def rows(name, first, end, table):
-    positions = torch.arange(first, end)
-    return Rows(
-        [name], torch.tensor([0, end - first]), torch.tensor([first]),
-        torch.tensor(TOKENS[first:end]), None,
-        {"group.0": torch.tensor(table)[positions // 4] * 4 + positions % 4},
-        {"group.0": torch.tensor([table], dtype=torch.int32)},
-    )  # fmt: skip
-
-
 def arrival(name, table, computed):
     return Arrival(name, TOKENS[:9], [], {}, computed, [table])
-
-
-def unknown(name):
-    raise AssertionError(name)
-
-
-def forward(w, read, returning=unknown):
-    """Tell a watch of a forward."""
-    w.step(lambda: (read, None), returning)
-    assert not w.stopped
 
 
 def loaded(failed, on_violation="log"):
@@ -74,7 +50,7 @@ def loaded(failed, on_violation="log"):
     watch = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, on_violation)
     watch.transfers = Loads(watch.ledger)
     watch.change(Changes((), [arrival("a", [1, 2, 3], 8)], [[]], ()))
-    forward(watch, rows("a", 8, 9, [1, 2, 3]))
+    forward(watch, rows_in_blocks("a", 8, 9, [1, 2, 3]))
     watch.transfers.names, watch.transfers.failed = ["a"] if failed else [], failed
     watch.sampled(torch.tensor([1]), torch.tensor([[77]]))
     watch.end_step()
@@ -98,10 +74,10 @@ def test_a_load_that_is_said_to_have_failed_is_no_violation(lines):
         return arrival(name, [1, 2, 3], 0)
 
     watch.change(Changes((), (), [[]], ()))
-    forward(watch, rows("a", 0, 9, [1, 2, 3]), returning)
+    forward(watch, rows_in_blocks("a", 0, 9, [1, 2, 3]), returning)
     watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
     watch.change(Changes((), (), [[]], ()))
-    forward(watch, rows("a", 9, 10, [1, 2, 3]))
+    forward(watch, rows_in_blocks("a", 9, 10, [1, 2, 3]))
     assert asked == ["a"]
     assert violations(watch) == []
     assert lines == []
@@ -122,7 +98,7 @@ def test_others_that_read_the_blocks_are_told_of(lines):
     """They stay in the prefix cache, and their request was to compute them."""
     watch = loaded([1, 2])
     watch.change(Changes(["a"], [arrival("b", [1, 2, 4], 8)], [[]], ()))
-    forward(watch, rows("b", 8, 9, [1, 2, 4]))
+    forward(watch, rows_in_blocks("b", 8, 9, [1, 2, 4]))
     assert violations(watch) == [("unwritten", "b", 4), ("unwritten", "b", 8)]
 
 
@@ -148,7 +124,7 @@ def test_positions_before_the_first_are_left_out(lines, wrong, record):
     forward(watch, both)
     watch.sampled(torch.tensor([1, 0]), torch.tensor([[77], [-1]]))
     watch.change(Changes(["b"], (), [[]], ()))
-    forward(watch, rows("c", 5, 9, [5, 6, 7]))
+    forward(watch, rows_in_blocks("c", 5, 9, [5, 6, 7]))
     watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
     assert watch.counters()["kvtxn_audit_unjudged_total_malformed"] == 1
     blocks = [("c", 20), ("c", 24)] if wrong else []

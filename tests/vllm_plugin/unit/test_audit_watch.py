@@ -9,20 +9,19 @@ import pytest
 import torch
 from kvtxn.integrations.serving.ledger.violation_log import AuditError
 from kvtxn.integrations.serving.ledger.watch import Watch
-from kvtxn.integrations.serving.step import Arrival, Changes, Room, Rows
+from kvtxn.integrations.serving.step import Arrival, Changes, Room
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.settings import is_audited, settings
 from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 from kvtxn.integrations.vllm_plugin.seam import audited_steps_gpu
 from kvtxn.integrations.vllm_plugin.seam.audited_requests import unwatched
+from watched_rows import GROUP, forward, rows
 
 from kvtxn import ConfigError, log
 from kvtxn.audit import RowGroup, Violation
 from kvtxn.audit.byte_books import EVERY
 from kvtxn.audit.weights import EVERY as WEIGHTS_EVERY
-
-GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 
 
 def asked(**given):
@@ -278,25 +277,8 @@ def arrival(name, tokens, table, computed=0):
     return Arrival(name, tokens, [], {}, computed, [table])
 
 
-def rows(name, first, tokens, slots, table):
-    return Rows(
-        [name], torch.tensor([0, len(tokens)]), torch.tensor([first]), torch.tensor(tokens), None,
-        {"group.0": torch.tensor(slots)}, {"group.0": torch.tensor([table], dtype=torch.int32)},
-    )  # fmt: skip
-
-
 def come(*arrivals, gone=(), grown=(), copies=()):
     return Changes(gone, arrivals, [list(grown)], copies)
-
-
-def unknown(name):
-    raise AssertionError(name)
-
-
-def forward(w, read, returning=unknown):
-    """Tell a watch of a forward."""
-    w.step(lambda: (read, None), returning)
-    assert not w.stopped
 
 
 def test_hits_are_not_handed_out_anew(lines):
