@@ -200,15 +200,15 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     for index, name in enumerate(cached.req_ids):
         blocks = cached.new_block_ids[index]
         if name in cached.resumed_req_ids:
-            known = cached.all_token_ids.get(name)
-            tokens = list(known) if known else own_tokens(runner, name)
+            ids = cached.all_token_ids.get(name)
+            tokens = list(ids) if ids else own_tokens(runner, name)
             computed = cached.num_computed_tokens[index]
             had = put_back.take(name)
             state = runner.requests[name]
             arrivals.append(arrival_of(runner, state, name, tokens, computed, blocks or (), had))
         elif blocks is not None:
-            for all_blocks, more in zip(grown, blocks, strict=True):
-                all_blocks += more
+            for known, more in zip(grown, blocks, strict=True):
+                known += more
     return Changes(
         gone=sorted(told.finished_req_ids),
         arrivals=arrivals,
