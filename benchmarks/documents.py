@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ from ..integrations.audit_command.verdict import MEANING
 from ..integrations.vllm_plugin.policy import state_rules, supported
 from ..metrics import FAMILIES
 from . import dashboard
-from .common import paired_stats
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table, words
 from .engines import capacity
@@ -62,25 +60,6 @@ def _host_table(first: str, results: Sequence[tuple[str, str]]) -> str:
             rows.append([what or r["policy"], str(r["requests"]), *(f"{r[p]:.0f}" for p in parts)])
     header = [first, "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
-
-
-def before_and_after(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Return a table of engines that ran by turns: one of each pair's ratio to the other.
-
-    Args:
-        name: a result of ``tests/gpu/before_and_after.py``.
-        pairs: names of its engines, the second one the base of the ratio.
-    """
-    result, rows = load(name), []
-    for (mine, other), cell in product(pairs, result["cells"]):
-        row = [f"{mine} / {other}", str(cell["load"]["requests"])]
-        for key in ("tokens_per_s", "per_token", "first_token"):
-            runs = zip(cell["runs"][mine], cell["runs"][other], strict=True)
-            found = paired_stats.compare([a[key] / b[key] for a, b in runs])
-            row.append(f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
-        rows.append(row)
-    header = ["engines", "requests", "tokens per second", "time per token", "first token"]
-    return f"{table(header, rows)}\n\n{machine_line(result['machine'])}."
 
 
 def kernels() -> str:
@@ -316,9 +295,6 @@ DOCUMENTS: Final = (
     ),
 )
 
-#: Runs with too few rounds for times, beside other engines; they only show that no bit differs.
-_BITS: Final = ("backends", "backends-blocks")
-
 #: Marker -> the function that generates the part between the markers.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
@@ -334,37 +310,17 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "sanitizer": sanitizer,
     "attention": attention,
     "host-gpu": host_gpu,
-    "vllm-gpu": lambda: vllm_speed(
-        "h200-vllm-llama3-8b-eagle-joint",
-        "h200-vllm-llama3-8b-eagle",
-        "h200-vllm-llama3-8b-ngram",
-        "h200-vllm-host-bound-ngram",
-    ),
+    "vllm-gpu": lambda: vllm_speed("h200-vllm-llama3-8b-eagle-joint", "h200-vllm-host-bound-ngram"),
     "vllm-gpu-first-token": lambda: vllm_report.latency(
         load("h200-vllm-llama3-8b-eagle-joint")["cells"]
     ),
     "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
-    "vllm-gpu-ledger-ways": lambda: vllm_speed("h200-vllm-ledger-ways", "h100-vllm-ledger-ways"),
-    "vllm-gpu-ledger-ways-host": lambda: "\n\n".join(
-        vllm_report.clocked(load(f"{gpu}-vllm-ledger-ways")) for gpu in ("h200", "h100")
-    ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
     "vllm-cpu-smol": lambda: vllm_speed("cpu-vllm-smol"),
-    "before-and-after": lambda: before_and_after(
-        "h200-before-and-after-eagle",
-        [("new", "old"), ("new", "stock"), ("ledger", "stock"), ("bytes", "stock")],
-    ),
-    "before-and-after-hybrid": lambda: before_and_after(
-        "h200-before-and-after-qwen", [("new", "old"), ("newfast", "oldfast")]
-    ),
     "steps": lambda: engine_step.report(load("h200-steps")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
-    "backends": lambda: backends.report(load("h200-backends")),
-    "backends-0.33.0": lambda: "\n\n".join(
-        [
-            backends.report(load("h200-backends-0.33.0")),
-            *map(backends.bits, (load(f"bits-{name}-0.33.0") for name in _BITS)),
-        ]
+    "backends": lambda: "\n\n".join(
+        make(load("h200-backends")) for make in (backends.report, backends.bits)
     ),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "recurrent-bfloat16": lambda: recurrent.report(load("h200-recurrent-bfloat16")),
@@ -374,15 +330,12 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "capacity-gpu": lambda: capacity.report(load("h200-capacity")),
     "hybrids": hybrids,
     "states-auto": states_chosen,
-    "soak": lambda: soak.report(
-        [load(name) for name in ("h200-soak", "h200-soak-simple", "h200-soak-ngram", "cpu-soak")]
-    ),
+    "soak": lambda: soak.report([load(name) for name in ("h200-soak-ngram", "cpu-soak")]),
     "vllm-gpu-hybrid": lambda: vllm_speed("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),
     "vllm-gpu-hybrid-memory": lambda: vllm_speed("h200-vllm-qwen3.5-9b-equal-memory"),
     "vllm-gpu-hybrid-mamba2": lambda: vllm_speed("h200-vllm-nemotron-h-8b"),
     "vllm-gpu-hybrid-mamba2-host": lambda: vllm_report.clocked(load("h200-vllm-nemotron-h-8b")),
-    "vllm-gpu-hybrid-experts": lambda: vllm_speed("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_speed("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-connector": lambda: vllm_speed("h200-vllm-llama3-8b-audit-connector"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),

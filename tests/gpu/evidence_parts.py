@@ -186,13 +186,24 @@ _KERNELS: Final = (
     ),
     _bench("attention", "attention", 120, engine="vllm"),
     _bench("steps", "steps", 30),
-    _bench("backends", "backends-0.33.0", 240, "--rounds", "21", engine="vllm"),
+    _bench("backends", "backends", 240, "--rounds", "21", engine="vllm"),
     _bench(
         *("backends", "backends-blocks", 150, "--backends", "FLASH_ATTN_MLA", "--blocks", "32"),
         *("64", "128", "--requests", "1", "8", "64", "--context", "1024", "8192", "--rounds", "15"),
         engine="vllm",
     ),
-    _bench("recurrent", "recurrent", 300, "--drafts", "4", engine="vllm"),
+    *(
+        _bench(
+            *("recurrent", name, 75 * len(dtypes), "--models", model, "--dtypes", *dtypes),
+            *("--drafts", "4"),
+            engine="vllm",
+        )
+        for name, model, dtypes in (
+            ("recurrent", "qwen3.5-9b", ["float32"]),
+            ("recurrent-bfloat16", "qwen3.5-9b", ["bfloat16"]),
+            ("recurrent-mamba2", "nemotron-h-8b", ["float32", "bfloat16"]),
+        )
+    ),
     _bench(
         *("recurrent", "recurrent-k7", 120, "--models", "qwen3.5-9b", "--dtypes", "float32"),
         *("--requests", "32", "128", "--drafts", "7"),
@@ -302,21 +313,6 @@ _TURNS: Final = (
             kept=[("bench", "h200-soak-ngram.json")],
         )
         for number in range(2)
-    ),
-    Part(
-        "soak-stock",
-        (
-            *(*_KVTXN, "bench", "soak", "--seconds", "310", "--policy", "stock"),
-            *("--save", "{out}/h200-soak-stock"),
-        ),
-        seconds=420,
-        kept=[("bench", "h200-soak-stock.json")],
-    ),
-    Part(
-        "step-functions",
-        _script("step_functions", "{out}/h200-step-functions.json"),
-        seconds=90,
-        kept=[("bench", "h200-step-functions.json")],
     ),
 )
 

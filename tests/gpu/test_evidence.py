@@ -12,6 +12,8 @@ pytest.importorskip("vllm")
 import evidence
 import evidence_record
 from evidence_parts import PARTS, Part, slices
+from kvtxn.benchmarks import documents
+from kvtxn.benchmarks.common.machine import RESULTS
 
 #: Notes when it ran and where; with the name of another part it waits until that one runs, too.
 SEEN = """
@@ -118,6 +120,22 @@ def test_all_parts():
     for each in PARTS:
         for word in each.command:
             word.format(out="OUT", here="HERE", python="PYTHON")
+
+
+def test_a_result_is_made_by_a_part_and_shown_by_a_page(monkeypatch):
+    """So no page quotes what a later commit does not measure again, and no part is in vain."""
+    shown, load = set(), documents.load
+
+    def noted(name):
+        shown.add(name)
+        return load(name)
+
+    monkeypatch.setattr(documents, "load", noted)
+    for make in documents.SECTIONS.values():
+        make()
+    made = {name for each in PARTS for kind, name in each.kept if kind == "bench"}
+    assert {f"{name}.json" for name in shown} == made
+    assert {path.name for path in RESULTS.glob("*.json")} == made
 
 
 def test_slices_hold_every_name_once():
