@@ -259,7 +259,7 @@ _TURNS: Final = (
         _turns(
             *(f"llama3-8b-eagle-joint-{number}", 420, *_LLAMA, "--policies", "stock", "deferred"),
             *("undo", "--cells", *(f"short:{cell}" for cell in cells)),
-            *("--rounds", "11", "--first-token-rounds", "11"),
+            *("--rounds", "11", "--first-token-rounds", "8"),
         )
         for number, cells in enumerate((_EAGLE_CELLS[:3], _EAGLE_CELLS[3:]))
     ),
@@ -267,7 +267,7 @@ _TURNS: Final = (
         _turns(
             *(f"llama3-8b-audit-{number}", 420, *_LLAMA, "--policies", "stock", "ledger"),
             *("bytes", "--cells", *(f"short:{cell}" for cell in cells)),
-            *("--rounds", "16", "--first-token-rounds", "16"),
+            *("--rounds", "16", "--first-token-rounds", "8"),
         )
         for number, cells in enumerate(
             (("1024:8:0.6", "1024:64:0.6"), ("8192:8:0.6", "1024:1:0.6"))
