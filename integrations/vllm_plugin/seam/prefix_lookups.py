@@ -137,15 +137,15 @@ class _Groups:
 
     Attributes:
         coordinator: of all groups.
-        whole: groups that keep every row.
-        windows: groups that keep the last rows, or otherwise not every row.
-        states: groups of recurrent states.
+        whole_groups: groups that keep every row.
+        window_groups: groups that keep the last rows, or otherwise not every row.
+        state_groups: groups of recurrent states.
     """
 
     coordinator: CacheCoordinator
-    whole: Sequence[CacheGroupManager]
-    windows: Sequence[CacheGroupManager]
-    states: Sequence[CacheGroupManager]
+    whole_groups: Sequence[CacheGroupManager]
+    window_groups: Sequence[CacheGroupManager]
+    state_groups: Sequence[CacheGroupManager]
 
     @classmethod
     def of(cls, manager: CacheManager) -> _Groups:
@@ -198,12 +198,16 @@ class _Cache:
         ``used``. Without such a group, these are the rows up to the last block that each has.
         """
         ends = []
-        for group in self._groups.whole:
+        for group in self._groups.whole_groups:
             number = used // group.block_size
             while self._has(group, number):
                 number += 1
             ends.append(max(number * group.block_size, used))
-        for group in () if self._groups.whole else (*self._groups.windows, *self._groups.states):
+        for group in (
+            ()
+            if self._groups.whole_groups
+            else (*self._groups.window_groups, *self._groups.state_groups)
+        ):
             number = int(self._request.num_tokens) // group.block_size
             while number * group.block_size > used and not self._has(group, number - 1):
                 number -= 1
@@ -225,7 +229,9 @@ class _Cache:
         if rows <= used:
             return Found(rows, ())
         ends = []
-        size = min(each.block_size for each in (*own.whole, *own.windows, *own.states))
+        size = min(
+            each.block_size for each in (*own.whole_groups, *own.window_groups, *own.state_groups)
+        )
         end = (int(request.num_tokens) - 1) // size * size
         ends.append(("last_token", end))
         # With several groups the drafter's block may be the one of the last token.
@@ -249,7 +255,7 @@ class _Cache:
 
         If none lacks it, the first of these kinds that the model has, or "other".
         """
-        kinds = {"states": self._groups.states, "window": self._groups.windows}
+        kinds = {"states": self._groups.state_groups, "window": self._groups.window_groups}
         lacks = [
             kind
             for kind, groups in kinds.items()

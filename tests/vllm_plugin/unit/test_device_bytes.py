@@ -11,8 +11,9 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
-from test_audit_watch import GROUP, Room, arrival, come, rows, unknown
+from test_audit_watch import Room, arrival, come
 from test_failed_forwards import TOKENS, device_watch
+from watched_rows import GROUP, rows, unknown
 
 with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch

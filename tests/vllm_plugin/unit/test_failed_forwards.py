@@ -11,8 +11,9 @@ from kernels_here import importing_kernels
 pytest.importorskip("vllm")
 
 from test_audit_v2 import engine_facts, prompt  # noqa: F401  # a fixture
-from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
+from test_audit_watch import Room, arrival, come, watch
 from v2_rig import Rig
+from watched_rows import GROUP, rows, unknown
 
 with importing_kernels():
     from kvtxn.integrations.serving.ledger.watch import Watch
