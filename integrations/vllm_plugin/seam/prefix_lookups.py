@@ -197,17 +197,13 @@ class _Cache:
         The groups that keep every row count, as far as all of them have blocks without a gap after
         ``used``. Without such a group, these are the rows up to the last block that each has.
         """
-        ends = []
-        for group in self._groups.whole_groups:
+        ends, own = [], self._groups
+        for group in own.whole_groups:
             number = used // group.block_size
             while self._has(group, number):
                 number += 1
             ends.append(max(number * group.block_size, used))
-        for group in (
-            ()
-            if self._groups.whole_groups
-            else (*self._groups.window_groups, *self._groups.state_groups)
-        ):
+        for group in () if own.whole_groups else (*own.window_groups, *own.state_groups):
             number = int(self._request.num_tokens) // group.block_size
             while number * group.block_size > used and not self._has(group, number - 1):
                 number -= 1
