@@ -18,8 +18,8 @@ class Handed:
         blocks: the blocks.
         begin: the number of blocks of the request before them.
         request: the engine's name of the request.
-        other: the request as the store has it, if the rows are stored under or found by tokens that
-            are not those that the runner has; None if the tokens are the same.
+        other: the request as the store has it, where the store's tokens for these rows are others
+            than the runner's; None where they are the same.
         keys: the place of each block in the connector's store; None if the metadata do not say, or
             if other engines may store there, whose rows of the same tokens have other bytes.
     """

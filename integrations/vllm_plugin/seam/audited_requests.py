@@ -333,7 +333,7 @@ class PutBack:
 
 @attrs.frozen(eq=False)
 class _StepRows:
-    """How many rows the requests of a step have after it; the step, with its prompts, is not kept.
+    """Numbers of rows of a step's requests after it; the step, with its prompts, is not kept.
 
     Attributes:
         computed: by name of a request that the step begins, the rows that it had before.
