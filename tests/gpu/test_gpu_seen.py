@@ -8,6 +8,7 @@ from pathlib import Path
 import identity_faults
 import identity_jobs
 import pytest
+import seen_kit
 import seen_stages
 from gpu_seen import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
@@ -19,6 +20,39 @@ SEEN = json.loads(RECORD.read_text())
 
 def test_the_page_is_drawn_from_the_record():
     assert PAGE.read_text() == draw(SEEN)
+
+
+@pytest.mark.parametrize("subject", SEEN.get("kit", {}))
+def test_every_executor_passes(subject):
+    found = SEEN["kit"][subject]
+    assert found["failed"] == 0
+    assert found["passed"] > 0
+
+
+def test_a_report_of_the_kit_is_reduced(tmp_path):
+    """Cases count to what their file tests, else to its folder; an error is a failure, too."""
+    ended = ["", "<skipped/>", "<failure/>", "<error/>", "<failure/><error/>"]
+    cases = [
+        *(("tests.backends.test_cudagraph.TestCudaGraph", each) for each in ended),
+        *(("tests.test_mutations", each) for each in ended[:2]),
+        ("tests.backends.test_launch", ""),
+        ("tests.serving.test_graph_steps.TestSteps", ""),
+    ]
+    lines = [f'<testcase classname="{place}" name="n">{each}</testcase>' for place, each in cases]
+    report = f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>"
+    (tmp_path / "kit.xml").write_text(report)
+    assert {name: (*each.values(),) for name, each in seen_kit.kit(tmp_path).items()} == {
+        "kit, cudagraph": (1, 1, 3),
+        "broken executors": (1, 1, 0),
+        "launches and the ledger's kernels": (1, 0, 0),
+        "engines' steps and caches": (1, 0, 0),
+    }
+    assert "| kit, cudagraph" in seen_kit.drawn(seen_kit.kit(tmp_path))
+
+
+@pytest.mark.parametrize("path", seen_kit.PATHS)
+def test_what_the_kit_runs_is_there(path):
+    assert (Path(__file__).parents[1] / path).exists()
 
 
 @pytest.mark.parametrize("engine", SEEN["states"])
