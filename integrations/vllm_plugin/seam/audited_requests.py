@@ -181,7 +181,7 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     Also notes which requests the step puts back.
     """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
-    new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
+    new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
     put_back = kept_on(runner, "kvtxn_put_back", PutBack)
     put_back.hear(told)
     came = new or cached.resumed_req_ids
