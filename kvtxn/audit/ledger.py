@@ -893,7 +893,7 @@ class Ledger:
         Raises:
             ConfigError: these are no fingerprints.
         """
-        given = arguments.prints_of("compare_ranks", theirs)
+        given = arguments.prints_of(theirs)
         if not self._parted:
             for violation in compare_ranks([given, self.fingerprints(copy)])[1]:
                 self.findings.add(violation)

@@ -187,7 +187,6 @@ def faulty(
     at: str | None = None,
     when: str = "before",
     nth: int = 1,
-    error: Callable[[], BaseException] | None = None,
 ) -> Any:
     """Make a subclass of an executor class that fails on command.
 
@@ -196,13 +195,12 @@ def faulty(
         at: the operation of a fault to arm at once; None to arm later, by ``.faults.arm``.
         when: see ``Faults.arm``.
         nth: see ``Faults.arm``.
-        error: makes the exception to raise; None makes an ``InjectedFault``.
 
     Returns:
         The class, with a ``faults`` attribute. It does not declare ``atomic``: after a
         fault in the middle some words were written.
     """
-    faults = Faults() if error is None else Faults(error)
+    faults = Faults()
     if at is not None:
         faults.arm(at, when, nth)
     capabilities = attrs.evolve(executor.capabilities, atomic=False)
