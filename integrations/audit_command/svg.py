@@ -14,6 +14,8 @@ Recording: TypeAlias = Mapping[str, Any]
 Run: TypeAlias = Mapping[str, Any]
 
 _CELL, _LEFT, _TOP = 30, 74, 44
+#: Steps of an excerpt.
+_STEPS: Final = 7
 _CROSS: Final = "\u00d7"
 
 _STYLE: Final = """
@@ -38,7 +40,6 @@ class Excerpt:
 
     Attributes:
         first: the first step.
-        steps: the number of steps.
         slots: the slots, one after another in the order of their positions.
         cells: by (time, slot): "old", "durable", "draft", "rejected" (its row is in the slot), or
             "taken back" (the slot is as it was); a time that is left out is as the one before.
@@ -46,13 +47,12 @@ class Excerpt:
     """
 
     first: int
-    steps: int
     slots: list[int]
     cells: dict[tuple[int, int], str]
     fresh: set[tuple[int, int]]
 
 
-def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
+def excerpt(recording: Recording, *, restores: bool) -> Excerpt:
     """Choose the steps of one request that show most: drafts kept and rejected, in few slots.
 
     Only runs of the first group of layers are looked at.
@@ -60,7 +60,6 @@ def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
     Args:
         recording: the recording of an engine that speculates.
         restores: windows leave the slots of rejected drafts as they were.
-        steps: the number of steps.
 
     Raises:
         ValueError: no request has such steps with drafts.
@@ -71,17 +70,17 @@ def excerpt(recording: Recording, *, restores: bool, steps: int = 7) -> Excerpt:
             by_request.setdefault(run["request"], []).append(run)
     best: tuple[float, int, int] = (0.0, 0, 0)
     for request, runs in by_request.items():
-        for first in range(runs[0]["time"] // 2 + 1, runs[-1]["time"] // 2 - steps + 2):
-            best = max(best, (_worth(_between(runs, first, steps)), request, first))
+        for first in range(runs[0]["time"] // 2 + 1, runs[-1]["time"] // 2 - _STEPS + 2):
+            best = max(best, (_worth(_between(runs, first)), request, first))
     if best[0] <= 0:
         raise ValueError("no request has drafts in so many steps")
     _, request, first = best
-    return _cut(_between(by_request[request], first, steps), first, steps, restores)
+    return _cut(_between(by_request[request], first), first, restores)
 
 
-def _between(runs: Sequence[Run], first: int, steps: int) -> list[Run]:
-    """Return the runs whose happening is in one of ``steps`` steps from ``first`` on."""
-    return [run for run in runs if first <= run["time"] // 2 < first + steps]
+def _between(runs: Sequence[Run], first: int) -> list[Run]:
+    """Return the runs whose happening is in one of an excerpt's steps from ``first`` on."""
+    return [run for run in runs if first <= run["time"] // 2 < first + _STEPS]
 
 
 def _worth(runs: Sequence[Run]) -> float:
@@ -111,7 +110,7 @@ def slots_of(run: Run) -> range:
     return range(run["slot"], run["slot"] + run["count"])
 
 
-def _cut(runs: Sequence[Run], first: int, steps: int, restores: bool) -> Excerpt:
+def _cut(runs: Sequence[Run], first: int, restores: bool) -> Excerpt:
     """Return an excerpt of these runs, of which each time has one state per slot."""
     cells: dict[tuple[int, int], str] = {}
     fresh, positions = set(), dict[int, int]()
@@ -123,7 +122,7 @@ def _cut(runs: Sequence[Run], first: int, steps: int, restores: bool) -> Excerpt
             cells[time, slot] = "taken back" if taken_back else state
             if state == "durable":
                 fresh.add((time, slot))
-    return Excerpt(first, steps, sorted(positions, key=positions.__getitem__), cells, fresh)
+    return Excerpt(first, sorted(positions, key=positions.__getitem__), cells, fresh)
 
 
 _STATES: Final = {
@@ -142,17 +141,17 @@ def draw(found: Excerpt, *, title: str, waits: bool) -> str:
         title: a line above the picture, and its text for those who cannot see it.
         waits: drafts wait outside of their slots.
     """
-    width = _LEFT + found.steps * 2 * _CELL + 12
+    width = _LEFT + _STEPS * 2 * _CELL + 12
     bottom = _TOP + len(found.slots) * _CELL
     parts = [f'<text x="8" y="20">{escape(title)}</text>']
     for row, slot in enumerate(found.slots):
         y = _TOP + row * _CELL
         parts.append(f'<text class="quiet slot" x="{_LEFT - 10}" y="{y + 20}">slot {slot}</text>')
         parts += _row(found, slot, y, waits)
-    for step in range(found.steps + 1):
+    for step in range(_STEPS + 1):
         x = _LEFT + step * 2 * _CELL
         parts.append(f'<line class="rule" x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{bottom + 8}"/>')
-    for step in range(found.steps):
+    for step in range(_STEPS):
         x = _LEFT + (2 * step + 1) * _CELL
         text = (
             f'<text class="quiet step" x="{x}" y="{bottom + 20}">step {found.first + step}</text>'
@@ -170,7 +169,7 @@ def draw(found: Excerpt, *, title: str, waits: bool) -> str:
 def _row(found: Excerpt, slot: int, y: int, waits: bool) -> list[str]:
     """Return the SVG elements of one slot's line at ``y``: a cell for each time, with its marks."""
     parts, state, before = [], "old", "old"
-    for column in range(2 * found.steps):
+    for column in range(2 * _STEPS):
         time = 2 * found.first + column
         x = _LEFT + column * _CELL
         happened = found.cells.get((time, slot))

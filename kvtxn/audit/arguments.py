@@ -123,7 +123,7 @@ def _device(device: Any) -> torch.device:
     return there
 
 
-def prints_of(operation: str, prints: Any) -> dict[int, dict[str, int]]:
+def prints_of(prints: Any) -> dict[int, dict[str, int]]:
     """Return a rank's fingerprints anew: by step, an int, and by name of the group, a word.
 
     Steps may be text, as JSON makes them.
@@ -137,7 +137,7 @@ def prints_of(operation: str, prints: Any) -> dict[int, dict[str, int]]:
         except (TypeError, ValueError):
             pass
     raise ConfigError(
-        operation, "these are no fingerprints",
+        "compare_ranks", "these are no fingerprints",
         expected="by step, by name of the group, an int", got=_short(prints),
         hint="pass what Ledger.fingerprints() of each rank returned, as it is or through JSON",
     )  # fmt: skip

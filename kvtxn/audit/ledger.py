@@ -625,37 +625,16 @@ class Ledger:
                 brought, in this engine or one with its key. None: the rows are assumed to be of
                 the request's tokens, as those of a connector that keeps no digests have to be, and
                 counted in ``kvtxn_audit_rows_unverified_total``.
-            origin: int64 ``[6]``, the result of ``origins`` for the first of the rows when this
-                ledger exported them; or ``[blocks, 6]``, for the first row of each block, where
-                ``first`` begins a block. Reports then name who stored the rows, and for which
-                tokens. None: reports name the request that gets the rows.
+            origin: int64 ``[6]``, as ``Identity.origin`` returns it, for the first of the rows; or
+                ``[blocks, 6]``, for the first row of each block, where ``first`` begins a block.
+                Reports then name who stored the rows, and for which tokens. None: reports name the
+                request that gets the rows.
 
         Raises:
             ConfigError: as in ``publish``; or a block of the rows is not one of the group's, there
                 is not one digest per row, or an origin is there without digests.
         """
         self._transfers.import_rows(request, group, table, first, end, digests, origin)
-
-    def origins(
-        self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
-    ) -> Tensor:
-        """Return who stores runs of rows, for ``import_rows`` when they come back, or states.
-
-        Args:
-            request: the request whose tokens the rows are stored under.
-            group: the group of the rows or states.
-            firsts: int ``[n]`` on the host, the position of the first row of each run; of a state,
-                the position of the last token that it has taken in.
-            stored_by: the request that stores them; None: the same one.
-
-        Returns:
-            int64 ``[n, 6]`` on the ledger's device: the step, the storing request's serial number,
-            the position, the digest up to the row before, and the terms of the two tokens before.
-
-        Raises:
-            ConfigError: as in ``publish``.
-        """
-        return self._transfers.origins(request, group, firsts, stored_by=stored_by)
 
     def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
         """Return whose rows full blocks have, or states, for ``IdentityTable.remember``.
@@ -750,8 +729,7 @@ class Ledger:
             block: the block that the state was loaded into.
             length: the number of tokens that the state has taken in.
             digest: int64 ``[1]``, the result of ``export_state``; None as in ``import_rows``.
-            origin: int64 ``[6]``, the result of ``origins`` for the position ``length - 1``; as in
-                ``import_rows``.
+            origin: int64 ``[6]``, as in ``import_rows``, for the position ``length - 1``.
 
         Raises:
             ConfigError: as in ``publish_state``; or there is not one digest, or an origin is there
@@ -915,7 +893,7 @@ class Ledger:
         Raises:
             ConfigError: these are no fingerprints.
         """
-        given = arguments.prints_of("compare_ranks", theirs)
+        given = arguments.prints_of(theirs)
         if not self._parted:
             for violation in compare_ranks([given, self.fingerprints(copy)])[1]:
                 self.findings.add(violation)

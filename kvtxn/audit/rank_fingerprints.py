@@ -39,7 +39,7 @@ def compare_ranks(ranks: Sequence[Fingerprints]) -> list[list[Violation]]:
         ConfigError: an element of ``ranks`` is not what ``fingerprints()`` returns.
     """
     given = listed("compare_ranks", "ranks", ranks, "a list of what fingerprints() returned")
-    ranks = [prints_of("compare_ranks", each) for each in given]
+    ranks = [prints_of(each) for each in given]
     found: list[list[Violation]] = [[] for _ in ranks]
     for step in sorted({step for rank in ranks for step in rank}):
         for group in dict.fromkeys(name for rank in ranks for name in rank.get(step, ())):

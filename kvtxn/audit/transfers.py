@@ -125,27 +125,6 @@ class RowTransfers:
         blocks = self._blocks_of(place, table, first, end)
         self._import("import_rows", request, place, blocks, first, end, digests, origin)
 
-    def origins(
-        self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
-    ) -> Tensor:
-        """Return who stores runs of rows, and the tokens before each run, int64 ``[n, 6]``.
-
-        See ``Ledger.origins``.
-        """
-        place = checks.place_of("origins", self._books, group)
-        books, line = self._books, self._state.requests.line(request, operation="origins")
-        writer = self._state.requests.line(
-            request if stored_by is None else stored_by, operation="origins"
-        )
-        end = books.sizes.max_length + 1
-        first = self._state.upload(checks.bounded("origins", "firsts", firsts, end))
-        before = self._before(line, first)
-        step = books.counters[book.STEP].expand_as(first)
-        serial = books.facts[book.SERIAL, writer].expand_as(first)
-        terms = [before[0] - before[1], before[1] - before[2]]
-        last = before[0] + books.salts[place.written] - self._state.epoch
-        return torch.stack([step, serial, first, last, *terms], 1)
-
     def identities(self, group: str, requests: Sequence[str], firsts: Ints, blocks: Ints) -> Tensor:
         """Return whose rows full blocks have, int64 ``[n, 7]``; see ``Ledger.identities``."""
         # Few and small launches: a connector that stores a block in each step asks in each step.
@@ -181,10 +160,6 @@ class RowTransfers:
         line, at = self._state.upload(torch.stack(numbers))
         after = self._books.own[line, (at + 1).clamp(max=self._books.sizes.max_length)]
         return older(as_word(after + self._books.salts[place.written]), -self._state.epoch)
-
-    def _before(self, line: int | Tensor, first: Tensor) -> list[Tensor]:
-        """Return a request's digests up to each position, and up to the two before it."""
-        return [self._books.own[line, (first - back).clamp(min=0)] for back in range(3)]
 
     def _lines_at(
         self, operation: str, requests: Sequence[str], name: str, positions: Ints
@@ -390,7 +365,7 @@ class RowTransfers:
                 operation, "origin is not that of the rows",
                 expected="int64 [6], or [blocks, 6] from the beginning of a block on, with digests",
                 got=described(known) if digests is not None else "no digests",
-                hint="give what origins returned when the rows left; nothing was changed",
+                hint="give what Identity.origin returned; nothing was changed",
             )  # fmt: skip
         step, serial, begin, before, last, older_still = (
             runs.to(self._state.device)[:, column, None] for column in range(6)

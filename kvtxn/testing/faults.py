@@ -181,30 +181,16 @@ class _FaultyLayout(LayoutLaunches):
         self._inner.warm_up(sampled)
 
 
-def faulty(
-    executor: type[Executor],
-    *,
-    at: str | None = None,
-    when: str = "before",
-    nth: int = 1,
-    error: Callable[[], BaseException] | None = None,
-) -> Any:
+def faulty(executor: type[Executor]) -> Any:
     """Make a subclass of an executor class that fails on command.
 
     Args:
         executor: the class to break.
-        at: the operation of a fault to arm at once; None to arm later, by ``.faults.arm``.
-        when: see ``Faults.arm``.
-        nth: see ``Faults.arm``.
-        error: makes the exception to raise; None makes an ``InjectedFault``.
 
     Returns:
-        The class, with a ``faults`` attribute. It does not declare ``atomic``: after a
-        fault in the middle some words were written.
+        The class, with a ``faults`` attribute: ``.faults.arm`` arms one. It does not declare
+        ``atomic``: after a fault in the middle some words were written.
     """
-    faults = Faults() if error is None else Faults(error)
-    if at is not None:
-        faults.arm(at, when, nth)
     capabilities = attrs.evolve(executor.capabilities, atomic=False)
-    members = {"faults": faults, "capabilities": capabilities}
+    members = {"faults": Faults(), "capabilities": capabilities}
     return type(f"Faulty{executor.__name__}", (FaultyExecutor, executor), members)

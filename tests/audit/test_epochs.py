@@ -19,6 +19,7 @@ from ledger_kit.mutants import MUTANTS
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, ReadAges, RowGroup, StateGroup, Step
 from kvtxn.audit.books import AGES
+from kvtxn.audit.identity_table import IdentityTable
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = "kvtxn_audit_rows_read_by_age"
@@ -185,11 +186,13 @@ def test_rows_keep_their_epoch_outside():
     ledger = computed()
     ledger.new_epoch()
     digests = ledger.export("a", "full", [1, 2], 0, 8)
-    origin = ledger.origins("a", "full", [0])[0]
+    table = IdentityTable(8)
+    table.remember(torch.tensor([[5, 6]]), ledger.identities("full", ["a"], [0], [1]))
+    ((known,),) = table.lookup(torch.tensor([[5, 6]]))
     ledger.new_epoch()
     ledger.admit("b", [*PROMPT, 19])
     ledger.hand_out("full", [5, 6, 7])
-    ledger.import_rows("b", "full", [5, 6, 7], 0, 8, digests, origin)
+    ledger.import_rows("b", "full", [5, 6, 7], 0, 8, digests, known.origin(ledger.books.key))
     run(ledger, "b", 8, [19], [5, 6, 7])
     assert ledger.read_ages() == [ReadAges("b", {2: 8}, {}, {})]
     ledger.admit("c", [*PROMPT, 20])

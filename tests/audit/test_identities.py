@@ -42,22 +42,22 @@ def test_bytes_lead_to_whose_they_are():
     assert lookup(table, (1, 2)) == [[]]
 
 
-def test_the_origin_of_a_first_row():
-    """What ``Ledger.origins`` says of it, from less."""
+def test_identities_have_the_words_of_their_rows():
     ledger = Ledger([RowGroup("full", 4, 10)], max_requests=2, max_length=32, backend="torch")
     ledger.admit("a", range(20, 32))
     ledger.hand_out("full", [1, 2])
     ledger.import_rows("a", "full", [1, 2], 0, 8)
-    origins = ledger.origins("a", "full", [0, 4])
     identities = ledger.identities("full", ["a", "a"], [0, 4], [1, 2])
-    table = IdentityTable(8)
-    table.remember(torch.tensor([[5, 6], [7, 8]]), identities)
-    for found, origin in zip(lookup(table, (5, 6), (7, 8)), origins, strict=True):
-        (known,) = found
-        assert known.origin(ledger.books.key).tolist()[:5] == origin.tolist()[:5]
-    assert known.origin(ledger.books.key).tolist() == origin.tolist()
     words = ledger.expected("a", "full", 0, 8).tolist()
     assert identities[:, (2, -1)].tolist() == [[words[0], words[3]], [words[4], words[7]]]
+
+
+def origin_of(ledger, request, first, block):
+    """The origin of a block's rows, by their identity."""
+    table = IdentityTable(8)
+    table.remember(torch.tensor([[5, 6]]), ledger.identities("full", [request], [first], [block]))
+    ((known,),) = lookup(table, (5, 6))
+    return known.origin(ledger.books.key)
 
 
 def two_writers():
@@ -70,7 +70,7 @@ def two_writers():
         ledger.hand_out("full", [block])
         ledger.import_rows(name, "full", [block, block], 4 * block - 4, 4 * block)
         words.append(ledger.expected(name, "full", 4 * block - 4, 4 * block))
-        origins += ledger.origins(name, "full", [4 * block - 4])
+        origins.append(origin_of(ledger, name, 4 * block - 4, block))
     ledger.admit("b", range(20, 32))
     ledger.hand_out("full", [5, 6])
     return ledger, words, origins
@@ -87,6 +87,7 @@ def test_blocks_of_several_writers_come_in_one_call():
         (violation,) = ledger.violations()
         assert (violation.kind, violation.position, violation.block) == ("imported", 4, 6)
         assert (violation.written_request, violation.written_position) == ("c", 4)
+        assert violation.written_for == (42, 43, 44)
     mine, theirs = (ledger.books.journal[:15].tolist() for ledger in (one, several))
     assert mine == theirs
 

@@ -28,7 +28,6 @@ def recording():
 def test_an_excerpt_has_drafts_of_both_ends(recording, restores):
     found = svg.excerpt(recording, restores=restores)
     states = list(found.cells.values())
-    assert found.steps == 7
     assert {"durable", "draft", "taken back" if restores else "rejected"} == {*states}
     assert found.slots == sorted(found.slots)
     assert all(found.first <= time // 2 < found.first + 7 for time, _ in found.cells)
@@ -45,7 +44,7 @@ def test_it_is_drawn_as_xml(recording, waits):
     assert root.get("aria-label") == "Drafts & slots"
     legend = 2 if waits else 3
     rects = [node for node in root.iter() if node.tag.endswith("rect")]
-    assert len(rects) == len(found.slots) * 2 * found.steps + legend
+    assert len(rects) == len(found.slots) * 2 * svg._STEPS + legend
     crosses = [node for node in root.iter() if node.text == "\u00d7"]
     lost = sum(state == "taken back" for state in found.cells.values())
     assert len(crosses) == (lost + 1 if waits else 0)

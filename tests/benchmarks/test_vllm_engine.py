@@ -12,16 +12,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from kvtxn.benchmarks.engines.load import Work
 from kvtxn.benchmarks.engines.process import Engine, EngineError, EngineSpec
-from kvtxn.integrations.vllm_plugin.seam.measuring import (
-    set_acceptance,
-    switch_windows,
-    together,
-)
+from kvtxn.integrations.vllm_plugin.seam.measuring import set_acceptance, together
 
 from kvtxn.cli import main
 
@@ -265,19 +260,6 @@ def test_a_time_limit_from_outside_leaves_nothing_behind(pretended, tmp_path):
     assert bench.wait(timeout=60) == 128 + signal.SIGTERM
     until(lambda: gone(engine))
     assert not (tmp_path / "out").exists()
-
-
-def test_steps_are_switched():
-    """Off they are none, and on they are those of before; what is drawn by lot stays the same."""
-    abandoned, drawn = [], set()
-    steps = SimpleNamespace(abandon=lambda: abandoned.append(True))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
-    for count, on in enumerate((False, False, True, False, True), start=1):
-        switch_windows(worker, on)
-        assert worker.model_runner.kvtxn is (steps if on else None)
-        assert len(abandoned) == count  # a step that was dropped leaves no window open
-        drawn.add((numpy.random.randint(2**31), torch.rand(()).item()))
-    assert len(drawn) == 1
 
 
 def test_rates_are_set_given_those_before():

@@ -25,7 +25,6 @@ from cache_oracle import (
 from failing_stage import failing_stage
 from kvtxn.integrations.vllm_plugin.policy import rules as vllm_policy
 from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
-from kvtxn.integrations.vllm_plugin.seam.measuring import switch_windows
 
 from kvtxn.config import POLICIES
 
@@ -188,5 +187,12 @@ class Watch(CacheOracle):
         torch.manual_seed(seed)
 
     def switch(self, on: bool) -> None:
-        """Let the steps have windows or be stock's."""
-        switch_windows(self, on)
+        """Let the steps have windows or be stock's; what is drawn by lot begins anew."""
+        self.oracle_seed(0)
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        steps = self.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
+        if steps is not None:
+            steps.abandon()
+        if getattr(steps, "deferred", False):
+            steps.windows.mark(None)  # captured graphs read this buffer
+        runner.kvtxn = steps if on else None

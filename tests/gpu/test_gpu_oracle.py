@@ -144,3 +144,17 @@ def test_without_drafts_nothing_is_marked():
     runner.block_tables.compute_slot_mappings()  # a drafter's
     assert torch.equal(runner.rows, before)
     assert watch.oracle_take() == {"steps": 1}
+
+
+def test_steps_are_switched():
+    """Off they are none, and on they are those of before; what is drawn by lot stays the same."""
+    abandoned, drawn = [], set()
+    steps = SimpleNamespace(abandon=lambda: abandoned.append(True))
+    worker = Watch()
+    worker.model_runner = SimpleNamespace(kvtxn=steps)
+    for count, on in enumerate((False, False, True, False, True), start=1):
+        worker.switch(on)
+        assert worker.model_runner.kvtxn is (steps if on else None)
+        assert len(abandoned) == count  # a step that was dropped leaves no window open
+        drawn.add((numpy.random.randint(2**31), torch.rand(()).item()))
+    assert len(drawn) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from toy_sglang import ToySglang, next_token
+from toy_sglang import ToySglang, counters_of_clean_steps, next_token
 from toy_states import ToyHybrid
 
 
@@ -19,12 +19,8 @@ def test_clean_steps_give_no_alarm(hooks, drafts, trees, overlap, seed):
     for _ in range(3):
         toy.serve(12)
         assert toy.flush()
-    report = hooks.report()
-    assert report["violations"] == []
-    counted = report["counters"]
-    assert counted["kvtxn_audit_active"] == 1
+    counted = counters_of_clean_steps(hooks)
     assert counted["kvtxn_audit_rows_checked_total"] > 3000
-    assert counted["kvtxn_audit_unjudged_total"] == 0
     assert counted["kvtxn_audit_requests_restarted_total"] == toy.events["retracted"]
     assert min(toy.events[event] for event in ("hits", "chunks", "retracted", "flushed")) > 0
     assert bool(toy.events["more"]) == overlap

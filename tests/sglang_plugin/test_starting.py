@@ -109,7 +109,6 @@ def test_without_the_variable_nothing_heavy_is_imported():
 
 # -- hook points -----------------------------------------------------------------------------
 
-FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 #: Signatures of SGLang 0.5.23, as its sources have them.
 SOURCES = {
     "srt/model_executor/model_runner.py": "class ModelRunner:\n"

@@ -151,6 +151,17 @@ def grown_tree(text, drafts, chance):
     )  # fmt: skip
 
 
+def counters_of_clean_steps(hooks):
+    """The counters of an audit that saw every group and request, and found nothing."""
+    report = hooks.report()
+    assert report["violations"] == []
+    counted = report["counters"]
+    assert counted["kvtxn_audit_active"] == 1
+    assert counted["kvtxn_audit_unjudged_total"] == 0
+    assert counted["kvtxn_audit_unwatched_groups"] == 0
+    return counted
+
+
 def decodes(batch, rows=10):
     """Tell whether a batch decodes at least three requests, each of which has more rows."""
     mode = batch.forward_batch.forward_mode.name

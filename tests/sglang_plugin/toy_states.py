@@ -124,8 +124,6 @@ class HybridLinearAttnBackend:
 
 
 class MambaPool:
-    replayssm_write_pos = None
-
     def __init__(self) -> None:
         self.temporal = torch.full((STATES + 1,), -7)
 

@@ -95,7 +95,8 @@ def test_adopting_takes_old_or_new_and_nothing_else():
 @pytest.mark.parametrize("when", ["before", "middle", "after"])
 def test_a_fault_goes_off_once_where_it_was_armed(when):
     """At the nth call, and then no more."""
-    executor = faulty(TorchExecutor, at="stage", when=when, nth=2)
+    executor = faulty(TorchExecutor)
+    executor.faults.arm("stage", when, nth=2)
     with registered(executor) as name:
         rig = Rig(name, "undo", CPU)
         batch = rig.batch(padding=0.0)

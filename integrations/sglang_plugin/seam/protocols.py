@@ -312,11 +312,9 @@ class MambaPool(Protocol):
 
     Attributes:
         copy_from: copies states; takes the slots to read, then those to write.
-        replayssm_write_pos: of a replay ring; None without one.
     """
 
     copy_from: Callable[..., None]
-    replayssm_write_pos: Tensor | None
 
 
 class MambaSlotAllocator(Protocol):

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 import torch
@@ -20,11 +20,11 @@ from .engine_protocols import (
     BlockCopy,
     CachedRequests,
     Feature,
-    NewRequest,
     RequestContent,
     SchedulerOutput,
     VllmConfig,
 )
+from .hooks import kept_on
 from .layers import draft_layers
 from .lora_adapters import Adapters, hash_of
 from .media_contents import Media
@@ -43,8 +43,6 @@ AUDITED_V2_METHODS: Final = {
     "sample_tokens": ("grammar_output",),
 }
 
-
-T = TypeVar("T")
 
 #: Finds the number of a layer in its name.
 _NUMBERS: Final = re.compile(r"\d+")
@@ -183,8 +181,8 @@ def _changes(runner: RunnerV1, scheduler_output: SchedulerOutput) -> Changes:
     Also notes which requests the step puts back.
     """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
-    new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
-    put_back = _kept(runner, "kvtxn_put_back", PutBack)
+    new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
+    put_back = kept_on(runner, "kvtxn_put_back", PutBack)
     put_back.hear(told)
     came = new or cached.resumed_req_ids
     if not (came or told.finished_req_ids or copies or any(cached.new_block_ids)):
@@ -285,9 +283,9 @@ def arrival_of(
         had: number of rows that it had when it was put back; None if it was not, or nobody knows.
     """
     lora = getattr(state, "lora_request", None)
-    adapters = _kept(runner, "kvtxn_adapters", Adapters)
+    adapters = kept_on(runner, "kvtxn_adapters", Adapters)
     extras = [] if lora is None else [adapters.identity(lora, runner)]
-    embedded = _embedded(state, _kept(runner, "kvtxn_media", Media))
+    embedded = _embedded(state, kept_on(runner, "kvtxn_media", Media))
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
         embedded = {}
@@ -363,14 +361,6 @@ class _StepRows:
         return before + self.scheduled[name]
 
 
-def _kept(runner: Runner, name: str, make: Callable[[], T]) -> T:
-    """Return the object that a runner keeps in its attribute ``name``; made at the first call."""
-    kept: T | None = vars(runner).get(name)
-    if kept is None:
-        kept = vars(runner)[name] = make()
-    return kept
-
-
 def follow_adapters(runner: Runner) -> Callable[[], None]:
     """Note each LoRA adapter that a runner's worker loads; return the undo.
 
@@ -379,7 +369,7 @@ def follow_adapters(runner: Runner) -> Callable[[], None]:
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         return lambda: None
-    return _kept(runner, "kvtxn_adapters", Adapters).follow(manager)
+    return kept_on(runner, "kvtxn_adapters", Adapters).follow(manager)
 
 
 def _embedded(state: RequestContent, media: Media) -> dict[int, int]:
@@ -471,7 +461,7 @@ def encoder_step(runner: Runner, told: SchedulerOutput) -> EncoderStep | None:
     """
     if runner.model_config.is_encoder_decoder:
         return None
-    return _kept(runner, "kvtxn_encoder_steps", EncoderSteps).read(told)
+    return kept_on(runner, "kvtxn_encoder_steps", EncoderSteps).read(told)
 
 
 def own_blocks(
@@ -541,7 +531,7 @@ def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
     """
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
-    put_back = _kept(runner, "kvtxn_put_back", PutBack)
+    put_back = kept_on(runner, "kvtxn_put_back", PutBack)
     put_back.hear(told)
     gone = told.finished_req_ids or told.preempted_req_ids
     by_request = [blocks for blocks in cached.new_block_ids if blocks]
@@ -566,11 +556,4 @@ def _changes_v2(runner: RunnerV2, scheduler_output: SchedulerOutput) -> Changes:
         grown=grown,
         copies=[pair(copy) for copy in copies],
         unused=unused_prefixes(told),
-    )
-
-
-def _arrival_v2(runner: RunnerV2, new: NewRequest, had: int | None = None) -> Arrival:
-    """Describe a new request of a V2 runner to the ledger; ``had`` as for ``arrival_of``."""
-    return arrival_of(
-        *(runner, new, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids), had
     )

@@ -276,9 +276,9 @@ def overwritten(scheduler_output: SchedulerOutput) -> list[int]:
 
     That is before it tells of the requests that get them; some are nobody's again by then.
     """
-    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None)  # not in every release
-    copies = getattr(scheduler_output, "kv_cache_block_copies", None)
-    return [*map(int, zeroed or ()), *(pair(copy)[1] for copy in copies or ())]
+    zeroed = scheduler_output.new_block_ids_to_zero or ()
+    copies = scheduler_output.kv_cache_block_copies or ()
+    return [*map(int, zeroed), *(pair(copy)[1] for copy in copies)]
 
 
 def metadata_of(scheduler_output: SchedulerOutput) -> object:

@@ -22,9 +22,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from threading import Lock
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ....errors import KVTxnError, LayerError, shown
+
+T = TypeVar("T")
 
 
 @cache
@@ -113,6 +115,14 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
             delattr(target, name)
 
     return undo
+
+
+def kept_on(target: object, name: str, make: Callable[[], T]) -> T:
+    """Return the object that ``target`` keeps in its attribute ``name``; made at the first call."""
+    kept: T | None = vars(target).get(name)
+    if kept is None:
+        kept = vars(target)[name] = make()
+    return kept
 
 
 def shadow(target: Any, name: str, method: Callable[..., object]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """vLLM as benchmarks measure it: running engines, its operators, and its planning of caches.
 
-Of running engines they change start, acceptance and windows, and read memory and how many requests
+Of running engines they change start and acceptance, and read memory and how many requests
 it holds. No engine of a user's runs these functions, so the operators are no hook points of a
 release.
 """
@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
-import numpy
 import torch
 from torch import Tensor
 
@@ -87,24 +86,6 @@ def running_requests(engine: VllmEngine) -> int:
     The engine's core is in this process.
     """
     return len(engine.engine_core.engine_core.scheduler.running)
-
-
-def switch_windows(worker: Worker, on: bool) -> None:
-    """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
-
-    An engine that has no windows gets none. A step that is under way is abandoned; the worker keeps
-    the steps meanwhile. Either way numpy's and torch's random numbers begin anew, and with them the
-    drafts that synthetic acceptance accepts.
-    """
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-    runner = worker.model_runner
-    steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
-    if steps is not None:
-        steps.abandon()
-    if getattr(steps, "deferred", False):  # on a GPU
-        steps.windows.mark(None)  # captured graphs read this buffer
-    runner.kvtxn = steps if on else None
 
 
 def occupied(worker: Worker) -> dict[str, int]:

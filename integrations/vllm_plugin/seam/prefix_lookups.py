@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from .hooks import replace_method, when_imported
+from .hooks import kept_on, replace_method, when_imported
 
 if TYPE_CHECKING:  # vLLM's processes that register kvtxn import no more than they need
     from .engine_protocols import (
@@ -119,9 +120,7 @@ def look(manager: CacheManager, request: Request, found: Sequence[object]) -> No
     """
     used = found[1]
     assert isinstance(used, int)
-    groups: _Groups | None = vars(manager).get(_GROUPS)
-    if groups is None:
-        groups = vars(manager)[_GROUPS] = _Groups.of(manager)
+    groups = kept_on(manager, _GROUPS, partial(_Groups.of, manager))
     setattr(request, _FOUND, _Cache(groups, request).found(used))
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.seam import audited_requests, lora_adapters
+from kvtxn.integrations.vllm_plugin.seam import audited_requests, hooks, lora_adapters
 from kvtxn.integrations.vllm_plugin.seam.media_contents import Media
 from transfer_rig import (
     TOKENS,
@@ -170,7 +170,7 @@ def test_requests_of_one_step_read_an_adapter_once(rig, loaded, load, folder, mo
     )
 
     def come():
-        adapters = audited_requests._kept(rig.runner, "kvtxn_adapters", lora_adapters.Adapters)
+        adapters = hooks.kept_on(rig.runner, "kvtxn_adapters", lora_adapters.Adapters)
         return adapters.identity(named("poet", 1, folder), rig.runner)
 
     old = come()

@@ -35,6 +35,7 @@ def scheduled(new=(), grown=(), resumed=(), gone=(), preempted=None):
     return SimpleNamespace(
         finished_req_ids=set(gone), preempted_req_ids=preempted, scheduled_cached_reqs=cached,
         scheduled_new_reqs=[content for _, content in new], kv_connector_metadata=None,
+        new_block_ids_to_zero=None, kv_cache_block_copies=None,
     )  # fmt: skip
 
 
