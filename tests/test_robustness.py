@@ -237,6 +237,20 @@ def test_a_mapping_changed_in_place_is_another_mapping(layers):
         w.abort()
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_the_note_of_a_failure_says_what_became_of_the_caches(manager_with, layers, policy):
+    """Under direct nothing was restored, and nothing says so."""
+    manager, before = manager_with(policy, on_error="raise", commit=boom), copies(layers)
+    window = manager.window(2, SLOTS)
+    stage_all(window, layers)
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        window.commit(1)
+    restored = changed_slots(layers, before) == [{0}] * 6
+    assert restored is (policy != "direct")
+    note = "the caches were restored" if restored else "rows already written stay"
+    assert caught.value.__notes__ == [f"kvtxn: commit failed; {note}"]
+
+
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
 def test_debug_finds_and_repairs_a_wrong_commit(manager_with, policy):
     """An executor that lies is caught, and the reference finishes its work."""
