@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import LayerError
 from .formats import WORDS, RowFormat, row_format, words
+from .host_values import described, is_plain
 from .memory_overlap import overlaps_itself
 
 #: dtypes of offset tables.
@@ -130,6 +131,7 @@ def paged_planes(layer: str, specs: Sequence[PlaneSpec], kv_dtype: str) -> tuple
     planes: list[Plane] = []
     scales: list[Plane] = []
     for spec in specs:
+        _check_scale(spec.scale)
         number = None
         if spec.scales_rows:
             number = len(specs) + len(scales)
@@ -179,18 +181,24 @@ def _scale_plane(layer: str, spec: PlaneSpec) -> Plane:
     return Plane(f"{spec.part} scale", cells, shape, block_size, number, is_scale=True)
 
 
+def _check_scale(scale: object) -> None:
+    """Refuse, with a LayerError, what is no number, no dense tensor and not None."""
+    known = scale is None or isinstance(scale, (int, float, Tensor))
+    if isinstance(scale, Tensor):
+        known = is_plain(scale) and not scale.is_meta
+    if not known or isinstance(scale, bool):
+        got = described(scale, where=True) if isinstance(scale, Tensor) else repr(scale)
+        raise LayerError("LayerRef", "a scale must be a number or a dense tensor", got=got)
+
+
 def _paged_plane(layer: str, spec: PlaneSpec, kv_dtype: str, scales_in: int | None) -> Plane:
     """Build a plane of K, V or latents; plane number ``scales_in`` holds their scales, if any.
 
     Raises:
         LayerError: the scale or the number format does not fit the cache.
     """
-    part, cache, scale, offsets = spec.part, spec.cache, spec.scale, spec.offsets
-    if scale is not None and (
-        not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
-    ):
-        raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
-    scale = None if scales_in is not None else scale
+    part, cache, offsets = spec.part, spec.cache, spec.offsets
+    scale = None if scales_in is not None else spec.scale
     scale = float(scale) if isinstance(scale, int) else scale
     shape = tuple((cache if offsets is None else offsets).shape)
     block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])
@@ -208,15 +216,8 @@ def state_plane(part: str, layer: str, state: Tensor) -> Plane:
     Raises:
         LayerError: it is no such tensor, or of a dtype whose words cannot be moved.
     """
-    if not isinstance(state, Tensor) or state.ndim < 2:
-        got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
-        raise LayerError(
-            "LayerRef",
-            f"a state of {layer!r} is misshapen",
-            expected="[num_states, *state_shape]",
-            got=got,
-        )
-    check_cache(layer, state, state.ndim, "[num_states, *state_shape]")
+    rank = max(2, state.ndim) if isinstance(state, Tensor) else 2
+    check_cache(layer, state, rank, "[num_states, *state_shape]", "a state")
     if state.dtype.itemsize not in WORDS:
         raise LayerError("LayerRef", f"a state of {layer!r} cannot be {state.dtype}")
     cells, number = words(state), RowFormat(state.dtype)
@@ -249,7 +250,7 @@ def _together(
     return tuple(size for size, _ in merged), tuple(stride for _, stride in merged)
 
 
-def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
+def check_cache(name: str, cache: Tensor, ndim: int, shape: str, what: str = "a cache") -> None:
     """Refuse a cache of another rank, empty, without memory, or with elements that share memory.
 
     Args:
@@ -257,29 +258,30 @@ def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
         cache: the cache; anything.
         ndim: its rank.
         shape: its shape in words, for the error.
+        what: what it is, for the error.
 
     Raises:
         LayerError: it is refused.
     """
-    if not isinstance(cache, Tensor) or cache.ndim != ndim:
+    if not isinstance(cache, Tensor) or (is_plain(cache) and cache.ndim != ndim):
         got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
-        raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)
+        raise LayerError("LayerRef", f"{what} of {name!r} is misshapen", expected=shape, got=got)
     lazy = cache.is_conj() or cache.is_neg()
-    if cache.layout is not torch.strided or cache.is_meta or lazy:
+    if not is_plain(cache) or cache.is_meta or lazy:
         raise LayerError(
             "LayerRef",
-            f"a cache of {name!r} has no memory to write to",
+            f"{what} of {name!r} has no memory to write to",
             expected="a dense tensor on the CPU or a GPU",
-            got=f"{'a view that negates' if lazy else cache.layout} on {cache.device}",
+            got=f"a view that negates on {cache.device}" if lazy else described(cache, where=True),
             hint="pass a dense tensor with its own memory; resolve_conj() and resolve_neg() "
             "make one",
         )
     if 0 in cache.shape or overlaps_itself(cache):
         shares = "has overlapping elements, for example from expand()"
-        what = "is empty" if 0 in cache.shape else shares
+        problem = "is empty" if 0 in cache.shape else shares
         raise LayerError(
             "LayerRef",
-            f"a cache of {name!r} {what}",
+            f"{what} of {name!r} {problem}",
             expected="distinct memory for every row",
             got=f"shape {list(cache.shape)}, strides {list(cache.stride())}",
             hint="pass a tensor whose elements are distinct in memory",
@@ -312,10 +314,7 @@ def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Ten
             "LayerRef",
             f"the offset tables of {layer!r} are misshapen",
             expected="int [block_size, num_kv_heads, head_size] each",
-            got=[
-                f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else repr(table)
-                for table in tables
-            ],
+            got=[described(table, where=True) for table in tables],
         )
     flat = [table.reshape(-1).to("cpu", torch.int64) for table in tables]
     inside = all(
@@ -335,5 +334,7 @@ def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Ten
 
 
 def _is_table(table: object) -> bool:
-    """Return whether ``table`` is a tensor of ints in three dimensions."""
-    return isinstance(table, Tensor) and table.ndim == 3 and table.dtype in _INTS
+    """Return whether ``table`` is a dense tensor of ints in three dimensions."""
+    if not isinstance(table, Tensor) or not is_plain(table) or table.is_meta:
+        return False
+    return table.ndim == 3 and table.dtype in _INTS

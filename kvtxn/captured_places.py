@@ -117,11 +117,12 @@ def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.devi
         dtypes.append(kept.cells.dtype)
     return (
         isinstance(part, Tensor)
+        and is_plain(part)
+        and not part.is_neg()
         and part.ndim == 1 + len(kept.row_shape)
         and part.shape[0] >= max_rows
         and part.shape[1:] == kept.row_shape
         and part.dtype in dtypes
-        and part.layout is torch.strided
         and part.device == device
     )
 
@@ -134,6 +135,7 @@ def check_position(position: object, slots: Tensor, max_rows: int, device: torch
     """
     if (
         isinstance(position, Tensor)
+        and is_plain(position)
         and position.dtype is torch.int64
         and position.ndim == 1
         and position.shape[0] >= max_rows

@@ -20,7 +20,7 @@ from .errors import ConfigError, LayerError, WindowStateError
 from .formats import words
 from .layers import LayerRef
 from .row_io import LayerRows
-from .stage_checks import in_row_shape, stored_rows
+from .stage_checks import check_dense, in_row_shape, stored_rows
 
 
 class CapturedRows:
@@ -69,7 +69,7 @@ class CapturedRows:
 
         Raises:
             WindowStateError: the layer was staged before.
-            LayerError: ``parts`` is not one tensor per part.
+            LayerError: ``parts`` is not one dense tensor per part.
         """
         if torch.compiler.is_compiling():
             return outside_graphs(CapturedRows.stage)(self, ref, *parts)
@@ -92,6 +92,8 @@ class CapturedRows:
                 got=[type(part).__name__ for part in parts],
                 hint="pass one tensor for each part listed, with every row of the forward",
             )
+        for kept, part in zip(ref.given, parts, strict=False):
+            check_dense(ref, kept.part, part)
         shaped = [in_row_shape(*pair) for pair in zip(ref.given, parts, strict=False)]
         held = self._held[ref.name] = stored_rows(ref, (*shaped, *scales))
         if self._check:

@@ -86,8 +86,9 @@ class TxnConfig:
         acceptance: the way token ids are turned into accepted counts; see ``kvtxn.acceptance``.
         on_error: the effect of an executor's own failure. ``"fallback"``: the window goes on
             with direct writes and no accepted row is lost. ``"raise"``: the caches are restored
-            and the error surfaces. Misuse of the library raises under both. An error in a hook is
-            logged and counted, and under ``"raise"`` surfaces; the window ends all the same.
+            (not under ``direct``, which holds nothing back) and the error surfaces. Misuse of the
+            library raises under both. An error in a hook is logged and counted, and under
+            ``"raise"`` surfaces; the window ends all the same.
         staging: the way rows wait for a deferred commit. ``"reference"``: the caller's tensors
             are held, and the caller promises not to write into them. ``"copy"``: rows are copied
             into a fixed buffer. ``"auto"``: by reference if torch's version counter would reveal

@@ -105,5 +105,6 @@ def described(value: object, *, where: bool = False) -> str:
     """Return dtype and shape of a tensor, or the type of anything else; ``where``: its device."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    text = f"{value.dtype} {list(value.shape) if is_plain(value) else value.layout}"
+    layout = "nested" if value.is_nested else value.layout
+    text = f"{value.dtype} {list(value.shape) if is_plain(value) else layout}"
     return f"{text} on {value.device}" if where else text

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .draft_tree import KnownParents, Tree, check_fit, per_request
 from .errors import SlotMappingError
+from .host_values import is_plain
 from .host_values import to_device as to_device
 
 #: One int for every request, or one per request.
@@ -140,7 +141,8 @@ def parse_lengths(what: str, value: Lengths) -> int | tuple[int, ...]:
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         value = torch.as_tensor(value, device="cpu")  # numpy: its __index__ is not meant
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" or value.is_floating_point() or value.dtype is torch.bool:
+        wrong = value.is_floating_point() or value.dtype is torch.bool or not is_plain(value)
+        if wrong or value.device.type != "cpu":
             raise SlotMappingError(
                 "window",
                 f"{what} is not a host tensor of ints",

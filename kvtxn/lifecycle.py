@@ -164,10 +164,8 @@ class Lifecycle:
         try:
             if event is not Event.FAIL and self.txn is not None:
                 moment: Moment = "on_commit" if event is Event.COMMIT else "on_abort"
-                self._calls_hooks = True
                 self._tell(moment, self.txn, accepted)
         finally:
-            self._calls_hooks = False
             try:
                 self._end(accepted)
             finally:
@@ -198,16 +196,24 @@ class Lifecycle:
             complete=not self.missing,
             supplied=() if supplier is None else supplier.names,
         )
+        self._calls_hooks = True
+        try:
+            for callback in callbacks:
+                try:
+                    callback(window)
+                except Exception as error:
+                    self._hook_failed(moment, error)
+        finally:
+            self._calls_hooks = False
+
+    def _hook_failed(self, moment: Moment, error: Exception) -> None:
+        """Count and log the error of a hook; the first one is kept."""
+        error.add_note(f"kvtxn: from an {moment} hook; the window is {self.state.name}")
         errors = self.context.metrics.hook_errors
-        for callback in callbacks:
-            try:
-                callback(window)
-            except Exception as error:
-                error.add_note(f"kvtxn: from an {moment} hook; the window is {self.state.name}")
-                errors[moment] += 1
-                say = log.warning if errors[moment] == 1 else log.debug
-                say("hook.failed", window=self.number, hook=moment, error=shown(error))
-                self._late_error = self._late_error or error
+        errors[moment] += 1
+        say = log.warning if errors[moment] == 1 else log.debug
+        say("hook.failed", window=self.number, hook=moment, error=shown(error))
+        self._late_error = self._late_error or error
 
     def _end(self, accepted: Tensor | SampledIds | None) -> None:
         """Count the final state, let go of the rows, end the manager's turn, and log the end.

@@ -266,7 +266,8 @@ def _recover(
             f"unknown: {failure!r}"
         )
         return Failure(operation, error, Event.FAIL)
-    error.add_note(f"kvtxn: {operation} failed; the caches were restored")
+    done = "rows already written stay" if context.policy == "direct" else "the caches were restored"
+    error.add_note(f"kvtxn: {operation} failed; {done}")
     return Failure(operation, error, Event.ABORT)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayerError, StagedTwiceError
+from .host_values import described, is_plain
 from .layers import LayerRef, Plane
 from .recurrence import RowPart
 
@@ -102,6 +103,8 @@ def check_parts(
             hint="only latent layers are staged with one tensor",
         )
     if ref.is_latent and second is not None:
+        for half in (first, second):
+            check_dense(ref, "a half", half)
         if first.shape[:-1] != second.shape[:-1] or first.device != second.device:
             raise LayerError(
                 "stage",
@@ -171,6 +174,7 @@ def _checked(ref: LayerRef, plane: Plane | RowPart, num_rows: int | None, part: 
     Raises:
         LayerError: its shape, device, dtype or layout does not fit.
     """
+    check_dense(ref, plane.part, part)
     number = plane.format
     shape = plane.staged_shape
     if part.ndim == 0 or part.shape != (part.shape[0] if num_rows is None else num_rows, *shape):
@@ -201,15 +205,19 @@ def _checked(ref: LayerRef, plane: Plane | RowPart, num_rows: int | None, part: 
             expected=f"{'' if plane.is_scale else 'a floating dtype or '}{number.dtype}",
             got=part.dtype,
         )
-    if part.layout is not torch.strided or part.is_neg():
+    return in_row_shape(plane, part)
+
+
+def check_dense(ref: LayerRef, what: str, part: Tensor) -> None:
+    """Refuse, with a LayerError, a tensor whose numbers do not lie in memory."""
+    if not is_plain(part) or part.is_neg():
         raise LayerError(
             "stage",
-            f"{plane.part} of {ref.name!r} is sparse or a lazy view",
+            f"{what} of {ref.name!r} is sparse, nested, quantised by torch or a lazy view",
             expected="a strided tensor with memory of its own",
-            got="a negated view" if part.layout is torch.strided else part.layout,
-            hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
+            got="a negated view" if is_plain(part) else described(part),
+            hint="materialise it first: tensor.to_dense(), dequantize() or resolve_neg()",
         )
-    return in_row_shape(plane, part)
 
 
 def in_row_shape(plane: Plane | RowPart, part: Tensor) -> Tensor:

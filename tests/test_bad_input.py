@@ -288,3 +288,86 @@ def test_more_rows_than_a_kernel_counts(most):
     with pytest.raises(ConfigError) as caught:
         TxnConfig(max_rows=most)
     says(caught, "max_rows", str(2**31 - 1))
+
+
+def not_plain(*shape):
+    """Tensors of a shape whose numbers do not lie in memory as they are, by name."""
+    numbers = torch.ones(shape)
+    return {
+        "nested": torch.nested.nested_tensor([*numbers]),
+        "sparse": numbers.to_sparse(),
+        "quantised": torch.quantize_per_tensor(numbers, 1.0, 0, torch.qint8),
+        "negated": torch._neg_view(numbers),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "sparse", "quantised", "negated"])
+@pytest.mark.parametrize(
+    "describe",
+    [
+        lambda wrong: LayerRef("a", wrong, torch.ones(8, 4, 2, 6)),
+        lambda wrong: LayerRef("a", torch.ones(8, 4, 2, 6), wrong),
+        lambda wrong: LayerRef.recurrent("a", wrong),
+        lambda wrong: LayerRef.recurrent("a", torch.ones(8, 3), wrong),
+    ],
+    ids=["key", "value", "state", "second state"],
+)
+def test_caches_without_plain_memory(describe, kind):
+    """A quantised state ended the process."""
+    with pytest.raises(LayerError) as caught:
+        describe(not_plain(8, 4, 2, 6)[kind])
+    says(caught, "has no memory to write to", "dense tensor")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "sparse", "quantised"])
+def test_scales_and_offsets_without_plain_memory(kind):
+    """They are read before they are compared with the cache."""
+    wrong = not_plain(8, 4, 2)[kind]
+    codes = torch.zeros(2, 8, 4, 2, 6, dtype=torch.int8)
+    with pytest.raises(LayerError, match="a number or a dense tensor"):
+        LayerRef("a", *codes, k_scale=wrong)
+    with pytest.raises(LayerError, match="offset tables of 'a' are misshapen"):
+        LayerRef("a", *torch.zeros(2, 2, 64), key_offsets=wrong, value_offsets=wrong)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "sparse", "quantised", "negated"])
+def test_rows_without_plain_memory(manager, layers, kind):
+    """Of a window, of a captured forward, and those that a forward is to leave behind."""
+    wrong = not_plain(3, 2, 8)[kind]
+    opened = manager.window(2, [0, 1, 2])
+    for pair in (wrong, torch.ones(3, 2, 8)), (torch.ones(3, 2, 8), wrong):
+        with pytest.raises(LayerError) as caught:
+            opened.stage(layers[0], *pair)
+        says(caught, "is sparse, nested", "memory of its own")
+    opened.abort()
+    with pytest.raises(LayerError, match="is sparse, nested"):
+        CapturedRows().stage(layers[0], wrong, wrong)
+    given = {ref.name: (not_plain(512, 2, 8)[kind], torch.ones(512, 2, 8)) for ref in layers}
+    with pytest.raises(LayerError, match="do not fit the layer"):
+        manager.captured_windows(torch.zeros(1, 512, dtype=torch.int64), given)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "sparse", "quantised", "negated"])
+def test_a_query_without_plain_memory(window, layers, kind):
+    """A kernel would read what lies in memory; and no mistake writes drafts."""
+    table, lengths = torch.tensor([[0]]), torch.tensor([3])
+    with pytest.raises(LayerError, match="query does not fit"):
+        window.attend(layers[0], not_plain(3, 2, 8)[kind], table, lengths)
+    for given in (table.to_sparse(), lengths), (table, lengths.to_sparse()):
+        with pytest.raises(LayerError, match="does not fit the window"):
+            window.attend(layers[0], torch.ones(3, 2, 8), *given)
+    assert window.state is WindowState.STAGED
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lengths_and_marks_without_plain_memory(manager):
+    """Lengths that torch cannot list, and marks that are sparse."""
+    with pytest.raises(SlotMappingError, match="draft_len is not a host tensor of ints"):
+        manager.window(not_plain(1)["quantised"], [0, 1])
+    marks = torch.zeros(512, dtype=torch.int64).to_sparse()
+    with pytest.raises(LayerError, match="position cannot hold"):
+        manager.captured_windows(torch.zeros(1, 512, dtype=torch.int64), None, marks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -237,6 +238,20 @@ def test_a_mapping_changed_in_place_is_another_mapping(layers):
         w.abort()
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_the_note_of_a_failure_says_what_became_of_the_caches(manager_with, layers, policy):
+    """Under direct nothing was restored, and nothing says so."""
+    manager, before = manager_with(policy, on_error="raise", commit=boom), copies(layers)
+    window = manager.window(2, SLOTS)
+    stage_all(window, layers)
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        window.commit(1)
+    restored = changed_slots(layers, before) == [{0}] * 6
+    assert restored is (policy != "direct")
+    note = "the caches were restored" if restored else "rows already written stay"
+    assert caught.value.__notes__ == [f"kvtxn: commit failed; {note}"]
+
+
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
 def test_debug_finds_and_repairs_a_wrong_commit(manager_with, policy):
     """An executor that lies is caught, and the reference finishes its work."""
@@ -405,6 +420,46 @@ def test_an_interrupt_at_the_end_leaves_nothing_stuck(layers, monkeypatch, end):
         stage_all(after, layers)
         after.commit(1)
     assert after.state is WindowState.COMMITTED
+
+
+class _InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the n-th line that a module runs."""
+
+    def __init__(self, module: str, number: int) -> None:
+        self.path, self.left = sys.modules[module].__file__, number
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename != self.path:
+            return None
+        self.left -= event == "line"
+        if event == "line" and self.left == 0:
+            raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupt_at_any_line_of_an_end_leaves_the_manager_usable(end):
+    """Also where the window lets go of what it held while hooks are called."""
+    for number in range(1, 200):
+        layers = make_layers(1)
+        manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+        w = manager.window(2, SLOTS)
+        stage_all(w, layers)
+        trace, interrupt_at = sys.gettrace(), _InterruptAt("kvtxn.lifecycle", number)
+        sys.settrace(interrupt_at)
+        try:
+            w.commit(2) if end == "commit" else w.abort()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(trace)
+        if interrupt_at.left > 0:
+            break
+        if manager.current is not None:
+            manager.current.abort()
+        assert w.state.is_final
+        manager.window(2, SLOTS).abort()
+    assert number > 10
 
 
 def test_staging_twice_is_one_error_whenever_it_happens():

@@ -382,6 +382,11 @@ class Sizes(KitBase):
         spec = attrs.evolve(_SMALL, num_blocks=145)
         _commit_and_abort(kit, policy, [spec], ((1, 260, 1), (260, 40, 3)), max_rows=570)
 
+    def test_many_slots(self, kit: Kit, policy: str) -> None:
+        """Rows at the end of more than 2**24 slots, of a byte each, land there and nowhere else."""
+        spec = LayerSpec(fmt=FORMATS["fp8_e4m3"], heads=1, size=1, block_size=16)
+        _commit_far_out(kit, policy, spec, 2**24 // spec.block_size + 9)
+
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
         """Every element of a wide row is committed and restored."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))

@@ -36,6 +36,16 @@ class KeepsSixteenDrafts(TorchExecutor):
         super().commit(txn, accepted.clamp(max=16) if counts else accepted)
 
 
+class CountsSlotsAsFloats(TorchExecutor):
+    """Has slots as float32, which knows every number up to 2**24 alone."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        exact = dict(txn.slots)
+        txn.slots.update({group: slots.float().long() for group, slots in exact.items()})
+        super().commit(txn, accepted)
+        txn.slots.update(exact)
+
+
 class CutsWideRows(TorchExecutor):
     """Moves 1 024 elements of a row; beyond them stays what was there."""
 
@@ -239,6 +249,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     TakesQueriesForDense: "test_strided_arguments",
     TakesTablesForDense: "test_strided_arguments",
     CommitsEightGroups: "test_many_layers",
+    CountsSlotsAsFloats: "test_many_slots",
     KeepsAThousandRows: "test_many_requests",
     KeepsAByteOfDrafts: "test_long_drafts",
     SettlesAByteOfRows: "test_long_drafts",
