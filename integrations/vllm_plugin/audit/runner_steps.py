@@ -84,7 +84,19 @@ class RunnerSteps(Generic[HookedRunnerT]):
             watch.transfers.scheduled(scheduled)
 
 
-class CpuSteps(RunnerSteps[HookedRunnerV1]):
+class StepsV1(RunnerSteps[HookedRunnerV1]):
+    """The steps of a V1 runner, which hands the logprobs of a prompt out once."""
+
+    def begin(self) -> None:
+        """Note the requests' blocks; let logprobs of prompts that were contained come again."""
+        super().begin()
+        runner, watch = self._runner, self.watch
+        if watch is not None and watch.on_violation == "contain":
+            told = runner.kvtxn_scheduled
+            watch.hear(lambda _: containment.repeat_prompt_logprobs(runner, told))
+
+
+class CpuSteps(StepsV1):
     """The steps of a V1 runner on a CPU, where the host knows all that the ledger asks for."""
 
     _reader: audited_steps_cpu.StepReader
@@ -138,7 +150,7 @@ class CpuSteps(RunnerSteps[HookedRunnerV1]):
         return self._samples.sampled(ids, self._drafts)
 
 
-class DeviceSteps(RunnerSteps[HookedRunnerV1]):
+class DeviceSteps(StepsV1):
     """The steps of a V1 runner on a GPU, read out of its buffers."""
 
     _reader: audited_steps_gpu.StepReaderV1
@@ -168,11 +180,11 @@ class DeviceSteps(RunnerSteps[HookedRunnerV1]):
         return join_stages(runner, watch)
 
     def begin(self) -> None:
-        """Note the requests' blocks, and the columns of states before vLLM moves them.
+        """Do the same, and note the columns of states before vLLM moves them.
 
         The latter only where the host copies states, and once the audit has begun.
         """
-        self._note_blocks()
+        super().begin()
         copies, watch, scheduled = self._copies, self.watch, self._runner.kvtxn_scheduled
         if copies is not None and watch is not None:
             watch.hear(lambda _: copies.begin(scheduled))

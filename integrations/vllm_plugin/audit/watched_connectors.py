@@ -45,7 +45,7 @@ class WatchedConnector:
             finished_req_ids
         )
         watch = self.kvtxn_transfers
-        watch.tell(partial(watch.received, connectors.came(results)))
+        watch.tell(lambda: watch.received(connectors.came(results)))
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -11,6 +11,7 @@ import attrs
 from ...serving.ledger.rank_agreement import Wrong
 from .engine_protocols import Request, Scheduler, SchedulerOutput
 from .prefix_lookups import CONTAINED
+from .runner_protocols import RunnerV1
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {
@@ -119,6 +120,27 @@ def contain(scheduler: Scheduler, wrong: Wrong, scheduled: Mapping[str, int]) ->
         if times > _ONCE or name in ended:
             _end_with_error(scheduler, name)
     return {*every} & {*scheduler.requests}
+
+
+def repeat_prompt_logprobs(runner: RunnerV1, told: SchedulerOutput) -> None:
+    """Let a V1 runner compute logprobs of prompts again that it has handed out with dropped tokens.
+
+    That is of requests that are resumed without an output token. The runner takes the logprobs of a
+    whole prompt for delivered, and vLLM has dropped them with the first token.
+
+    Args:
+        runner: the runner, before it updates its requests.
+        told: the step's plan.
+    """
+    cached = told.scheduled_cached_reqs
+    for name, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if outputs or name not in cached.resumed_req_ids:
+            continue
+        params = runner.requests[name].sampling_params
+        number = None if params is None else params.prompt_logprobs
+        if number is not None:
+            every = runner.input_batch.vocab_size
+            runner.num_prompt_logprobs[name] = every if number == -1 else number
 
 
 def _away(scheduler: Scheduler, names: Collection[str]) -> dict[str, Request | _Left]:

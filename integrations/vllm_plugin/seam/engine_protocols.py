@@ -281,6 +281,7 @@ class SamplingParams(Protocol):
     """``vllm.sampling_params.SamplingParams``."""
 
     extra_args: dict[str, Any] | None
+    prompt_logprobs: int | None
 
 
 class EngineCoreRequest(Protocol):
@@ -312,6 +313,7 @@ class RequestState(RequestContent, Protocol):
     """``vllm.v1.worker.gpu_input_batch.CachedRequestState``: the V1 runner's of a request."""
 
     output_token_ids: list[int]
+    sampling_params: SamplingParams | None
 
 
 class CachedRequests(Protocol):
@@ -322,6 +324,7 @@ class CachedRequests(Protocol):
     all_token_ids: dict[str, list[int]]
     new_block_ids: list[tuple[list[int], ...] | None]
     num_computed_tokens: list[int]
+    num_output_tokens: list[int]
 
 
 class SchedulerOutput(Protocol):

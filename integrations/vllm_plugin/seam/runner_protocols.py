@@ -151,6 +151,7 @@ class RunnerV1(Runner, Protocol):
     discard_request_mask: Mirrored
     input_batch: InputBatchV1
     input_ids: Mirrored
+    num_prompt_logprobs: dict[str, int]
     positions: Tensor
     query_start_loc: Mirrored
     uniform_decode_query_len: int

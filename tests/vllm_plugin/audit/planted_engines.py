@@ -234,6 +234,21 @@ def contain_while_clients_leave(
     return report
 
 
+def _prompt_logprobs(rig: Rig) -> tuple[bool, list[list[float]]]:
+    """Run one request; tells if a fault has struck, and returns the logprobs of its prompt."""
+    from vllm import SamplingParams
+
+    rig.clear()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    rig.engine.add_request("scored", {"prompt_token_ids": texts(4, 1, 70)[0]}, params)
+    found: list[list[float]] = []
+    while rig.engine.has_unfinished_requests():
+        for output in rig.engine.step():
+            scored = (output.prompt_logprobs or [])[1:]
+            found = [[each.logprob for each in ranked.values()] for ranked in scored]
+    return rig.struck is not None, found
+
+
 def contain(
     llm: Any, engine: dict[str, Any], folder: Path, faults: Iterable[Fault] = HEALED
 ) -> dict[str, Any]:
@@ -252,6 +267,9 @@ def contain(
             "contained": len(again),
             **_later(rig),
         }
+    report["prompt_logprobs"] = [_prompt_logprobs(rig)]
+    with planted_rows.wrong_prompt_token(rig):
+        report["prompt_logprobs"].append(_prompt_logprobs(rig))
     rig.watch.on_violation = "log"
     for fault in faults:
         rig.clear()

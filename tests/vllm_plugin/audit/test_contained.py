@@ -20,6 +20,15 @@ def test_every_text_is_right(reports):
 
 
 @pytest.mark.engines("audit-contained")
+def test_logprobs_of_a_prompt_come_again(reports):
+    """Those of the step that read a wrong row are dropped with its token."""
+    (_, right), (struck, healed) = reports("audit-contained")["alone"]["prompt_logprobs"]
+    assert struck
+    assert len(right) > 60
+    assert healed == right
+
+
+@pytest.mark.engines("audit-contained")
 def test_without_it_a_text_is_wrong(reports):
     """The same faults change texts where violations are logged alone."""
     report = reports("audit-contained")["alone"]

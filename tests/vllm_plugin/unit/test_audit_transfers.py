@@ -293,6 +293,16 @@ def test_rows_that_have_come_are_heard_of_in_either_runner(rig, runner):
     assert (kinds(rig), unverified(rig)) == ([], 4)
 
 
+def test_an_answer_that_cannot_be_read_ends_the_audit_alone(rig):
+    """The engine gets the connector's answer as it is."""
+    answer = SimpleNamespace()
+    own = type("Odd", (), {"get_transfer_results": lambda *_: answer})
+    mixin = watched_connectors.WatchedConnectorV1
+    connector = type("Watched", (mixin, own), {"kvtxn_transfers": rig.watch})()
+    assert connector.get_transfer_results(set()) is answer
+    assert [type(error) for error in rig.stopped] == [AttributeError]
+
+
 @pytest.fixture(params=["none", "align"])
 def kept(request):
     """How the prefix cache keeps states: not at all, or at the ends of blocks."""
