@@ -14,6 +14,7 @@ import kvtxn.backends
 import numba
 import numpy
 import pytest
+from folders import python_path
 from kvtxn.backends import audit_numba
 from kvtxn.backends.audit_numba import (
     byte_rows,
@@ -223,7 +224,7 @@ def start(package, home, stride=1):
     """Start a process that uses a copy of the package; its home is a folder, or none."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(stride)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(package), "HOME": str(home)},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": python_path(package), "HOME": str(home)},
         cwd=package,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -62,40 +62,44 @@ def watch(llm: Any) -> dict[int, list[Stretch]]:
     return known
 
 
-def forced(llm: Any, prompt: list[int], stretches: list[Stretch], outputs: int) -> list[int]:
+def forced(asked: Engine, prompt: list[int], stretches: list[Stretch], outputs: int) -> list[int]:
     """Generate for one request with these chunks and preemptions; returns its tokens."""
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    engine, scheduler = asked.llm.llm_engine, scheduler_of(asked.llm)
     usual, [first, *later] = scheduler.max_num_scheduled_tokens, stretches
     chunks = list(first.chunks)
-    engine.add_request("forced", {"prompt_token_ids": prompt}, Engine(llm).params(outputs))
+    engine.add_request("forced", {"prompt_token_ids": prompt}, asked.params(outputs))
     tokens: list[int] = []
+    last = None
     while engine.has_unfinished_requests():
         if later and not chunks and len(tokens) == later[0].generated:
             scheduler._preempt_request(scheduler.running.pop(), time.time())
             chunks = list(later.pop(0).chunks)
         scheduler.max_num_scheduled_tokens = chunks.pop(0) if chunks else usual
         for output in engine.step():
-            tokens = list(output.outputs[0].token_ids)
+            last = output.outputs[0]
+            tokens = list(last.token_ids)
     scheduler.max_num_scheduled_tokens = usual
     assert not later
-    return tokens
+    return asked.keep(prompt, last)
 
 
 def compare(windows: Any, plain: Any, prompts: Tokens, outputs: int) -> dict[str, Any]:
     """Preempt requests of an engine with windows, and then of one that does not speculate.
 
     Returns:
-        The tokens of all requests, from both engines; and how often each request was preempted.
+        The tokens of all requests, from both engines; the two likeliest tokens of each step of the
+        engine that does not speculate; and how often each request was preempted.
     """
-    known = watch(windows)
+    known, greedy = watch(windows), Engine(plain, scores=2)
     tokens = Engine(windows).run(prompts, outputs)
     order = sorted(known)
     assert len(order) == len(prompts)
     return {
         "windows": tokens,
         "greedy": [
-            forced(plain, prompt, known[number], outputs)
+            forced(greedy, prompt, known[number], outputs)
             for prompt, number in zip(prompts, order, strict=True)
         ],
+        "logprobs": greedy.logprobs,
         "preemptions": [len(known[number]) - 1 for number in order],
     }

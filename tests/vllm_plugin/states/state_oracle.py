@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cache_oracle import drafted, planes, words
+from cache_oracle import drafted, words
 from state_twins import Family
 from torch import Tensor
 
@@ -33,6 +33,32 @@ def same_view(tensor: Tensor, storage: Tensor) -> Tensor:
     """The place of ``tensor`` in a copy of its memory."""
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage(), *place)
+
+
+def places(layer: Any, slots: Tensor) -> Tensor:
+    """The place in the layer's memory of each number in these slots: ``[slots, 2, heads, size]``.
+
+    As vLLM's x86 kernels pack a block of keys and values, ``[heads, size, 2 * head_size]``: keys
+    first. With AMX, keys lie in tiles of 16 rows and values in tiles of 16 numbers, in pairs.
+    """
+    _, heads, size, both = layer.kv_cache.shape
+    width, row = both // 2, (slots % size)[:, None, None]
+    number, head = torch.arange(width), torch.arange(heads)[:, None]
+    if layer.isa == "amx":
+        key = row // 16 * 16 * width + number // 2 * 32 + row % 16 * 2 + number % 2
+        value = number // 16 * 16 * size + row // 2 * 32 + number % 16 * 2 + row % 2
+    else:
+        assert layer.isa in ("vec", "vec16"), "another packing"
+        key, value = number * size + row, row * width + number
+    of_block, of_head = layer.kv_cache.stride()[:2]
+    first = layer.kv_cache.storage_offset() + (slots // size)[:, None, None] * of_block
+    return torch.stack([first + head * of_head + part for part in (key, size * width + value)], 1)
+
+
+def words_of(layer: Any, copies: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    """The words of the memory that holds a layer's rows, and those of its copy."""
+    memory, dtype = storage_bytes(layer.kv_cache), words(layer.kv_cache).dtype
+    return memory.view(dtype), copies[memory.data_ptr()].view(dtype)
 
 
 class StateOracle:
@@ -220,12 +246,9 @@ class StateOracle:
         """Count the rows of attention layers that differ from before the forward."""
         changed = 0
         for name, layer in self.attending.items():
-            cache, slot = layer.kv_cache, step["slots"][name][rows]
-            before = same_view(cache, step["before"][cache.untyped_storage().data_ptr()])
-            for now, then in zip(planes(cache), planes(before), strict=True):
-                size = now.shape[1]
-                block, offset = slot // size, slot % size
-                changed += int((now[block, offset] != then[block, offset]).flatten(1).any(1).sum())
+            where = places(layer, step["slots"][name][rows])
+            now, then = words_of(layer, step["before"])
+            changed += int((now[where] != then[where]).flatten(1).any(1).sum())
         return changed
 
     def _strays(self, step: dict[str, Any], rejected: list[int]) -> int:
@@ -233,11 +256,9 @@ class StateOracle:
         expected = {pointer: copy.clone() for pointer, copy in step["before"].items()}
         kept = [row for row in range(step["ends"][-1]) if row not in set(rejected)]
         for name, layer in self.attending.items():
-            cache, slot = layer.kv_cache, step["slots"][name][kept]
-            wanted = same_view(cache, expected[cache.untyped_storage().data_ptr()])
-            for now, then in zip(planes(cache), planes(wanted), strict=True):
-                size = now.shape[1]
-                then[slot // size, slot % size] = now[slot // size, slot % size]
+            where = places(layer, step["slots"][name][kept])
+            now, wanted = words_of(layer, expected)
+            wanted[where] = now[where]
         for name, (layer, _) in self.gated.items():
             for state in layer.kv_cache:
                 wanted = same_view(state, expected[state.untyped_storage().data_ptr()])

@@ -171,14 +171,15 @@ def test_every_hook_is_undone(found):
 
 
 def test_a_preemption_changes_what_it_changes_without_speculation(found):
-    """Every request has greedy's text, and one that was preempted has it, too.
+    """Every request has greedy's text up to a tie, and one that was preempted has it, too.
 
     The other engine does not speculate; it computes each request's prompt in the same chunks, is
     made to preempt it at the same tokens and to compute them again in the same chunks.
     """
     report = found("forced")
     assert any(report["preemptions"])
-    assert report["windows"] == report["greedy"]
+    ours = {"tokens": report["windows"]}
+    same_text(ours, {"tokens": report["greedy"], "logprobs": report["logprobs"]})
 
 
 def test_ranks_commit_the_same_counts(found):

@@ -46,16 +46,34 @@ IMPORTED = {
 
 
 def overridden(source):
-    """Names of methods that run the method of the same name of a class above them."""
-    found = set()
-    for method in ast.walk(ast.parse(source)):
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("kvtxn"):
-            for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and node.attr == method.name:
-                    value = node.value
-                    if isinstance(value, ast.Call) and ast.unparse(value.func) == "super":
-                        found.add(method.name)
+    """Names of methods that run the method of the same name of a class above them.
+
+    Left out are those of which a class of the same file is the one above: they are the project's.
+    """
+    found, tree = set(), ast.parse(source)
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for each in classes.values():
+        for method in methods_of(each):
+            if not method.name.startswith("kvtxn") and runs_the_one_above(method):
+                above = [classes.get(ast.unparse(base).partition("[")[0]) for base in each.bases]
+                named = {own.name for base in above if base for own in methods_of(base)}
+                found |= {method.name} - named
     return found
+
+
+def methods_of(owner):
+    return [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+
+
+def runs_the_one_above(method):
+    """Whether a method has ``super().NAME``, NAME being its own."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == method.name
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "super"
+        for node in ast.walk(method)
+    )
 
 
 def replaced(source):
@@ -81,6 +99,8 @@ def imported(source):
 def test_a_planted_hook_is_found():
     source = "class A:\n def step(self, x):\n  return super().step(x)\n def own(self): pass"
     assert overridden(source) == {"step"}
+    source = "class B(A[int]):\n def step(self): super().step()\n def own(self): super().own()"
+    assert overridden(f"class A:\n def step(self): pass\n{source}") == {"own"}
     assert replaced('replace_method(Wrapper, "init", make, "them")\nother(1, "it")') == {"init"}
     assert imported("def f():\n from vllm.a import b as c, d\n import vllm.e") == {"b", "d", "e"}
 

@@ -18,7 +18,7 @@ def test_blocks_are_read_before_the_runner_overwrites_them(rig, steps, how):
     rig.watch.begin(stored(rig, 1, 2))
     rig.watch.end()
     told = rig.runner.kvtxn_scheduled = scheduled()
-    rig.runner.kvtxn_audit = SimpleNamespace(transfers=rig.watch)
+    rig.runner.kvtxn_audit = SimpleNamespace(transfers=rig.watch, on_violation="log")
     for block, read in (4, 0), (2, 2):
         if how == "zeros":
             told.new_block_ids_to_zero = [block]
