@@ -1,6 +1,8 @@
 """Starts a real ``vllm serve`` on GPUs and reads its ``/metrics`` page after some requests.
 
 python gpu_serve.py RECORD.json [SERVER ...]   needs a GPU; writes after each server
+
+Without names all servers run that the machine has GPUs for. Exit code: 1 if one did not serve.
 """
 
 from __future__ import annotations
@@ -133,9 +135,9 @@ def numbers(page: Page) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run some servers at once."""
-    path, names = Path(sys.argv[1]), sys.argv[2:] or list(SERVERS)
+def main(path: Path, names: list[str], count: int) -> int:
+    """Run some servers at once, or those for so many GPUs; returns 1 if one did not serve."""
+    names = names or [name for name in SERVERS if gpus(name) <= count]
     found: dict[str, Any] = {}
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -152,7 +154,10 @@ def main() -> None:
 
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(one, names))
+    return int(any("error" in each for each in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    import torch
+
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:], torch.cuda.device_count()))

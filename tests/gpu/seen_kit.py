@@ -10,10 +10,14 @@ from xml.etree import ElementTree
 
 from kvtxn.benchmarks.common.markdown import table
 
-#: What runs, below ``tests/``: every case of the kit, and all tests that have kernels or graphs.
-PATHS: Final = (
-    *("test_conformance_torch.py", "test_mutations.py", "test_acceptance.py"),
-    *("backends", "recurrent", "transformers_cache/test_on_a_gpu.py"),
+#: Files below ``tests/`` with every case of the kit, and the executors that it has to turn red.
+KITS: Final = (
+    *("test_conformance_torch.py", "test_mutations.py"),
+    *("backends/test_triton_conformance.py", "backends/test_cudagraph.py"),
+)
+#: Files and folders with the other tests that have kernels or graphs.
+OTHERS: Final = (
+    *("backends", "recurrent", "test_acceptance.py", "transformers_cache/test_on_a_gpu.py"),
     *("serving/test_graph_steps.py", "serving/test_packed_steps.py"),
     *("serving/test_pipeline_steps.py", "serving/test_steps_with_states.py"),
 )
@@ -34,7 +38,7 @@ _SUBJECTS: Final = {
     "recurrent.test_replay_triton": "kit of replays, triton",
     "test_mutations": "broken executors",
 }
-_OTHERS: Final = {"backends": "launches and the ledger's kernels", "recurrent": "recurrences"}
+_FOLDERS: Final = {"backends": "launches and the ledger's kernels", "recurrent": "recurrences"}
 
 
 def kit(folder: Path) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def _subject(place: str) -> str:
     for count in (1, 2):
         if (name := ".".join(words[:count])) in _SUBJECTS:
             return _SUBJECTS[name]
-    return _OTHERS.get(words[0], "engines' steps and caches")
+    return _FOLDERS.get(words[0], "engines' steps and caches")
 
 
 def drawn(found: Mapping[str, Any]) -> str:

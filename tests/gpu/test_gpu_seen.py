@@ -50,7 +50,7 @@ def test_a_report_of_the_kit_is_reduced(tmp_path):
     assert "| kit, cudagraph" in seen_kit.drawn(seen_kit.kit(tmp_path))
 
 
-@pytest.mark.parametrize("path", seen_kit.PATHS)
+@pytest.mark.parametrize("path", [*seen_kit.KITS, *seen_kit.OTHERS])
 def test_what_the_kit_runs_is_there(path):
     assert (Path(__file__).parents[1] / path).exists()
 

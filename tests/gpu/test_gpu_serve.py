@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import gpu_serve
 import pytest
 from gpu_jobs import missing
 from gpu_judge import beyond
@@ -60,3 +62,16 @@ def test_it_can_fail():
     assert misread(connected | {"loaded": 64}) == {}
     bad = {"tokens": 8, "page": []}
     assert list(misread(good | {"curl": bad})) == ["curled page"]
+
+
+def test_a_server_that_does_not_serve_is_a_failure(tmp_path, monkeypatch):
+    """Those that need more GPUs than there are do not count, unless they are asked for."""
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "1")  # so that what main sets is gone afterwards
+    monkeypatch.setattr(gpu_serve, "serve", lambda name, folder: {"served": name})
+    record = tmp_path / "servers.json"
+    assert gpu_serve.main(record, [], 1) == 0
+    assert sorted(json.loads(record.read_text())) == ["connected", "many", "one"]
+    monkeypatch.setattr(gpu_serve, "serve", lambda name, folder: {}[name])
+    assert gpu_serve.main(record, ["tp2"], 1) == 1
+    assert "KeyError" in json.loads(record.read_text())["tp2"]["error"]
