@@ -335,7 +335,7 @@ def test_scales_and_offsets_without_plain_memory(kind):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["nested", "sparse", "quantised", "negated"])
 def test_rows_without_plain_memory(manager, layers, kind):
-    """Of a window, of a captured forward, and those that a forward is to leave behind."""
+    """A window and a captured forward refuse them, as rows and as buffers for a forward's rows."""
     wrong = not_plain(3, 2, 8)[kind]
     opened = manager.window(2, [0, 1, 2])
     for pair in (wrong, torch.ones(3, 2, 8)), (torch.ones(3, 2, 8), wrong):

@@ -44,7 +44,7 @@ def test_it_is_drawn_as_xml(recording, waits):
     assert root.get("aria-label") == "Drafts & slots"
     legend = 2 if waits else 3
     rects = [node for node in root.iter() if node.tag.endswith("rect")]
-    assert len(rects) == len(found.slots) * 2 * svg._STEPS + legend
+    assert len(rects) == len(found.slots) * 2 * 7 + legend
     crosses = [node for node in root.iter() if node.text == "\u00d7"]
     lost = sum(state == "taken back" for state in found.cells.values())
     assert len(crosses) == (lost + 1 if waits else 0)

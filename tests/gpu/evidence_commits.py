@@ -57,10 +57,11 @@ def changed(commit: str, root: Path = ROOT) -> list[str]:
     """Return the sources of the product that differ from a commit's, as paths below the root.
 
     Raises:
-        CalledProcessError: git does not know the commit, as in a clone without its history.
+        CalledProcessError: git does not know the commit, as in a clone without its history; git
+            itself has printed why.
     """
     command = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *_PRODUCT]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
 
 
 def main(root: Path = ROOT) -> int:

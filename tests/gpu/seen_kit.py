@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from kvtxn.benchmarks.common.markdown import table
 
-#: Files below ``tests/`` with every case of the kit, and the executors that it has to turn red.
+#: Files below ``tests/`` with every case of the kit, and with planted faults that it has to find.
 KITS: Final = (
     *("test_conformance_torch.py", "test_mutations.py"),
     *("backends/test_triton_conformance.py", "backends/test_cudagraph.py"),
@@ -25,8 +25,9 @@ OTHERS: Final = (
 HEAD: Final = """## The conformance kit
 
 Every case of the kit for each executor, and the kernels' own tests, by `pytest` on the GPU. Without
-a GPU Triton's interpreter runs a part of the cases, and nothing of what is *skipped* there for its
-graphs and streams. *Broken executors* are those that the kit has to turn red.
+a GPU, Triton's interpreter runs a part of the cases, and none that needs graphs or streams.
+*Skipped* cases ask for what a policy or a device does not have. *Broken executors* have planted
+faults, and the kit has to fail with each of them.
 """
 
 #: Files that are named by what they test; any other file by its name.

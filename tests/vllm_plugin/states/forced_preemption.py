@@ -68,16 +68,15 @@ def forced(asked: Engine, prompt: list[int], stretches: list[Stretch], outputs: 
     usual, [first, *later] = scheduler.max_num_scheduled_tokens, stretches
     chunks = list(first.chunks)
     engine.add_request("forced", {"prompt_token_ids": prompt}, asked.params(outputs))
-    tokens: list[int] = []
-    last = None
+    last, generated = None, 0
     while engine.has_unfinished_requests():
-        if later and not chunks and len(tokens) == later[0].generated:
+        if later and not chunks and generated == later[0].generated:
             scheduler._preempt_request(scheduler.running.pop(), time.time())
             chunks = list(later.pop(0).chunks)
         scheduler.max_num_scheduled_tokens = chunks.pop(0) if chunks else usual
         for output in engine.step():
             last = output.outputs[0]
-            tokens = list(last.token_ids)
+            generated = len(last.token_ids)
     scheduler.max_num_scheduled_tokens = usual
     assert not later
     return asked.keep(prompt, last)
