@@ -44,8 +44,8 @@ def usual(number):
     return scaled(number) + min(LIMITS)
 
 
-#: Begins a request, by the function and the same in Python; prints both results, and how often the
-#: function was loaded.
+#: Is ready, waits for a line, and begins a request, by the function and the same in Python; prints
+#: both results, and how often the function was loaded.
 PROGRAM = """
 import json, sys
 import numpy
@@ -56,6 +56,8 @@ fields[COUNT], fields[SEED], fields[AGAIN] = len(tokens), 17, 0
 stride, found = int(sys.argv[1]), []
 numpy.seterr(over="ignore")
 packed = numpy.repeat(tokens + fields, stride)[::stride]
+print("ready", flush=True)
+sys.stdin.readline()
 for function in begin_requests, begin_requests.py_func:
     own, facts = numpy.zeros((1, 4), numpy.int64), numpy.zeros((books.NUM_FACTS, 1), numpy.int64)
     function(packed, len(tokens), 1, key, own, facts)
@@ -226,19 +228,30 @@ def start(package, home, stride=1):
         [sys.executable, "-c", PROGRAM, str(stride)],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": python_path(package), "HOME": str(home)},
         cwd=package,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def ended(process):
-    """The digests of a request, and how often the function that made them was loaded."""
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    found, wanted, loaded = json.loads(out)
-    assert found == wanted
-    return found, loaded
+def ended(*processes):
+    """Let processes go on at once when all are ready: each looks for files before one is compiled.
+
+    For each process the digests of a request, and how often the function that made them was loaded.
+    """
+    ready = [process.stdout.readline() for process in processes]
+    for process in processes:
+        process.stdin.close()
+    outcomes = []
+    for process, line in zip(processes, ready, strict=True):
+        process.stdin = None
+        out, err = process.communicate()
+        assert (process.returncode, err, line) == (0, "", "ready\n")
+        found, wanted, loaded = json.loads(out)
+        assert found == wanted
+        outcomes.append((found, loaded))
+    return outcomes
 
 
 def edit(path, old, new):
@@ -255,23 +268,23 @@ def test_processes_load_what_is_compiled_of_their_source_alone(tmp_path):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
     passes = tmp_path / "kvtxn" / "backends" / "audit_numba"
-    several = [start(tmp_path, tmp_path, stride) for stride in (1, 2, 1)]
-    first = ended(several[0])
-    assert [first, *map(ended, several[1:])] == [(first[0], 0)] * 3
+    several = ended(*(start(tmp_path, tmp_path, stride) for stride in (1, 2, 1)))
+    digests = several[0][0]
+    assert several == [(digests, 0)] * 3
     names = files(passes / "__pycache__")
     assert sum(name.endswith(".nbc") for name in names) == 2
     assert not [name for name in names if ".nbc." in name]
-    assert ended(start(tmp_path, tmp_path, 2)) == (first[0], 1)
+    assert ended(start(tmp_path, tmp_path, 2)) == [(digests, 1)]
 
     edit(passes / "words.py", "TOKEN_BITS) | token, key)", "TOKEN_BITS) | token + 1, key)")
-    second = ended(start(tmp_path, tmp_path))
-    assert second[0] != first[0]
+    (second,) = ended(start(tmp_path, tmp_path))
+    assert second[0] != digests
     edit(tmp_path / "kvtxn" / "audit" / "digest.py", "LAST_SHIFT: Final = 31", "LAST_SHIFT = 30")
-    third = ended(start(tmp_path, tmp_path))
+    (third,) = ended(start(tmp_path, tmp_path))
     assert third[0] != second[0]
     assert (second[1], third[1]) == (0, 0)
-    assert ended(start(tmp_path, tmp_path)) == (third[0], 1)
+    assert ended(start(tmp_path, tmp_path)) == [(third[0], 1)]
 
     shutil.rmtree(passes / "__pycache__")
     (passes / "__pycache__").write_text("no folder")
-    assert ended(start(tmp_path, "/dev/null")) == (third[0], 0)
+    assert ended(start(tmp_path, "/dev/null")) == [(third[0], 0)]
