@@ -154,10 +154,7 @@ def _advance(bar: Progress, task: TaskID, done: int) -> None:
 
 
 #: Below the table: its last lines are no measurement of kvtxn.
-_CAPTION: Final = (
-    "Seconds count what is compiled first, and on a CPU kvtxn's attention is Python's. "
-    "They say nothing of a GPU: see kvtxn bench."
-)
+_CAPTION: Final = "Seconds count what is compiled first, and say nothing of a GPU: see kvtxn bench."
 
 
 def compare(results: dict[str, Result]) -> dict[str, bool]:

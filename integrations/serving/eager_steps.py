@@ -19,9 +19,9 @@ from ...accepted_forms import SampledIds
 from ...config import TxnConfig
 from ...errors import CapacityError, KVTxnError
 from ...layers import LayerRef
-from ...layout import RowLayout
 from ...log import get_logger
 from ...manager import TransactionManager
+from ...row_io import read, select, write
 from ...window import Window
 from ...window_transitions import WindowState
 
@@ -80,8 +80,8 @@ class EagerSteps:
         self._vocab_size = vocab_size
         self._plan: Plan | None = None
         self._masked: dict[str, Tensor] = {}
-        self._batch: RowLayout | None = None
-        self._directly = False
+        self._slots: Mapping[str, Tensor] = {}
+        self._lent: tuple[LayerRef, list[Tensor]] | None = None
 
     # -- the runner's side --------------------------------------------------------
 
@@ -114,13 +114,14 @@ class EagerSteps:
                 self.manager.bypass(slots)
                 return
             deferred = self.manager.policy == "deferred"
+            self._slots = {
+                group: slots[group][plan.requests if kind.per_request else plan.rows]
+                for group, kind in self.manager.kinds.items()
+            }
             try:
                 self.window = self.manager.window(
                     plan.draft_len,
-                    {
-                        group: slots[group][plan.requests if kind.per_request else plan.rows]
-                        for group, kind in self.manager.kinds.items()
-                    },
+                    self._slots,
                     settled=0,
                     written_by="window" if deferred else "caller",
                 )
@@ -130,8 +131,8 @@ class EagerSteps:
     def commit(self, sampled: Callable[[], Tensor]) -> None:
         """Commit the accepted drafts, and end the step; without a window do nothing.
 
-        In ``written_directly`` the window is aborted instead. If the commit fails, the step falls
-        back, or the error is raised, as ``fail`` says; the step has ended all the same.
+        If the commit fails, the step falls back, or the error is raised, as ``fail`` says; the step
+        has ended all the same.
 
         Args:
             sampled: returns the ids that were sampled, int ``[num_requests, n]``, -1 for none;
@@ -139,9 +140,6 @@ class EagerSteps:
         """
         window, plan = self.window, self._plan
         if window is None or plan is None:
-            return
-        if self._directly:
-            self.abandon()
             return
         try:
             with self._guard("commit"):
@@ -154,11 +152,14 @@ class EagerSteps:
     def abandon(self) -> None:
         """Forget the step, and abort its window if the window is still open.
 
-        A failure of that is counted or raised, as ``fail`` says.
+        A slot that is still lent gets its bytes back. A failure of that is counted or raised, as
+        ``fail`` says.
         """
+        with self._guard("abort"):
+            self._put_back()
         window, self.window, self._plan = self.window, None, None
         self._masked.clear()
-        self._batch = None
+        self._slots = {}
         if window is not None and not window.state.is_final:
             with self._guard("abort"):
                 window.abort()
@@ -175,12 +176,7 @@ class EagerSteps:
         )
 
     def without_drafts(self, group: str, slots: Tensor) -> Tensor:
-        """Return a copy of the batch's slots, with -1 for draft rows; made once per step and group.
-
-        While rows are written directly, return ``slots`` itself.
-        """
-        if self._directly:
-            return slots
+        """Return a copy of the batch's slots, -1 for draft rows; made once per step and group."""
         if group not in self._masked:
             assert self._plan is not None
             masked = slots.clone()
@@ -203,34 +199,53 @@ class EagerSteps:
         rows = self._plan.rows
         self.window.stage(ref, *(part.index_select(0, rows) for part in parts))
 
-    def batch_layout(self, starts: Tensor) -> RowLayout:
-        """Return a layout of the whole batch, in which no row of the batch is in the cache yet.
+    def lend(self, ref: LayerRef) -> None:
+        """Remember the bytes in the slots of a layer's drafts: the engine may write all its rows.
 
-        ``kvtxn.attention.attend`` reads with it the rows of the batch from the arguments, and the
-        rows before them from the cache. It is made once per step; later ``starts`` are not read.
-
-        Args:
-            starts: int ``[num_requests + 1]`` on the host, the first row of each request, and the
-                end.
+        Call it while ``deferring``, once the slots are known and before the layer's rows are
+        written; ``take_back`` has to follow. If it fails, the step falls back, as ``fail`` says.
         """
-        if self._batch is None:
-            lengths = tuple(starts.diff().tolist())
-            self._batch = RowLayout.build((0,) * len(lengths), lengths, self.manager.device)
-        return self._batch
+        with self._guard("stage"):
+            slots = self._slots[ref.group]
+            self._lent = ref, [read(plane, slots) for plane in ref.planes]
 
-    # -- the self-test's side -----------------------------------------------------
+    def take_back(self) -> None:
+        """Stage the drafts of the layer that has slots lent, and put the bytes below them back.
 
-    @contextmanager
-    def written_directly(self) -> Iterator[None]:
-        """Let the engine write draft rows as all others, and leave the commits out.
-
-        The attention still reads the window, so its sums are those of a window's steps.
+        Nothing happens without such a layer. If that fails, the step falls back, as ``fail`` says,
+        and the drafts stay written.
         """
-        self._directly = True
+        window = self.window
+        if self._lent is None or window is None or not self.deferring:
+            self._put_back()
+            return
+        ref, _ = self._lent
+        operation = "stage"
         try:
-            yield
-        finally:
-            self._directly = False
+            drafts = (read(plane, self._slots[ref.group]) for plane in ref.planes)
+            stored = zip(drafts, ref.planes, strict=True)
+            window.stage(ref, *(rows.view(plane.format.dtype) for rows, plane in stored))
+            operation = "attend"
+            self._put_back()
+        except Exception as error:
+            try:
+                self.fail(operation, error)
+            finally:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the bytes below a layer's drafts back, if its slots are lent; then they are not.
+
+        In a window that fell back drafts stay written.
+        """
+        if self._lent is not None and self.window is not None:
+            ref, before = self._lent
+            if self.window.state is not WindowState.DIRECT:
+                slots = self._slots[ref.group]
+                chosen = select(slots, torch.ones_like(slots, dtype=torch.bool))
+                for plane, rows in zip(ref.planes, before, strict=True):
+                    write(plane, rows, chosen)
+        self._lent = None
 
     # -- failures -----------------------------------------------------------------
 
@@ -301,32 +316,9 @@ class StateSteps(EagerSteps):
 
     def __init__(self, manager: TransactionManager, vocab_size: int) -> None:
         super().__init__(manager, vocab_size)
-        self._slots: Mapping[str, Tensor] = {}
         self._rows: dict[str, StateRows] = {}
         self._staged: set[str] = set()
         self._taken_in = False
-
-    def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
-        """Open the window of a planned step, and keep the slots for ``draft_slots``.
-
-        Args:
-            find: as for ``EagerSteps.begin``.
-        """
-
-        def remembered() -> Mapping[str, Tensor] | str:
-            found = find()
-            self._slots = {} if isinstance(found, str) else found
-            return found
-
-        super().begin(remembered)
-
-    def draft_slots(self, group: str) -> Tensor:
-        """Return the slots of the step's draft rows in a group of layers with rows, int64.
-
-        The step has to be planned, and its slots found.
-        """
-        assert self._plan is not None
-        return self._slots[group][self._plan.rows]
 
     def verified(self, ref: LayerRef, rows: StateRows) -> None:
         """Keep the draft rows of a layer with a state; stage them too if the step's window defers.
@@ -418,8 +410,8 @@ class StateSteps(EagerSteps):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the step's slots and draft rows."""
-        self._slots, self._rows, self._staged = {}, {}, set()
+        """Drop the step's draft rows."""
+        self._rows, self._staged = {}, set()
 
     def _take_in(self, ref: LayerRef, rows: StateRows, sampled: Tensor) -> None:
         """Let a layer's states take in the accepted drafts, in a window of this layer alone.

@@ -11,7 +11,7 @@ An engine that does not pass runs stock, or, with ``"required": true``, its star
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
 import attrs
@@ -255,17 +255,15 @@ def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> di
 def _directly(runner: HookedRunner) -> Iterator[None]:
     """Let steps write every draft into its slot, without a commit, within a ``with`` block."""
     steps = runner.kvtxn
-    with ExitStack() as undo:
-        if hasattr(steps, "written_directly") and steps.manager.policy == "deferred":
-            undo.enter_context(steps.written_directly())
-        else:
-            if steps is not None:
-                steps.abandon()
-            if getattr(steps, "deferred", False):
-                steps.windows.mark(None)  # captured graphs read this buffer
-            runner.kvtxn = None
-            undo.callback(setattr, runner, "kvtxn", steps)
+    if steps is not None:
+        steps.abandon()
+    if getattr(steps, "deferred", False):
+        steps.windows.mark(None)  # captured graphs read this buffer
+    runner.kvtxn = None
+    try:
         yield
+    finally:
+        runner.kvtxn = steps
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from toy_model import DIM, LONGEST, VOCABULARY, WIDTH, ToyModel
 from kvtxn import KVTxnError, TransactionManager, attention
 from kvtxn.audit import RowGroup, StateGroup
 from kvtxn.executor import AttentionArgs
+from kvtxn.layout import RowLayout
 
 ROWS, HYBRID = ToyModel(("full",)), ToyModel(("full", "state"))
 
@@ -257,7 +258,8 @@ class EngineOfParts(ToyEngine):
             raise ArithmeticError("the forward failed")
         lengths = rows.first + rows.starts.diff()
         args = AttentionArgs(block_table=rows.tables["group.0"], seq_lens=lengths, scale=DIM**-0.5)
-        layout = self.steps.batch_layout(rows.starts)
+        counts = rows.starts.diff().tolist()
+        layout = RowLayout.build([0] * len(counts), counts, rows.starts.device)
         x = x + attention.attend(layout, ref.planes, fresh, query, args)[:, 0]
         return self.model.logits(x if step.states is None else self.convolved(step, x))
 

@@ -291,7 +291,7 @@ class RowAndStateCaches(RowCaches):
         steps = StateSteps(manager, batches.vocab_size(self._runner))
         undo = self._runner.kvtxn_undo
         undo.callback(attention.unhook_attention, layers)
-        attention.hook_lent_rows(steps, layers)
+        attention.hook_attention(steps, layers)
         undo.callback(hook_states(steps, states, lambda: self._states.batch))
         return steps, {"states": len(states), "state_blocks": 1}
 

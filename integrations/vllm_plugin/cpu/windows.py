@@ -84,7 +84,7 @@ def row_slots(steps: EagerSteps) -> Mapping[str, Tensor] | str:
     """
     manager = steps.manager
     layers = {ref.group: ref.name for ref in manager.layers.values() if not ref.replay}
-    return batches.step_slots(layers, reads_window=manager.policy == "deferred")
+    return batches.step_slots(layers, drafts_wait=manager.policy == "deferred")
 
 
 class UnheardErrors(Part):

@@ -56,7 +56,6 @@ class EngineFacts:
             The layers of a loaded model are checked by ``held_states``.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
-        batch_invariant: a request's sums must not depend on the other requests in its batch.
         cascade: vLLM may attend over a prefix that requests share separately (up to 0.31, if
             asked to).
         graph_writes: vLLM's piecewise CUDA graphs contain the KV-cache write, or it is fused with
@@ -99,7 +98,6 @@ class EngineFacts:
     odd_states: str | None = None
     microbatches: bool = False
     adaptive: bool = False
-    batch_invariant: bool = False
     cascade: bool = False
     graph_writes: bool = False
 

@@ -146,11 +146,6 @@ _MOST, _LARGE = (
 )
 
 
-def _attends(facts: EngineFacts) -> bool:
-    """Tell whether kvtxn's own attention would read the window: on a CPU, without states."""
-    return facts.device == "cpu" and facts.recurrent is None
-
-
 def _early(facts: EngineFacts) -> bool:
     """Tell whether a worker gets accepted counts some steps later than the last stage does.
 
@@ -184,18 +179,10 @@ TIME_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "time on CPUs",
         "auto",
-        lambda f: _attends(f) and not f.mla,
-        "on a CPU kvtxn's attention takes longer than vLLM's; name 'deferred' to let drafts wait "
+        lambda f: f.device == "cpu" and f.recurrent is None,
+        "on a CPU 'undo' moves fewer rows than drafts that wait; name 'deferred' to let them wait "
         "all the same",
         {},
-    ),
-    Rule(
-        "time of latents on CPUs",
-        "auto",
-        lambda f: _attends(f) and f.mla,
-        "on a CPU the time of latent attention was not measured while drafts wait; name 'deferred' "
-        "to let them",
-        {"mla": True},
     ),
 )
 
@@ -370,13 +357,6 @@ RULES: Final[tuple[Rule, ...]] = (
         },
     ),
     Rule(
-        "batch invariance",
-        "deferred",
-        lambda f: _attends(f) and f.batch_invariant,
-        "kvtxn's attention adds in an order that depends on the other requests of a step",
-        {"batch_invariant": True},
-    ),
-    Rule(
         "FlashAttention",
         "deferred",
         lambda f: f.flash is not None and f.flash not in supported.FLASH_VERSIONS,
@@ -462,37 +442,6 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.kv_sharing,
         "some layers read rows of other layers within the forward",
         {"kv_sharing": True},
-    ),
-    Rule(
-        "sinks",
-        "deferred",
-        lambda f: _attends(f) and f.sinks,
-        "kvtxn's attention does not support attention sinks",
-        {"sinks": True},
-    ),
-    Rule(
-        "alibi",
-        "deferred",
-        lambda f: _attends(f) and f.alibi,
-        "kvtxn's attention does not support ALiBi",
-        {"alibi": True},
-    ),
-    Rule(
-        # Latent attention runs vLLM's own code, so it adds in stock's order.
-        "order of sums",
-        "auto",
-        lambda f: _attends(f) and f.dtype != "float32" and not f.mla,
-        "kvtxn's attention adds in another order than vLLM's, so rounding in {dtype} can change a "
-        "token",
-        {"dtype": "bfloat16"},
-    ),
-    Rule(
-        "order of sums in fp8",
-        "auto",
-        lambda f: _attends(f) and f.kv_cache_dtype != "auto" and not f.mla,
-        "kvtxn's attention adds in another order than vLLM's, so rounding over {kv_cache_dtype} "
-        "rows can change a token",
-        {"kv_cache_dtype": "fp8"},
     ),
     *TIME_RULES,
 )

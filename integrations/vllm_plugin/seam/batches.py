@@ -13,7 +13,6 @@ from ...serving.step import Array, BatchRows
 from .engine_protocols import SchedulerOutput
 from .runner_protocols import (
     AttentionLayer,
-    BatchMetadata,
     InputBatchV2,
     MetadataBuilder,
     Prepared,
@@ -96,17 +95,17 @@ def sampled_ids(output: SamplerOutput) -> Tensor | None:
 # -- on a CPU -------------------------------------------------------------------------
 
 
-def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Tensor] | str:
+def step_slots(layers: Mapping[str, str], *, drafts_wait: bool) -> dict[str, Tensor] | str:
     """Find the slots of the forward that is about to run.
 
     Args:
         layers: one layer's name for each group.
-        reads_window: refuse a batch whose attention cannot read rows that are not in the cache.
+        drafts_wait: refuse a batch whose latent attention reads its own rows from the cache.
 
     Returns:
         The engine's own tensors of slots by group, int64 ``[num_rows]`` each, padding (-1)
         included. Or why the step cannot have a window, as a counter's label: "microbatches", and
-        with ``reads_window`` "decoded_from_the_cache" or "not_causal".
+        with ``drafts_wait`` "decoded_from_the_cache".
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
@@ -116,40 +115,12 @@ def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Te
         return "microbatches"
     for name in layers.values():
         metadata = context.attn_metadata[name]
-        if not reads_window:
+        if not drafts_wait or not isinstance(metadata, MLACommonMetadata):
             continue
-        if isinstance(metadata, MLACommonMetadata):
-            # Requests with more than one row read the cache only before their own rows.
-            if metadata.num_decode_tokens != metadata.num_decodes:
-                return "decoded_from_the_cache"
-        elif metadata.causal is not True or metadata.dynamic_causal is not None:
-            return "not_causal"
+        # Requests with more than one row read the cache only before their own rows.
+        if metadata.num_decode_tokens != metadata.num_decodes:
+            return "decoded_from_the_cache"
     return {group: context.slot_mapping[name] for group, name in layers.items()}
-
-
-@attrs.frozen(eq=False)
-class Batch:
-    """The batch that a layer attends for.
-
-    Attributes:
-        starts: int ``[num_requests + 1]``: the first row of each request, and the end.
-        seq_lens: int ``[num_requests]``.
-        block_table: int ``[num_requests, max_blocks]``.
-        num_rows: number of rows, padding excluded.
-    """
-
-    starts: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    num_rows: int
-
-
-def batch_of(metadata: BatchMetadata) -> Batch:
-    """Read rows, lengths and block table of a batch from a backend's attention metadata."""
-    return Batch(
-        metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-        int(metadata.num_actual_tokens),
-    )  # fmt: skip
 
 
 # -- on a GPU -------------------------------------------------------------------------

@@ -78,7 +78,6 @@ def config_facts(config: VllmConfig) -> EngineFacts:
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
     if not supported.is_listed(number) and not unchecked:
         return EngineFacts(version=number, device=config.device_config.device_type)
-    from vllm import envs
 
     parallel, model = config.parallel_config, config.model_config
     speculation, on_gpu = config.speculative_config, config.device_config.device_type == "cuda"
@@ -102,7 +101,6 @@ def config_facts(config: VllmConfig) -> EngineFacts:
         cached_states=getattr(config.cache_config, "mamba_cache_mode", "none") != "none",
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
-        batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         cascade=release_records.number(number) < (0, 32)
         and not getattr(model, "disable_cascade_attn", True),
         graph_writes=on_gpu and _writes_elsewhere(config, mla=model.use_mla),

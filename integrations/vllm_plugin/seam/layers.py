@@ -1,4 +1,4 @@
-"""vLLM's attention layers on any device: which are the target's, and how they write and score."""
+"""vLLM's attention layers on any device: which are the target's, and how they write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..policy.supported import ATTENTION
 from . import Foreign, backends, state_layers
 from .engine_config import runner_facts
 from .engine_protocols import KVCacheSpec
-from .runner_protocols import AttentionLayer, Runner, ScaledImpl
+from .runner_protocols import AttentionLayer, Runner
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
 ATTENTION_METHODS: Final = {
@@ -206,22 +206,7 @@ def depend_on_order(layers: Sequence[TargetLayer]) -> bool:
     return any(getattr(layer.impl, "kvtxn_keeps_order", False) for layer in layers)
 
 
-# -- rows and scores ------------------------------------------------------------------
-
-
-@attrs.frozen
-class Scores:
-    """A layer's settings that turn queries and keys into scores; None means "no limit"."""
-
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-
-
-def scores_of(impl: ScaledImpl) -> Scores:
-    """Read a layer's scale, sliding window and cap of scores; no window and no cap are None."""
-    window, cap = int(impl.sliding_window), float(impl.logits_soft_cap)
-    return Scores(float(impl.scale), window if window > 0 else None, cap if cap > 0 else None)
+# -- rows ---------------------------------------------------------------------------
 
 
 def stored_scales(module: AttentionLayer) -> tuple[float, float]:

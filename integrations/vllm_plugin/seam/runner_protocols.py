@@ -289,14 +289,6 @@ class AttentionLayer(Protocol):
         """Return the layer's backend."""
 
 
-class ScaledImpl(Protocol):
-    """``vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl``: how it makes scores."""
-
-    scale: float
-    sliding_window: int
-    logits_soft_cap: float
-
-
 class FlashImpl(Protocol):
     """``vllm.v1.attention.backends.flash_attn.FlashAttentionImpl``."""
 

@@ -14,7 +14,6 @@ from kvtxn.integrations.vllm_plugin.policy import rules as vllm_policy
 from kvtxn.integrations.vllm_plugin.seam import layers as attention_layers
 from store_oracle import StoreOracle
 
-import kvtxn.attention
 from kvtxn.config import POLICIES
 
 
@@ -94,7 +93,7 @@ class Probe(Faults, StoreOracle):
                 "take_if_unchanged",  # asked first, for every layer of every window
                 sometimes(stager.take_if_unchanged, lambda ref, *_: ref.name == middle),
             ),
-            "attend": (kvtxn.attention, "attend", sometimes(kvtxn.attention.attend)),
+            "attend": (vllm_steps, "write", sometimes(vllm_steps.write)),
             "accept": (manager.acceptance, "from_ids", sometimes(manager.acceptance.from_ids)),
             "commit": (executor, "commit", sometimes(commit)),
             "half": (executor, "commit", sometimes(commit, first=half)),

@@ -13,7 +13,6 @@ import forced_preemption
 import torch
 from engine_child import played
 from kvtxn.integrations.serving import eager_steps
-from kvtxn.integrations.vllm_plugin.cpu import attention
 from mixer_models import write
 from model_files import write_tokenizer
 from scenarios import NGRAM, SCENARIOS, Engine, Tokens, text
@@ -108,8 +107,8 @@ class StateProbe(Faults, StateOracle):
             "stage_rows": (
                 stager, "take_if_unchanged", sometimes(take, lambda ref, *_: not ref.replay),
             ),
-            "lend": (attention, "read", sometimes(attention.read)),
-            "give_back": (attention, "write", sometimes(attention.write)),
+            "lend": (eager_steps, "read", sometimes(eager_steps.read)),
+            "give_back": (eager_steps, "write", sometimes(eager_steps.write)),
             "accept": (manager.acceptance, "from_ids", sometimes(real_accepted)),
             "advance": (executor, "advance", sometimes(advance)),
             "half_advance": (executor, "advance", sometimes(advance, first=some(advance))),

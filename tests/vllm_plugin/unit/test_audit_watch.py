@@ -176,7 +176,7 @@ STARTS = "required -> the engine starts, unless its loaded model"
             ["policy auto -> undo (", STARTS],
         ),
         (
-            {"policy": "deferred", "required": True}, {"sinks": True}, {},
+            {"policy": "deferred", "required": True}, {"kv_sharing": True}, {},
             ["policy deferred -> off (policy 'deferred' cannot",
              "required -> the start stops: kvtxn is required, but policy 'deferred' cannot"],
         ),
@@ -250,7 +250,7 @@ def test_the_doctor_says_what_becomes_of_each_setting(given, facts, changes, sai
         (None, {}, {}, []),
         (None, {"head_size": 16}, {}, ["stock vLLM"]),
         ({"policy": "auto", "audit": "ledger"}, {}, {}, []),
-        ({**CONTAIN, "policy": "deferred"}, {"sinks": True}, {}, ["policy deferred"]),
+        ({**CONTAIN, "policy": "deferred"}, {"kv_sharing": True}, {}, ["policy deferred"]),
         ({**CONTAIN, "policy": "undo"}, {}, STAGES, ["on_violation contain"]),
     ],
 )

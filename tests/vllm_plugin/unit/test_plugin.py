@@ -48,14 +48,6 @@ def lines(monkeypatch):
     return said
 
 
-def test_what_the_environment_says_counts(lines):
-    """vLLM's own switch, which is in no configuration."""
-    config = wrapper({"policy": "deferred"}).vllm_config
-    assert not engine_config.config_facts(config).batch_invariant
-    sys.modules["vllm"].envs.VLLM_BATCH_INVARIANT = True
-    assert engine_config.config_facts(config).batch_invariant
-
-
 @pytest.mark.parametrize(("device", "counts"), [("cuda", True), ("cpu", False)])
 def test_graphs_that_write_rows(lines, device, counts):
     """Whole forwards in graphs are ours to fill; of parts vLLM leaves out its writer, or not."""

@@ -27,7 +27,7 @@ from kvtxn.errors import BackendUnavailableError, KVTxnError
     [("auto", "undo"), ("deferred", "deferred"), ("undo", "undo"), ("direct", "direct")],
 )
 def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
-    """On a CPU "auto" takes what costs no time."""
+    """On a CPU "auto" takes what moves the fewest rows."""
     assert decide(asked, EngineFacts()).policy == policy
 
 
@@ -91,7 +91,6 @@ def test_auto_takes_undo_where_tokens_may_not_be_stocks(rule):
         {},
         {"kv_cache_dtype": "fp8"},
         {"sinks": True},
-        {"batch_invariant": True},
         {"tensor_parallel": 2},
         {"attention": "FLASH_ATTN", "flash": 3},
         {"attention": "TRITON_ATTN"},

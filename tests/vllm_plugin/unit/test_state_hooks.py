@@ -1,4 +1,4 @@
-"""Recurrent states in the plug-in: hooks and their undoing, and rows that are lent; no engine."""
+"""Recurrent states in the plug-in: hooks and their undoing; no engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import attrs
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.serving.eager_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import runner_parts
-from kvtxn.integrations.vllm_plugin.cpu import attention, states, windows
+from kvtxn.integrations.vllm_plugin.cpu import states, windows
 from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
     GATED_DELTA,
     EngineFacts,
@@ -19,10 +18,8 @@ from kvtxn.integrations.vllm_plugin.policy.engine_facts import (
 from kvtxn.integrations.vllm_plugin.policy.settings import settings
 from kvtxn.integrations.vllm_plugin.runners.hooked_runner import unhook_runner
 from kvtxn.integrations.vllm_plugin.seam import batches, cpu_states, state_layers
-from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
-from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
-from kvtxn.window_transitions import WindowState
+from kvtxn import KVTxnError
 
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
 FAST = {"kvtxn": {"policy": "auto", "recurrent": "fast"}}
@@ -190,112 +187,3 @@ def test_an_engine_that_kvtxn_stays_out_of_keeps_its_caches(monkeypatch, why):
     assert runner.get_kv_cache_spec() == {"num_spec": 4}
     runner.initialize_kv_cache("real")
     assert not runner.kvtxn_one_state
-
-
-# -- rows that are lent ---------------------------------------------------------------
-
-
-class Attention:
-    """Stands for vLLM's attention: writes rows, and says what the cache holds while it attends."""
-
-    def __init__(self) -> None:
-        self.seen = None
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        for part, rows in zip(kv_cache, (key, value), strict=True):
-            part.view(-1, 1, 2)[slot_mapping] = rows
-
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output,
-                output_scale=None, output_block_scale=None):  # fmt: skip
-        if self.seen == "fail":
-            raise RuntimeError("a test made this fail")
-        self.seen = kv_cache.clone()
-        return output
-
-
-class Lending:
-    """One hooked attention, in a step with a row of a prompt and two drafts."""
-
-    SLOTS = torch.tensor([2, 5, 6])
-
-    def __init__(self) -> None:
-        self.cache = torch.randn(2, 4, 4, 1, 2)
-        self.before = self.cache.clone()
-        ref = LayerRef("attn", *self.cache, group="rows")
-        self.manager = TransactionManager([ref], TxnConfig(policy="deferred", max_rows=4))
-        self.steps = StateSteps(self.manager, 50)
-        self.impl = Attention()
-        shape = {"row_shape": (1, 2), "dtype": torch.float32}
-        self.layers = [TargetLayer("attn", "rows", None, self.impl, self.cache[0], **shape)]
-        attention.hook_lent_rows(self.steps, self.layers)
-        self.steps.plan(lambda: ([2], [3]))
-        self.steps.begin(lambda: {"rows": self.SLOTS})
-        self.rows = torch.randn(2, 3, 1, 2)
-
-    def attend(self):
-        """Write and attend, as vLLM does for each layer."""
-        key, value = self.rows
-        self.impl.do_kv_cache_update(None, key, value, self.cache, self.SLOTS)
-        return self.impl.forward(None, None, key, value, self.cache, None, "attended")
-
-    def expected(self, rows):
-        """The caches with these rows written."""
-        cache = self.before.clone()
-        for part, written in zip(cache, self.rows, strict=True):
-            part.view(-1, 1, 2)[self.SLOTS[rows]] = written[rows]
-        return cache
-
-
-def test_drafts_lie_in_their_slots_for_one_call():
-    """The attention sees all rows; afterwards the drafts are gone, and the commit brings one."""
-    lending = Lending()
-    assert lending.attend() == "attended"
-    assert torch.equal(lending.impl.seen, lending.expected([0, 1, 2]))
-    assert torch.equal(lending.cache, lending.expected([0]))
-    lending.steps.commit(lambda: torch.tensor([[7, 7, -1]]))
-    assert torch.equal(lending.cache, lending.expected([0, 1]))
-
-
-def test_drafts_leave_their_slots_even_if_the_attention_fails():
-    lending = Lending()
-    lending.impl.seen = "fail"
-    with pytest.raises(RuntimeError, match="a test made this fail"):
-        lending.attend()
-    assert torch.equal(lending.cache, lending.expected([0]))
-
-
-@pytest.mark.parametrize("what", ["read", "write"])
-def test_a_failure_while_lending_leaves_the_rows_written(what):
-    """The step falls back: rows stay where vLLM has written them, as without kvtxn."""
-    lending = Lending()
-    with mock.patch.object(attention, what, side_effect=RuntimeError("a test made this fail")):
-        lending.attend()
-    assert torch.equal(lending.impl.seen, lending.expected([0, 1, 2]))
-    assert torch.equal(lending.cache, lending.expected([0, 1, 2]))
-    window = lending.steps.window
-    assert window is not None
-    assert window.state is WindowState.DIRECT
-    lending.steps.commit(lambda: torch.tensor([[7, 7, -1]]))
-    reason = {"read": "stage", "write": "attend"}[what]
-    assert lending.manager.snapshot()[f"kvtxn_fallbacks_total_{reason}"] == 1
-
-
-def test_without_a_window_vllm_writes_and_attends():
-    lending = Lending()
-    lending.steps.abandon()
-    lending.attend()
-    assert torch.equal(lending.cache, lending.expected([0, 1, 2]))
-
-
-def test_the_attention_is_vllms_own_again():
-    lending = Lending()
-    attention.unhook_attention(lending.layers)
-    assert type(lending.impl) is Attention
-    assert set(vars(lending.impl)) == {"seen"}
-    attention.unhook_attention(lending.layers)
-
-
-def test_latent_rows_are_not_lent():
-    layer = TargetLayer("mla", "rows", None, Attention(), torch.zeros(1), (4,), torch.float32)
-    with pytest.raises(LayerError, match="attention of 'mla' is unknown: its rows are latent"):
-        attention.hook_lent_rows(Lending().steps, [layer])
