@@ -17,7 +17,7 @@ from torch import Tensor
 from .cache_planes import decoded
 from .errors import LayerError
 from .executor import AttentionArgs
-from .host_values import described, is_plain
+from .host_values import described, is_dense, is_plain
 from .layers import LayerRef, Plane
 from .layout import RowLayout
 from .row_io import read
@@ -165,13 +165,11 @@ def check_query(
         waiting: draft rows are not in the cache, so they need no block.
     """
     row_shape, requests = ref.planes[0].row_shape, layout.num_requests
-    lazy = isinstance(query, Tensor) and query.is_neg()  # a kernel would read what lies in memory
     fits = (
         not ref.is_latent
         and not ref.states
         and isinstance(query, Tensor)
-        and is_plain(query)
-        and not lazy
+        and is_dense(query)
         and query.ndim == 3
         and query.shape[0] == layout.num_rows
         and query.shape[1] % row_shape[0] == 0
@@ -185,7 +183,7 @@ def check_query(
             f"query does not fit layer {ref.name!r}",
             expected=f"dense floating [{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}] on "
             f"{ref.device}, and a layer with keys and values",
-            got=described(query, where=True) + (", negated" if lazy else ""),
+            got=described(query, where=True),
         )
     for name, tensor, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         fits = (

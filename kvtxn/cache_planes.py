@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import LayerError
 from .formats import WORDS, RowFormat, row_format, words
-from .host_values import described, is_plain
+from .host_values import described, is_dense, is_plain
 from .memory_overlap import overlaps_itself
 
 #: dtypes of offset tables.
@@ -266,13 +266,12 @@ def check_cache(name: str, cache: Tensor, ndim: int, shape: str, what: str = "a 
     if not isinstance(cache, Tensor) or (is_plain(cache) and cache.ndim != ndim):
         got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
         raise LayerError("LayerRef", f"{what} of {name!r} is misshapen", expected=shape, got=got)
-    lazy = cache.is_conj() or cache.is_neg()
-    if not is_plain(cache) or cache.is_meta or lazy:
+    if not is_dense(cache) or cache.is_meta:
         raise LayerError(
             "LayerRef",
             f"{what} of {name!r} has no memory to write to",
             expected="a dense tensor on the CPU or a GPU",
-            got=f"a view that negates on {cache.device}" if lazy else described(cache, where=True),
+            got=described(cache, where=True),
             hint="pass a dense tensor with its own memory; resolve_conj() and resolve_neg() "
             "make one",
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayerError, SlotMappingError
-from .host_values import described, is_plain
+from .host_values import described, is_dense, is_plain
 from .layers import LayerRef, Plane
 from .memory_overlap import begin, end, near_pairs, overlap, overlaps_itself
 from .recurrence import RowPart
@@ -117,8 +117,7 @@ def _fits(kept: Plane | RowPart, part: object, max_rows: int, device: torch.devi
         dtypes.append(kept.cells.dtype)
     return (
         isinstance(part, Tensor)
-        and is_plain(part)
-        and not part.is_neg()
+        and is_dense(part)
         and part.ndim == 1 + len(kept.row_shape)
         and part.shape[0] >= max_rows
         and part.shape[1:] == kept.row_shape

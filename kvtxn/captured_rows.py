@@ -92,9 +92,10 @@ class CapturedRows:
                 got=[type(part).__name__ for part in parts],
                 hint="pass one tensor for each part listed, with every row of the forward",
             )
-        for kept, part in zip(ref.given, parts, strict=False):
-            check_dense(ref, kept.part, part)
-        shaped = [in_row_shape(*pair) for pair in zip(ref.given, parts, strict=False)]
+        shaped = []
+        for given, part in zip(ref.given, parts, strict=False):
+            check_dense(ref, given.part, part)
+            shaped.append(in_row_shape(given, part))
         held = self._held[ref.name] = stored_rows(ref, (*shaped, *scales))
         if self._check:
             self._copies[ref.name] = tuple(part.clone() for part in held)

@@ -101,10 +101,16 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether what lies in memory are a tensor's numbers; a lazy view negates them."""
+    return is_plain(tensor) and not (tensor.is_neg() or tensor.is_conj())
+
+
 def described(value: object, *, where: bool = False) -> str:
     """Return dtype and shape of a tensor, or the type of anything else; ``where``: its device."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     layout = "nested" if value.is_nested else value.layout
-    text = f"{value.dtype} {list(value.shape) if is_plain(value) else layout}"
+    lazy = ", a view that negates" if is_plain(value) and not is_dense(value) else ""
+    text = f"{value.dtype} {list(value.shape) if is_plain(value) else layout}{lazy}"
     return f"{text} on {value.device}" if where else text

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayerError, StagedTwiceError
-from .host_values import described, is_plain
+from .host_values import described, is_dense
 from .layers import LayerRef, Plane
 from .recurrence import RowPart
 
@@ -210,12 +210,12 @@ def _checked(ref: LayerRef, plane: Plane | RowPart, num_rows: int | None, part: 
 
 def check_dense(ref: LayerRef, what: str, part: Tensor) -> None:
     """Refuse, with a LayerError, a tensor whose numbers do not lie in memory."""
-    if not is_plain(part) or part.is_neg():
+    if not is_dense(part):
         raise LayerError(
             "stage",
             f"{what} of {ref.name!r} is sparse, nested, quantised by torch or a lazy view",
             expected="a strided tensor with memory of its own",
-            got="a negated view" if is_plain(part) else described(part),
+            got=described(part),
             hint="materialise it first: tensor.to_dense(), dequantize() or resolve_neg()",
         )
 

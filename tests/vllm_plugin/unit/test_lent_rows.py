@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -38,11 +39,13 @@ class Lending:
 
     SLOTS = torch.tensor([2, 5, 6])
 
-    def __init__(self) -> None:
+    def __init__(self, **settings) -> None:
         self.cache = torch.randn(2, 4, 4, 1, 2)
         self.before = self.cache.clone()
         ref = LayerRef("attn", *self.cache, group="rows")
-        self.manager = TransactionManager([ref], TxnConfig(policy="deferred", max_rows=4))
+        self.manager = TransactionManager(
+            [ref], TxnConfig(policy="deferred", max_rows=4, **settings)
+        )
         self.steps = EagerSteps(self.manager, 50)
         self.impl = Attention()
         shape = {"row_shape": (1, 2), "dtype": torch.float32}
@@ -98,6 +101,58 @@ def test_a_failure_while_lending_leaves_the_rows_written(what):
     lending.steps.commit(lambda: torch.tensor([[7, 7, -1]]))
     reason = {"read": "stage", "write": "attend"}[what]
     assert lending.manager.snapshot()[f"kvtxn_fallbacks_total_{reason}"] == 1
+
+
+@pytest.mark.parametrize("where", ["lend", "stage"])
+def test_a_failure_that_is_raised_leaves_no_draft(where):
+    """Whether slots are lent already or not."""
+    lending = Lending(on_error="raise")
+    stager = lending.manager.context.stager
+    owner, name = {"lend": (eager_steps, "read"), "stage": (stager, "take_if_unchanged")}[where]
+    with (
+        mock.patch.object(owner, name, side_effect=RuntimeError("a test made this fail")),
+        pytest.raises(RuntimeError, match="a test made this fail"),
+    ):
+        lending.attend()
+    lending.steps.abandon()
+    written = {"lend": [], "stage": [0]}[where]
+    assert torch.equal(lending.cache, lending.expected(written))
+
+
+def interrupted_at(number, run):
+    """Interrupt a function at its line of that number within kvtxn; tell whether there was one."""
+    left = [number]
+
+    def interrupt(frame, event, _):
+        if not frame.f_globals["__name__"].startswith("kvtxn."):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_line_leaves_no_draft():
+    """What vLLM's writer has written of settled rows stays."""
+    for number in range(1, 2000):
+        lending = Lending()
+        ended = not interrupted_at(number, lending.attend)
+        lending.steps.abandon()
+        settled = [lending.expected([]), lending.expected([0])]
+        assert any(torch.equal(lending.cache, each) for each in settled), number
+        if ended:
+            break
+    assert 50 < number < 1999
 
 
 def test_without_a_window_vllm_writes_and_attends():
