@@ -77,12 +77,36 @@ def last_writers(slots: Tensor, mask: Tensor) -> Tensor:
 Places = dict[tuple[object, ...], tuple[Tensor, ...]]
 
 
-def read(plane: Plane, slots: Tensor) -> Tensor:
+def _places(
+    plane: Plane, slots: Tensor, known: Places | None, *, clamped: bool = False
+) -> tuple[Tensor, ...]:
+    """Return ``Plane.places`` of these slots, from ``known`` if it has them; else they are added.
+
+    Args:
+        plane: the plane.
+        slots: int64 ``[num_rows]``.
+        known: places of the same slots in other planes.
+        clamped: take the nearest slot of the cache for one outside it.
+    """
+    places = None if known is None else known.get(plane.layout)
+    if places is None:
+        places = plane.places(slots.clamp(0, plane.num_slots - 1) if clamped else slots)
+        if known is not None:
+            known[plane.layout] = places
+    return places
+
+
+def read(plane: Plane, slots: Tensor, known: Places | None = None) -> Tensor:
     """Return the stored rows of ``slots``, ``[num_rows, *row_shape]`` words.
 
     Padding reads slot 0, and a slot beyond the cache reads the last one: neither is written back.
+
+    Args:
+        plane: the plane.
+        slots: int64 ``[num_rows]``.
+        known: the places of the same slots; those of this plane are added.
     """
-    return _read(plane, plane.places(slots.clamp(0, plane.num_slots - 1)))
+    return _read(plane, _places(plane, slots, known, clamped=True))
 
 
 def _read(plane: Plane, places: tuple[Tensor, ...]) -> Tensor:
@@ -102,11 +126,7 @@ def write(plane: Plane, rows: Tensor, selection: Selection, known: Places | None
     if selection.source.numel() == 0:
         return
     payload = words(rows).index_select(0, selection.source)
-    places = None if known is None else known.get(plane.layout)
-    if places is None:
-        places = plane.places(selection.target)
-        if known is not None:
-            known[plane.layout] = places
+    places = _places(plane, selection.target, known)
     if selection.live is not None:
         payload = torch.where(selection.live, payload, _read(plane, places))
     # torch allows writes to a tensor that was made in inference mode only in that mode.
@@ -128,16 +148,10 @@ def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> Laye
     Slots outside a cache are read as in ``read``.
     """
     known: dict[str, Places] = {group: {} for group in slots}
-
-    def rows(group: str, plane: Plane) -> Tensor:
-        """Read one plane's rows, slots clamped to it; find their places once per plane layout."""
-        places = known[group].get(plane.layout)
-        if places is None:
-            places = plane.places(slots[group].clamp(0, plane.num_slots - 1))
-            known[group][plane.layout] = places
-        return _read(plane, places)
-
-    return {ref.name: tuple(rows(ref.group, plane) for plane in ref.planes) for ref in layers}
+    return {
+        ref.name: tuple(read(plane, slots[ref.group], known[ref.group]) for plane in ref.planes)
+        for ref in layers
+    }
 
 
 def write_layers(

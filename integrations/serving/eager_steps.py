@@ -21,7 +21,7 @@ from ...errors import CapacityError, KVTxnError
 from ...layers import LayerRef
 from ...log import get_logger
 from ...manager import TransactionManager
-from ...row_io import read, select, write
+from ...row_io import Places, Selection, read, select, write
 from ...window import Window
 from ...window_transitions import WindowState
 
@@ -62,6 +62,37 @@ class Plan:
         )
 
 
+@attrs.frozen(eq=False)
+class LentSlots:
+    """The slots of a group's drafts in one step; where their rows lie is found once.
+
+    Attributes:
+        slots: int64 ``[num_drafts]``.
+        chosen: all of them but padding.
+        read_at: where rows are read, by the layout of a plane.
+        written_at: where rows are written, by the layout of a plane.
+    """
+
+    slots: Tensor
+    chosen: Selection
+    read_at: Places = attrs.field(factory=dict)
+    written_at: Places = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, slots: Tensor) -> LentSlots:
+        """Return those of a group's slots."""
+        return cls(slots, select(slots, torch.ones_like(slots, dtype=torch.bool)))
+
+    def read(self, ref: LayerRef) -> list[Tensor]:
+        """Return a layer's rows, one tensor of words per plane."""
+        return [read(plane, self.slots, self.read_at) for plane in ref.planes]
+
+    def write(self, ref: LayerRef, rows: Sequence[Tensor]) -> None:
+        """Write a layer's rows, one tensor of words per plane."""
+        for plane, part in zip(ref.planes, rows, strict=True):
+            write(plane, part, self.chosen, self.written_at)
+
+
 class EagerSteps:
     """The windows of one model runner.
 
@@ -81,6 +112,7 @@ class EagerSteps:
         self._plan: Plan | None = None
         self._masked: dict[str, Tensor] = {}
         self._slots: Mapping[str, Tensor] = {}
+        self._drafts: dict[str, LentSlots] = {}
         self._lent: tuple[LayerRef, list[Tensor]] | None = None
 
     # -- the runner's side --------------------------------------------------------
@@ -159,6 +191,7 @@ class EagerSteps:
             self._put_back()
         window, self.window, self._plan = self.window, None, None
         self._masked.clear()
+        self._drafts.clear()
         self._slots = {}
         if window is not None and not window.state.is_final:
             with self._guard("abort"):
@@ -206,8 +239,9 @@ class EagerSteps:
         written; ``take_back`` has to follow. If it fails, the step falls back, as ``fail`` says.
         """
         with self._guard("stage"):
-            slots = self._slots[ref.group]
-            self._lent = ref, [read(plane, slots) for plane in ref.planes]
+            if ref.group not in self._drafts:
+                self._drafts[ref.group] = LentSlots.of(self._slots[ref.group])
+            self._lent = ref, self._drafts[ref.group].read(ref)
 
     def take_back(self) -> None:
         """Stage the drafts of the layer that has slots lent, and put the bytes below them back.
@@ -222,8 +256,7 @@ class EagerSteps:
         ref, _ = self._lent
         operation = "stage"
         try:
-            drafts = (read(plane, self._slots[ref.group]) for plane in ref.planes)
-            stored = zip(drafts, ref.planes, strict=True)
+            stored = zip(self._drafts[ref.group].read(ref), ref.planes, strict=True)
             window.stage(ref, *(rows.view(plane.format.dtype) for rows, plane in stored))
             operation = "attend"
             self._put_back()
@@ -241,10 +274,7 @@ class EagerSteps:
         if self._lent is not None and self.window is not None:
             ref, before = self._lent
             if self.window.state is not WindowState.DIRECT:
-                slots = self._slots[ref.group]
-                chosen = select(slots, torch.ones_like(slots, dtype=torch.bool))
-                for plane, rows in zip(ref.planes, before, strict=True):
-                    write(plane, rows, chosen)
+                self._drafts[ref.group].write(ref, before)
         self._lent = None
 
     # -- failures -----------------------------------------------------------------
