@@ -12,6 +12,8 @@ from engine_starts import apart, arguments, build, prepared, tokens
 from model_files import write
 from scenarios import NGRAM
 
+from kvtxn.window import Window
+
 #: The rows that one request verifies.
 ONE_REQUEST = NGRAM["num_speculative_tokens"] + 1
 
@@ -66,8 +68,8 @@ def take_off() -> None:
 
 def wrong_row(steps: Any) -> None:
     """Stage each draft's row in the place of another one."""
-    stage = steps.stage
-    steps.stage = lambda self, ref, *parts: stage(self, ref, *(part.roll(1, 0) for part in parts))
+    stage = Window.stage
+    Window.stage = lambda self, ref, *parts: stage(self, ref, *(part.roll(1, 0) for part in parts))
 
 
 def refused(steps: Any) -> None:
@@ -76,17 +78,16 @@ def refused(steps: Any) -> None:
     def stage(self: Any, ref: Any, *parts: Any) -> None:
         raise RuntimeError("planted")
 
-    steps.stage = stage
+    Window.stage = stage
 
 
 def nothing_rejected(steps: Any) -> None:
     """Commit every draft, whatever was sampled."""
-    commit = steps.commit
 
     def commit_all(self: Any, sampled: Any) -> None:
-        if self.window is not None and not self._directly:
+        if self.window is not None:
             self.window.commit(list(self._plan.draft_len))
-        commit(self, sampled) if self._directly else self.abandon()
+        self.abandon()
 
     steps.commit = commit_all
 
