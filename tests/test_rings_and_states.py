@@ -177,6 +177,21 @@ def test_attention_wants_what_was_evicted(policy, ring_size, message):
         window.abort()
 
 
+@pytest.mark.parametrize(("chunk", "stays"), [(5, True), (6, False)])
+def test_an_aborted_chunk_evicts_what_its_repetition_reads_from_a_small_ring(chunk, stays):
+    """``ring_size >= window + settled - 1``, since settled rows stay after an abort."""
+    ring = make_ring(ring_size=8, window=4)
+    windows, before = manager(ring), torch.arange(8, 14)
+    with windows.window([0], before % 8, settled=[6]) as w:
+        w.stage(ring, *(before.float().view(-1, 1, 1).expand(6, 1, 2),) * 2)
+        w.commit(0)
+    seen = ring.key_cache.flatten(0, 1)[before[-3:] % 8].clone()  # by the query at position 14
+    w = windows.window([0], torch.arange(14, 14 + chunk) % 8, settled=[chunk])
+    stage(w, ring)
+    w.abort()
+    assert torch.equal(ring.key_cache.flatten(0, 1)[before[-3:] % 8], seen) is stays
+
+
 def test_attention_wants_the_whole_ring_in_the_table():
     ring = make_ring(6, 3)
     with manager(ring).window(1, [0, 1]) as window:
