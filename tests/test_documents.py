@@ -181,3 +181,22 @@ def test_every_setting_of_the_plug_in_is_named():
     text = (ROOT / "docs/vllm-settings.md").read_text()
     listed = next(part for part in re.split(r"\n\n|\n- ", text) if "of `TxnConfig`, " in part)
     assert keys <= set(re.findall(r"`(\w+)`", listed))
+
+
+def test_every_event_of_the_log_is_named():
+    """The page of settings lists those that vLLM's log has, and that are above debug level."""
+    texts = [
+        path.read_text()
+        for folder in ("kvtxn", "backends", "integrations/serving", "integrations/vllm_plugin")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = r'"((?:kvtxn|window|hook|manager)\.[a-z_]+)"'
+    events = {
+        event
+        for text in texts
+        for quiet, event in re.findall(rf"(debug\(\s*)?{named}", text)
+        if not quiet
+    }
+    groups = re.findall(r'entry-points\."?([\w.]+)', (ROOT / "pyproject.toml").read_text())
+    page = (ROOT / "docs/vllm-settings.md").read_text()
+    assert events - set(groups) - set(re.findall(r"`([\w.]+)`", page)) == set()

@@ -51,8 +51,9 @@ accepted by lot here, and where those part nothing leads: *noise* says that the 
 "-": an older run, which did not look at this.
 
 All is stock's to the bit wherever the same requests share a step, which *switched* shows. Which
-requests share a step depends on time where vLLM schedules ahead of the GPU; in engines called
-*steady* it does not. Besides, each engine compiles kernels of its own, whatever its policy, and a
+requests share a step depends on time where vLLM schedules ahead of the GPU, most of all in the
+engine *apart*, whose requests come from another process; in engines called *steady* it does not.
+Besides, each engine compiles kernels of its own, whatever its policy, and a
 near-tie falls as they sum; the best two logits of random models are often equal. So stock parts
 from stock, too: see the end.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import identity_faults
@@ -208,12 +209,18 @@ def test_what_leaves_is_durable(engine):
     assert found["bypassed"] or not found["residue"]
 
 
-def test_the_guide_has_the_records_number():
+def guide(name):
+    """A guide's text, on one line."""
+    return " ".join((Path(__file__).parents[2] / "docs" / name).read_text().split())
+
+
+def test_the_guides_have_the_records_numbers():
     stock, ours = SEEN["states"]["nemotron.eager.auto"]["at_once"]
-    says = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text().split()
-    assert f"room for {ours:.0f} requests where vLLM 0.32.0 has room for {stock:.0f}**" in " ".join(
-        says
-    )
+    (release,) = re.findall(r"of vLLM (\S+) where\s+nothing else is named", PAGE.read_text())
+    room = f"room for {ours:.0f} requests where vLLM {release} has room for {stock:.0f}**"
+    assert room in guide("vllm.md")
+    rows = sum(found["rows"] for found in SEEN["audit"].values()) / 1e9
+    assert f"In {rows:.2f} billion rows read it gave no false alarm" in guide("ledger.md")
 
 
 @pytest.mark.parametrize("engine", SEEN["stages"])
