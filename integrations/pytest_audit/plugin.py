@@ -83,19 +83,22 @@ class AuditedEngines:
         os.environ[VARIABLE] = json.dumps({"audit": audit, "events": str(self._events)})
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test of which a fixture's engine read a wrong row, see ``_judged``."""
-        return (yield from self._judged(item, "setup"))
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Return the report of a phase of a test; fail it if an audit has found a wrong row.
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test in which a wrong row was read, see ``_judged``."""
-        return (yield from self._judged(item, "call"))
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test whose engine says at its end that a wrong row was read, see ``_judged``."""
-        return (yield from self._judged(item, "teardown"))
+        A phase that fails itself gets what was found as a section of its report; one that is
+        skipped or expected to fail fails, too.
+        """
+        report = yield
+        if found := self._found():
+            if report.failed:
+                report.sections.append(("kvtxn audit", found))
+            else:
+                vars(report).pop("wasxfail", None)
+                report.outcome, report.longrepr = "failed", found
+        return report
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -127,24 +130,6 @@ class AuditedEngines:
         else:
             os.environ[VARIABLE] = self._before
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _judged(self, item: pytest.Item, when: str) -> Generator[None, object, object]:
-        """Run one phase of a test, and return its result; fail it if a violation was found.
-
-        A phase that fails itself gets the violations as a section of its report; one that is
-        skipped or expected to fail fails with them.
-        """
-        try:
-            result = yield
-        except BaseException as error:
-            if found := self._found():
-                if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
-                    pytest.fail(found, pytrace=False)  # what it says would hide a wrong row
-                item.add_report_section(when, "kvtxn audit", found)
-            raise
-        if found := self._found():
-            pytest.fail(found, pytrace=False)
-        return result
 
     def _what_was_read(self) -> str:
         """Return how many rows and states workers read, and of how many bytes were compared.

@@ -143,16 +143,19 @@ def says():
     with open(json.loads(os.environ["KVTXN_PYTEST_AUDIT"])["events"], "a") as file:
         file.write(line + chr(10))
 
+@pytest.mark.xfail(HOW in ("mark", "strict"), reason="a reason", strict=HOW == "strict")
 def test_one():
-    if HOW in ("skip", "xfail"):
+    if HOW != "late":
         says()
+    if HOW in ("skip", "xfail"):
         getattr(pytest, HOW)("a reason")
+    assert HOW != "strict"
 """
 
 
-@pytest.mark.parametrize("how", ["skip", "xfail", "late"])
+@pytest.mark.parametrize("how", ["skip", "xfail", "mark", "strict", "late"])
 def test_no_wrong_row_is_passed_over(tmp_path, how):
-    """By a test that says that it is skipped, or by an engine that says it after the last test."""
+    """By a test that is skipped or expected to fail, or by an engine that says it at the end."""
     (tmp_path / "test_it.py").write_text(ENDS.replace("HOW", repr(how)))
     hook = "from test_it import says\ndef pytest_sessionfinish():\n    says()\n"
     (tmp_path / "conftest.py").write_text(hook if how == "late" else "")
