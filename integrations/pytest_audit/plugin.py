@@ -25,6 +25,8 @@ from .engines import ACTIVE, COUNTED, UNWATCHED, VARIABLE, VIOLATION
 _AUDITS: Final = ("ledger", "bytes")
 #: Violations of one test that are shown.
 _SHOWN: Final = 8
+#: The key of what a process of pytest-xdist's gives to the process that started it.
+_OUTPUT: Final = "kvtxn_audit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,10 +104,34 @@ class AuditedEngines:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a run that passed if engines say after the last test that a wrong row was read."""
-        self._late = self._found()
+        """Fail a run that passed if engines say after the last test that a wrong row was read.
+
+        A process of pytest-xdist's that ran tests gives what it has counted and found to the
+        process that started it.
+        """
+        self._late += self._found()
         if self._late and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[_OUTPUT] = {
+                "watched": self._watched,
+                "violations": self._violations,
+                "unwatched": dict(self._unwatched),
+                "counters": self._counters,
+                "late": self._late,
+            }
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add what a process of pytest-xdist's has counted and found; nothing if it was killed."""
+        given = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if given is not None:
+            self._watched += given["watched"]
+            self._violations += given["violations"]
+            self._unwatched.update(given["unwatched"])
+            self._counters |= given["counters"]
+            self._late += given["late"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print how many workers were watched, what they read, and why others were not."""
