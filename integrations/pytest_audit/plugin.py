@@ -25,6 +25,8 @@ from .engines import ACTIVE, COUNTED, UNWATCHED, VARIABLE, VIOLATION
 _AUDITS: Final = ("ledger", "bytes")
 #: Violations of one test that are shown.
 _SHOWN: Final = 8
+#: The key of what a process of pytest-xdist's gives to the process that started it.
+_OUTPUT: Final = "kvtxn_audit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,26 +85,53 @@ class AuditedEngines:
         os.environ[VARIABLE] = json.dumps({"audit": audit, "events": str(self._events)})
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test of which a fixture's engine read a wrong row, see ``_judged``."""
-        return (yield from self._judged(item, "setup"))
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Return the report of a phase of a test; fail it if an audit has found a wrong row.
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test in which a wrong row was read, see ``_judged``."""
-        return (yield from self._judged(item, "call"))
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test whose engine says at its end that a wrong row was read, see ``_judged``."""
-        return (yield from self._judged(item, "teardown"))
+        A phase that fails itself gets what was found as a section of its report; one that is
+        skipped or expected to fail fails, too.
+        """
+        report = yield
+        if found := self._found():
+            if report.failed:
+                report.sections.append(("kvtxn audit", found))
+            else:
+                vars(report).pop("wasxfail", None)
+                report.outcome, report.longrepr = "failed", found
+        return report
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a run that passed if engines say after the last test that a wrong row was read."""
-        self._late = self._found()
+        """Fail a run that passed if engines say after the last test that a wrong row was read.
+
+        A process of pytest-xdist's that ran tests gives what it has counted and found to the
+        process that started it.
+        """
+        self._late += self._found()
         if self._late and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[_OUTPUT] = {
+                "watched": self._watched,
+                "violations": self._violations,
+                "unwatched": dict(self._unwatched),
+                "counters": self._counters,
+                "late": self._late,
+            }
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add what a process of pytest-xdist's has counted and found; nothing if it was killed."""
+        given = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if given is not None:
+            self._watched += given["watched"]
+            self._violations += given["violations"]
+            self._unwatched.update(given["unwatched"])
+            self._counters |= given["counters"]
+            self._late += given["late"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print how many workers were watched, what they read, and why others were not."""
@@ -127,24 +156,6 @@ class AuditedEngines:
         else:
             os.environ[VARIABLE] = self._before
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _judged(self, item: pytest.Item, when: str) -> Generator[None, object, object]:
-        """Run one phase of a test, and return its result; fail it if a violation was found.
-
-        A phase that fails itself gets the violations as a section of its report; one that is
-        skipped or expected to fail fails with them.
-        """
-        try:
-            result = yield
-        except BaseException as error:
-            if found := self._found():
-                if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
-                    pytest.fail(found, pytrace=False)  # what it says would hide a wrong row
-                item.add_report_section(when, "kvtxn audit", found)
-            raise
-        if found := self._found():
-            pytest.fail(found, pytrace=False)
-        return result
 
     def _what_was_read(self) -> str:
         """Return how many rows and states workers read, and of how many bytes were compared.

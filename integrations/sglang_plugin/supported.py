@@ -46,10 +46,12 @@ SETTINGS: Final[Mapping[str, str]] = {
 HOST: Final = "enable_hierarchical_cache"
 STORAGE: Final = "hicache_storage_backend"
 
-#: Arguments by which a hybrid's states are elsewhere than in their slots.
+#: Arguments by which a hybrid's states are elsewhere than in their slots, or are committed by an
+#: attention backend that the engine takes up as it serves: the commits of its first one are heard.
 STATE_SETTINGS: Final[Mapping[str, str]] = {
     "enable_linear_replayssm": "states that a replay ring holds are not followed",
     "enable_linear_replayssm_spec": "states that a replay ring holds are not followed",
+    "speculative_adaptive": "states are not followed where the number of drafts adapts",
 }
 
 

@@ -177,7 +177,8 @@ class PagedSequences:
         A last forward that lacks layers is aborted instead.
 
         Raises:
-            CapacityError: the sequences would grow too long; nothing has changed.
+            CapacityError: the sequences would grow too long, or a sliding window would reach rows
+                that are overwritten; nothing has changed.
             LayerError: ``batch`` is not that of the first forward.
         """
         if self._window is not None and self._window.missing:
@@ -193,6 +194,7 @@ class PagedSequences:
         self._check_room(count)
         if self._window is not None:
             self.settle()
+        self._check_seen(self.length, 0, 0)  # a failed forward may have written over rows
         assert self.manager is not None
         slots = {
             region.group: region.slots(batch, self.length, count)

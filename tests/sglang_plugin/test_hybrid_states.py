@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvtxn.integrations.sglang_plugin.seam.pools import STATES
 from toy_sglang import counters_of_clean_steps
-from toy_states import GDNAttnBackend, Mamba2AttnBackend, ToyHybrid
+from toy_states import GDNAttnBackend, HybridLinearAttnBackend, Mamba2AttnBackend, ToyHybrid
 
 STRATEGIES = [("no_buffer", False), ("extra_buffer", False), ("extra_buffer", True)]
 DRAFTS = [(0, False), (3, False), (5, True)]
@@ -41,6 +41,35 @@ def test_clean_steps_give_no_alarm(hooks, strategy, overlap, drafts, trees, line
     assert counted["kvtxn_audit_states_checked_total"] > 150
     assert min(toy.events[event] for event in ("states hit", "states kept", "retracted")) > 2
     assert bool(toy.events["more"]) == overlap
+
+
+class AdaptiveHybrid(ToyHybrid):
+    """Its number of drafts changes, and each number has an attention backend of its own."""
+
+    def __init__(self, *args, **more) -> None:
+        super().__init__(*args, drafts=3, **more)
+        self.server_args.speculative_adaptive = True
+        self.backends = {
+            1: HybridLinearAttnBackend(self, self.backend.linear_attn_backend),
+            3: self.backend,
+        }
+
+    def decode(self):
+        self.drafts, runner = self.random.choice([*self.backends]), self.tp_worker.model_runner
+        self.backend = runner.attn_backend = runner.states = self.backends[self.drafts]
+        return super().decode()
+
+
+def test_drafts_that_adapt_give_no_alarm(hooks, caplog):
+    """Their states are left out: commits of a backend that is taken up later are not heard."""
+    toy = AdaptiveHybrid(hooks.around(), overlap=False, seed=3)
+    serve_turns(toy)
+    assert [backend.wrong for backend in toy.backends.values()] == [0, 0]
+    report = hooks.report()
+    assert report["violations"] == []
+    assert report["counters"]["kvtxn_audit_active"] == 1
+    assert report["counters"]["kvtxn_audit_unwatched_groups"] == 1
+    assert "where the number of drafts adapts" in caplog.text
 
 
 # -- faults ----------------------------------------------------------------------------------

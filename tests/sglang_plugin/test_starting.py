@@ -295,6 +295,10 @@ LEFT_OUT = {
         {**HYBRID, "settings": frozenset(["enable_linear_replayssm_spec"])},
         {"group.2": "states that a replay ring holds are not followed"},
     ),
+    "drafts that adapt": (
+        {**HYBRID, "settings": frozenset(["speculative_adaptive"])},
+        {"group.2": "where the number of drafts adapts"},
+    ),
     "copies of states": ({**HYBRID, "copies": True}, {"group.2": "in another format"}),
     "late slots": ({**HYBRID, "strategy": "extra_buffer_lazy"}, {"group.2": "during a step"}),
     "no commit": ({**HYBRID, "commits": False}, {"group.2": "out of the drafts'"}),

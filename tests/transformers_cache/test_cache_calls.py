@@ -145,6 +145,23 @@ def test_a_failing_forward_changes_nothing(model, recording, policy):
     assert follows(model, cache)
 
 
+def test_rows_that_a_failing_forward_has_overwritten_are_not_read(models):
+    """Under "direct" rows are written at once, as in stock: the next forward refuses."""
+    model = models["mistral"]
+    cache = TxnCache(model.config, max_tokens=100, max_drafts=4, block_size=1, policy="direct")
+    tokens = torch.arange(90).remainder(24).unsqueeze(0)
+    model(tokens[:, :40], past_key_values=cache)
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens[:, 40:65], past_key_values=cache)
+    broken.remove()
+    with pytest.raises(CapacityError, match="overwritten"):
+        model(tokens[:, 40:62], past_key_values=cache)
+    cache.reset()
+    found = model(tokens[:, :40], past_key_values=cache).logits
+    assert torch.allclose(found, model(tokens[:, :40]).logits, atol=1e-4)
+
+
 def test_a_first_forward_that_fails_needs_a_reset(model):
     """Otherwise it looks like a model that leaves layers out, which would be silent garbage."""
     cache = TxnCache(model.config, max_tokens=64)

@@ -138,31 +138,43 @@ ENDS = """
 import json, os, pytest
 
 def says():
-    said = {"event": "kvtxn.audit_violation", "kind": "foreign", "step": 3, "found": "foreign"}
-    line = json.dumps(said)
+    told = [
+        {"event": "kvtxn.audit_active"},
+        {"event": "counted", "worker": "1", "counters": {"kvtxn_audit_rows_checked_total": 5}},
+        {"event": "kvtxn.inactive", "why": "another engine is not"},
+        {"event": "kvtxn.audit_violation", "kind": "foreign", "step": 3, "found": "foreign"},
+    ]
     with open(json.loads(os.environ["KVTXN_PYTEST_AUDIT"])["events"], "a") as file:
-        file.write(line + chr(10))
+        file.writelines(json.dumps(each) + chr(10) for each in told)
 
+@pytest.mark.xfail(HOW in ("mark", "strict"), reason="a reason", strict=HOW == "strict")
 def test_one():
-    if HOW in ("skip", "xfail"):
+    if HOW != "late":
         says()
+    if HOW in ("skip", "xfail"):
         getattr(pytest, HOW)("a reason")
+    assert HOW != "strict"
 """
 
 
-@pytest.mark.parametrize("how", ["skip", "xfail", "late"])
-def test_no_wrong_row_is_passed_over(tmp_path, how):
-    """By a test that says that it is skipped, or by an engine that says it after the last test."""
+@pytest.mark.parametrize("more", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("how", ["skip", "xfail", "mark", "strict", "late"])
+def test_no_wrong_row_is_passed_over(tmp_path, how, more):
+    """By a test that is skipped or expected to fail, or by an engine that says it at the end."""
     (tmp_path / "test_it.py").write_text(ENDS.replace("HOW", repr(how)))
-    hook = "from test_it import says\ndef pytest_sessionfinish():\n    says()\n"
+    hook = "import os\nfrom test_it import says\ndef pytest_sessionfinish():\n"
+    hook += f"    if {not more} or 'PYTEST_XDIST_WORKER' in os.environ:\n        says()\n"
     (tmp_path / "conftest.py").write_text(hook if how == "late" else "")
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kvtxn-audit"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kvtxn-audit", *more],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "kvtxn's audit found wrong rows" in ended.stdout
+    assert "workers watched: 1, wrong reads: 1" in ended.stdout
+    assert "rows read: 5," in ended.stdout
+    assert "not watched, or in part: 1, because another engine is not" in ended.stdout
 
 
 @pytest.mark.parametrize(
