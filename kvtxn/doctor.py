@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
         return _of_server(args)
     given = args.engine_args
     if given is not None and not (isinstance(given, dict) and isinstance(given.get("model"), str)):
-        names = f"an object with {', '.join(given)}" if isinstance(given, dict) else None
+        names = ", ".join(given) or "nothing" if isinstance(given, dict) else ""
         raise ConfigError(
             "doctor",
             "--engine-args is not a JSON object with a model",
-            got=names or type(given).__name__,
+            got=f"an object with {names}" if names else type(given).__name__,
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
     with _stdout_to_stderr():  # an engine logs where the page goes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from .draft_tree import Parents, as_parents, check_fit, per_request, ways_of
 from .errors import LayerError
 from .formats import RowFormat
+from .host_values import described, is_dense
 
 #: dtypes in which numbers may be stored or staged.
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,19 +191,38 @@ def one_of(*choices: object) -> Any:
     return validate
 
 
-def by_request(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Split rows that lie request by request into one tensor per request.
+def check_rows(lengths: Sequence[int], **parts: tuple[object, tuple[int, ...]]) -> None:
+    """Refuse, with a LayerError, lengths that are none, and rows of another number or shape.
 
-    Raises:
-        LayerError: there are not as many rows as the lengths say.
+    Args:
+        lengths: the rows of each request.
+        **parts: by name, the tensor ``[num_rows, *row_shape]``, and that ``row_shape``.
     """
-    if tensor.shape[0] != sum(lengths):
+    try:
+        whole = [operator.index(length) for length in lengths]
+    except TypeError:
+        whole = [-1]
+    if min(whole, default=0) < 0:
         raise LayerError(
             "outputs",
-            "the rows do not fit the lengths",
-            expected=f"{sum(lengths)} rows",
-            got=tensor.shape[0],
+            "the lengths are not valid",
+            expected="the number of rows of each request, a list of ints",
+            got=repr(lengths),
         )
+    rows = sum(whole)
+    for name, (part, row_shape) in parts.items():
+        if not isinstance(part, Tensor) or not is_dense(part) or part.shape != (rows, *row_shape):
+            raise LayerError(
+                "outputs",
+                f"{name} does not fit the lengths or the state",
+                expected=f"a tensor {[rows, *row_shape]}",
+                got=described(part),
+                hint="give the rows of every request, one request after another",
+            )
+
+
+def by_request(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Split rows that lie request by request into one tensor per request."""
     return list(tensor.split(list(lengths)))
 
 
@@ -291,10 +312,5 @@ class Paths:
         return paths
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the rows of the paths, of the rows of the window.
-
-        Raises:
-            LayerError: there are not as many rows as the lengths say.
-        """
-        by_request(rows, [len(self.first)])
+        """Return the rows of the paths, of the rows of the window."""
         return rows[self.rows]

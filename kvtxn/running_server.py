@@ -198,8 +198,8 @@ def _address(url: str) -> SplitResult:
         raise ConfigError(
             "doctor",
             "this is no address of a server's metrics",
-            expected="an address without a user or a password, such as http://localhost:8000",
-            hint="name the host and port that the server listens on",
+            hint="name the host and port that the server listens on, without a user or a password: "
+            "http://localhost:8000",
         )
     return address._replace(path=address.path.rstrip("/") or "/metrics")
 

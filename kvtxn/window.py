@@ -315,7 +315,10 @@ class Window:
             life.refuse("attend", Event.ABORT, f"layer={name!r}")
         if txn is None or name in life.missing or context.layers.get(name, txn) is not ref:
             raise LayerError(
-                "attend", f"layer {name!r} is not staged", hint="call stage for the layer first"
+                "attend",
+                f"layer {name!r} is not staged",
+                state=life.state.name,
+                hint="call stage for the layer first",
             )
         evicting = None if ref.ring_size is None else self._evicting(ref.group, txn)
         scores = (scale, sliding_window, soft_cap)
@@ -403,8 +406,10 @@ class Window:
     def abort(self) -> None:
         """Take every draft row back, and leave every recurrent state as it was before the window.
 
-        Settled rows stay in rows and rings, where to write them again changes nothing; no state
-        takes them in, whether its layer was staged or not. So the caller repeats the whole step. A
+        Settled rows stay in rows and rings; no state takes them in, whether its layer was staged or
+        not. So the caller repeats the whole step: to write settled rows again changes nothing, but
+        in a ring of less than its ``LayerRef.window + settled - 1`` slots, where they evicted rows
+        that the step reads. A request with such a ring begins again from its first token. A
         window that fell back to direct writes keeps its rows, as stock would; except in rings,
         where a draft row would have evicted a live one, and in states.
 

@@ -12,7 +12,7 @@ forward is committed with its last layer. ``PagedSequences`` begins and ends the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ if not hasattr(Cache, "activate_past_recording"):  # generate announces a crop w
         "kvtxn.integrations.transformers_cache needs transformers 5.18 or newer, found "
         f"{transformers.__version__}: pip install --upgrade 'kvtxn[transformers]'"
     )
+
+#: Types of models whose recurrent states are attributes of the model, as of transformers 5.19.
+_STATES_ELSEWHERE: Final = ("recurrent_gemma", "rwkv", "xlstm")
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -243,9 +246,30 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
             got=type(config).__name__,
             hint="pass model.config",
         )
+    if config.model_type in _STATES_ELSEWHERE:
+        raise LayerError(
+            "TxnCache",
+            "the model keeps its states beside the cache, where nobody takes drafts back",
+            expected="a model whose layers keep attention rows",
+            got=config.model_type,
+            hint="use transformers' own cache for this model",
+        )
     if config.is_encoder_decoder:
-        raise LayerError("TxnCache", "the model has an encoder", expected="a decoder-only model")
-    layers: list[Any] = DynamicCache(config=config).layers
+        raise LayerError(
+            "TxnCache",
+            "the model has an encoder",
+            expected="a decoder-only model",
+            got="an encoder",
+        )
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except Exception as error:  # what it reads of a configuration differs by model
+        raise LayerError(
+            "TxnCache",
+            f"transformers makes no cache of this configuration: {error!r}",
+            got=config.model_type,
+            hint="let the model make its own cache",
+        ) from error
     for index, layer in enumerate(layers):
         if _holds(layer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise LayerError(

@@ -326,9 +326,13 @@ class PagedSequences:
     def clone(self) -> Self:
         """Return an independent copy, with caches and a manager of its own.
 
+        A last forward that lacks layers is aborted before.
+
         Raises:
             WindowStateError: rows are pending.
         """
+        if self._window is not None and self._window.missing:
+            self.abort()
         if self._window is not None:
             raise WindowStateError(
                 "copy",

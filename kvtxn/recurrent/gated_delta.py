@@ -22,6 +22,7 @@ from ..recurrence import (
     RowPart,
     by_request,
     check_heads,
+    check_rows,
     check_state,
     one_of,
     positive,
@@ -120,9 +121,21 @@ class GatedDelta(RankOne):
             corrected value, decay.
 
         Raises:
-            LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            LayerError: the state is not a gated delta net's, the rows do not fit it or the lengths,
+                or the slots are not the requests'.
             TreeError: the trees are malformed, or do not fit the lengths.
         """
+        self.check("outputs", state)
+        num_heads, value_size, key_size = state.shape[1:]
+        per_channel = (key_size,) if self.decay == "channel" else ()
+        check_rows(
+            lengths,
+            query=(query, (self.key_heads, key_size)),
+            key=(key, (self.key_heads, key_size)),
+            value=(value, (num_heads, value_size)),
+            beta=(beta, (num_heads,)),
+            decay=(decay, (num_heads, *per_channel)),
+        )
         if parents is not None:
             paths = Paths.of(slots, lengths, parents)
             taken = (paths.take(part) for part in (query, key, value, beta, decay))

@@ -20,6 +20,7 @@ from ..recurrence import (
     RowPart,
     by_request,
     check_heads,
+    check_rows,
     check_state,
     one_of,
     positive,
@@ -168,9 +169,19 @@ class Mamba2(RankOne):
             dt, B.
 
         Raises:
-            LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            LayerError: the state is not Mamba-2's, the rows do not fit it or the lengths, or the
+                slots are not the requests'.
             TreeError: the trees are malformed, or do not fit the lengths.
         """
+        self.check("outputs", state)
+        num_heads, head_size, state_size = state.shape[1:]
+        check_rows(
+            lengths,
+            x=(x, (num_heads, head_size)),
+            dt=(dt, (num_heads,)),
+            b=(b, (self.groups, state_size)),
+            c=(c, (self.groups, state_size)),
+        )
         if parents is not None:
             paths = Paths.of(slots, lengths, parents)
             taken = (paths.take(part) for part in (x, dt, b, c))

@@ -21,6 +21,7 @@ from ..recurrence import (
     Recurrence,
     RowPart,
     by_request,
+    check_rows,
     check_state,
     positive,
     states_of,
@@ -106,9 +107,16 @@ class ShortConv(Recurrence):
             stage: the inputs.
 
         Raises:
-            LayerError: the rows do not fit the lengths, or the slots are not the requests'.
+            LayerError: the state is not the convolution's, the rows do not fit it or the lengths,
+                the weight or the bias does not fit, or the slots are not the requests'.
             TreeError: the trees are malformed, or do not fit the lengths.
         """
+        self.check("outputs", state)
+        channels = state.shape[2]
+        check_rows(lengths, inputs=(inputs, (channels,)))
+        check_rows([channels], weight=(weight, (self.width,)))
+        if bias is not None:
+            check_rows([channels], bias=(bias, ()))
         if parents is not None:
             paths = Paths.of(slots, lengths, parents)
             rows = paths.take(inputs)

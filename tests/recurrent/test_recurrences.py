@@ -181,10 +181,56 @@ def test_short_conv_is_torchs_convolution():
 
 def test_outputs_write_nothing_and_refuse_other_lengths():
     state = torch.full((2, 3, 5), math.nan)
-    with pytest.raises(LayerError, match=r"the rows do not fit the lengths.*4 rows"):
+    with pytest.raises(LayerError, match=r"inputs does not fit the lengths.*\[4, 5\], got .*3, 5"):
         CONV.outputs(state, [0], [4], torch.zeros(3, 5), torch.zeros(5, 4))
     CONV.outputs(state, [0], [3], torch.zeros(3, 5), torch.zeros(5, 4))
     assert bool(state.isnan().all())
+
+
+def arguments(recurrence):
+    """Arguments of ``outputs`` for one request of two rows, by name."""
+    zeros = torch.zeros
+    if recurrence == "delta":
+        rows = {"query": zeros(2, 2, 8), "key": zeros(2, 2, 8), "value": zeros(2, 4, 6)}
+        found = {"state": zeros(3, 4, 6, 8), **rows, "beta": zeros(2, 4), "decay": zeros(2, 4)}
+    elif recurrence == "mamba2":
+        rows = {"x": zeros(2, 4, 6), "dt": zeros(2, 4), "b": zeros(2, 2, 8), "c": zeros(2, 2, 8)}
+        found = {"state": zeros(3, 4, 6, 8), **rows}
+    else:
+        rows = {"inputs": zeros(2, 5), "weight": zeros(5, 4), "bias": zeros(5)}
+        found = {"state": zeros(3, 3, 5), **rows}
+    return {**found, "slots": [0], "lengths": [2]}
+
+
+RECURRENCES = {
+    "delta": DELTA,
+    "mamba2": Mamba2(constant(), groups=2),
+    "conv": CONV,
+}
+
+
+@pytest.mark.parametrize("as_tree", [False, True])
+@pytest.mark.parametrize(
+    ("recurrence", "name"),
+    [
+        (recurrence, name)
+        for recurrence in RECURRENCES
+        for name in arguments(recurrence)
+        if name != "slots"
+    ],
+)
+def test_outputs_refuse_what_does_not_fit(recurrence, name, as_tree):
+    """Each argument by itself, by its name, in a LayerError."""
+    given = arguments(recurrence)
+    more = {"parents": [[-1]]} if as_tree else {}
+    outputs = RECURRENCES[recurrence].outputs
+    assert outputs(**given, **more)
+    wrong = [2.0] if name == "lengths" else given[name].unsqueeze(0)
+    with pytest.raises(LayerError, match=f"state|{name}"):
+        outputs(**{**given, name: wrong}, **more)
+    if name not in ("lengths", "state"):
+        with pytest.raises(LayerError, match=rf"{name} does not fit .*got list"):
+            outputs(**{**given, name: given[name].tolist()}, **more)
 
 
 @pytest.mark.parametrize(

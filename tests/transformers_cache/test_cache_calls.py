@@ -11,7 +11,14 @@ import torch
 import transformers
 from kvtxn.integrations.transformers_cache import TxnCache
 from tiny_models import NEW_TOKENS, PROMPT, WINDOW, drafting, run
-from transformers import DynamicCache, LlamaConfig, StaticCache, T5Config
+from transformers import (
+    BltConfig,
+    DynamicCache,
+    LlamaConfig,
+    RecurrentGemmaConfig,
+    StaticCache,
+    T5Config,
+)
 
 from kvtxn import (
     AcceptanceError,
@@ -280,6 +287,10 @@ def test_refusals(model):
         TxnCache(linear, max_tokens=8)
     with pytest.raises(LayerError, match="encoder"):
         TxnCache(T5Config(), max_tokens=8)
+    with pytest.raises(LayerError, match=r"states beside the cache.*got recurrent_gemma"):
+        TxnCache(RecurrentGemmaConfig(), max_tokens=8)
+    with pytest.raises(LayerError, match=r"makes no cache of this configuration: .*got blt"):
+        TxnCache(BltConfig(), max_tokens=8)
     cache = TxnCache(model.config, max_tokens=8)
     assert cache.snapshot() == {}
     for call, argument in (("repeat_interleave", 2), ("select_indices", torch.tensor([0]))):

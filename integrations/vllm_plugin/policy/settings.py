@@ -139,7 +139,10 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     for name, why, hint in _idle(given, checked, device):
         if name in given:
             raise ConfigError(
-                _WHERE, f"{name} has no effect {why}", got=repr(given[name]), hint=hint
+                _WHERE,
+                f"{name} has no effect {why}",
+                got=None if name == "audit_store" else repr(given[name]),  # it may have a password
+                hint=hint,
             )
     audit_store, audit_key_file = _audit_store(found)
     left_out = ours if windows else [*ours, "policy"]

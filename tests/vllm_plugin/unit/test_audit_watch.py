@@ -71,6 +71,7 @@ def test_an_audit_needs_no_policy():
         ({"audit": "ledger", "audit_store": "mysql://a"}, "audit_store is not valid.*sqlite:///P"),
         ({"audit": "ledger", "audit_store": 3}, "audit_store is not valid; expected sqlite:///PA"),
         ({"policy": "undo", "audit_store": "sqlite:///a"}, "audit_store has no effect without an"),
+        ({"policy": "undo", "audit_store": "redis://u:secret@h"}, "^((?!secret).)*no effect.*$"),
         ({"audit": "ledger", "audit_key_file": "a"}, "audit_key_file has no effect without a sto"),
         (
             {"audit": "ledger", "audit_store": "sqlite:///a", "audit_key_file": 3},
