@@ -77,25 +77,6 @@ def last_writers(slots: Tensor, mask: Tensor) -> Tensor:
 Places = dict[tuple[object, ...], tuple[Tensor, ...]]
 
 
-def _places(
-    plane: Plane, slots: Tensor, known: Places | None, *, clamped: bool = False
-) -> tuple[Tensor, ...]:
-    """Return ``Plane.places`` of these slots, from ``known`` if it has them; else they are added.
-
-    Args:
-        plane: the plane.
-        slots: int64 ``[num_rows]``.
-        known: places of the same slots in other planes.
-        clamped: take the nearest slot of the cache for one outside it.
-    """
-    places = None if known is None else known.get(plane.layout)
-    if places is None:
-        places = plane.places(slots.clamp(0, plane.num_slots - 1) if clamped else slots)
-        if known is not None:
-            known[plane.layout] = places
-    return places
-
-
 def read(plane: Plane, slots: Tensor, known: Places | None = None) -> Tensor:
     """Return the stored rows of ``slots``, ``[num_rows, *row_shape]`` words.
 
@@ -106,7 +87,12 @@ def read(plane: Plane, slots: Tensor, known: Places | None = None) -> Tensor:
         slots: int64 ``[num_rows]``.
         known: the places of the same slots; those of this plane are added.
     """
-    return _read(plane, _places(plane, slots, known, clamped=True))
+    places = None if known is None else known.get(plane.layout)
+    if places is None:
+        places = plane.places(slots.clamp(0, plane.num_slots - 1))
+        if known is not None:
+            known[plane.layout] = places
+    return _read(plane, places)
 
 
 def _read(plane: Plane, places: tuple[Tensor, ...]) -> Tensor:
@@ -126,7 +112,11 @@ def write(plane: Plane, rows: Tensor, selection: Selection, known: Places | None
     if selection.source.numel() == 0:
         return
     payload = words(rows).index_select(0, selection.source)
-    places = _places(plane, selection.target, known)
+    places = None if known is None else known.get(plane.layout)
+    if places is None:
+        places = plane.places(selection.target)
+        if known is not None:
+            known[plane.layout] = places
     if selection.live is not None:
         payload = torch.where(selection.live, payload, _read(plane, places))
     # torch allows writes to a tensor that was made in inference mode only in that mode.

@@ -165,9 +165,10 @@ def test_no_wrong_row_is_passed_over(tmp_path, how, more):
     hook = "import os\nfrom test_it import says\ndef pytest_sessionfinish():\n"
     hook += f"    if {not more} or 'PYTEST_XDIST_WORKER' in os.environ:\n        says()\n"
     (tmp_path / "conftest.py").write_text(hook if how == "late" else "")
+    ours = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kvtxn-audit", *more],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path, env=ours | {"PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stdout + ended.stderr
