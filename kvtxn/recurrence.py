@@ -191,8 +191,8 @@ def one_of(*choices: object) -> Any:
     return validate
 
 
-def check_rows(lengths: Sequence[int], **parts: tuple[object, tuple[int, ...]]) -> None:
-    """Refuse, with a LayerError, lengths that are none, and rows of another number or shape.
+def check_rows(lengths: Sequence[int], **parts: tuple[object, tuple[int, ...]]) -> list[int]:
+    """Return the lengths as ints; refuse, with a LayerError, others, and rows that do not fit.
 
     Args:
         lengths: the rows of each request.
@@ -219,11 +219,12 @@ def check_rows(lengths: Sequence[int], **parts: tuple[object, tuple[int, ...]]) 
                 got=described(part),
                 hint="give the rows of every request, one request after another",
             )
+    return whole
 
 
-def by_request(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def by_request(tensor: Tensor, lengths: list[int]) -> list[Tensor]:
     """Split rows that lie request by request into one tensor per request."""
-    return list(tensor.split(list(lengths)))
+    return list(tensor.split(lengths))
 
 
 def states_of(

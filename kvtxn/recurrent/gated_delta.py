@@ -128,7 +128,7 @@ class GatedDelta(RankOne):
         self.check("outputs", state)
         num_heads, value_size, key_size = state.shape[1:]
         per_channel = (key_size,) if self.decay == "channel" else ()
-        check_rows(
+        lengths = check_rows(
             lengths,
             query=(query, (self.key_heads, key_size)),
             key=(key, (self.key_heads, key_size)),

@@ -175,7 +175,7 @@ class Mamba2(RankOne):
         """
         self.check("outputs", state)
         num_heads, head_size, state_size = state.shape[1:]
-        check_rows(
+        lengths = check_rows(
             lengths,
             x=(x, (num_heads, head_size)),
             dt=(dt, (num_heads,)),

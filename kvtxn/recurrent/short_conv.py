@@ -113,7 +113,7 @@ class ShortConv(Recurrence):
         """
         self.check("outputs", state)
         channels = state.shape[2]
-        check_rows(lengths, inputs=(inputs, (channels,)))
+        lengths = check_rows(lengths, inputs=(inputs, (channels,)))
         check_rows([channels], weight=(weight, (self.width,)))
         if bias is not None:
             check_rows([channels], bias=(bias, ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,6 +232,16 @@ def test_outputs_refuse_what_does_not_fit(recurrence, name, as_tree):
     if name not in ("lengths", "state"):
         with pytest.raises(LayerError, match=rf"{name} does not fit .*got list"):
             outputs(**{**given, name: given[name].tolist()}, **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"parents": [[-1], [-1]]}], ids=["rows", "trees"])
+@pytest.mark.parametrize("lengths", [torch.tensor([1, 1]), np.array([1, 1]), [True, True]], ids=str)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_lengths_are_whole_numbers_of_any_kind(recurrence, lengths, more):
+    given = arguments(recurrence) | {"slots": [0, 1]} | more
+    found, _ = RECURRENCES[recurrence].outputs(**given | {"lengths": lengths})
+    expected, _ = RECURRENCES[recurrence].outputs(**given | {"lengths": [1, 1]})
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
