@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...accepted_forms import SampledIds
 from ...config import TxnConfig
-from ...errors import CapacityError, KVTxnError
+from ...errors import CapacityError, KVTxnError, LayerError
 from ...layers import LayerRef
 from ...log import get_logger
 from ...manager import TransactionManager
@@ -189,10 +189,11 @@ class EagerSteps:
         """
         with self._guard("abort"):
             self._put_back()
-        window, self.window, self._plan = self.window, None, None
+        self.window = self._plan = None
         self._masked.clear()
         self._drafts.clear()
         self._slots = {}
+        window = self.manager.current  # also one that an interrupt has left behind
         if window is not None and not window.state.is_final:
             with self._guard("abort"):
                 window.abort()
@@ -236,9 +237,17 @@ class EagerSteps:
         """Remember the bytes in the slots of a layer's drafts: the engine may write all its rows.
 
         Call it while ``deferring``, once the slots are known and before the layer's rows are
-        written; ``take_back`` has to follow. If it fails, the step falls back, as ``fail`` says.
+        written; ``take_back`` has to follow. If it fails, the step falls back, as ``fail`` says. So
+        it does where a layer writes twice in a step, or before another one has attended.
         """
+        assert self.window is not None
         with self._guard("stage"):
+            if self._lent is not None or ref.name not in self.window.missing:
+                raise LayerError(
+                    "stage",
+                    f"layer {ref.name!r} writes twice, or before another layer has attended",
+                    hint="use policy 'undo', which takes rows in any order",
+                )
             if ref.group not in self._drafts:
                 self._drafts[ref.group] = LentSlots.of(self._slots[ref.group])
             self._lent = ref, self._drafts[ref.group].read(ref)

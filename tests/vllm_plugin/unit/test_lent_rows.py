@@ -12,7 +12,7 @@ from kvtxn.integrations.serving.eager_steps import EagerSteps
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.seam.layers import TargetLayer
 
-from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.window_transitions import WindowState
 
 
@@ -51,13 +51,18 @@ class Lending:
         shape = {"row_shape": (1, 2), "dtype": torch.float32}
         self.layers = [TargetLayer("attn", "rows", None, self.impl, self.cache[0], **shape)]
         attention.hook_attention(self.steps, self.layers)
-        self.steps.plan(lambda: ([2], [3]))
-        self.steps.begin(lambda: {"rows": self.SLOTS})
+        self.begin()
         self.rows = torch.randn(2, 3, 1, 2)
 
-    def attend(self):
+    def begin(self):
+        """Begin a step, as vLLM's runner does once an earlier one is over or given up."""
+        self.steps.abandon()
+        self.steps.plan(lambda: ([2], [3]))
+        self.steps.begin(lambda: {"rows": self.SLOTS})
+
+    def attend(self, rows=None):
         """Write and attend, as vLLM does for each layer."""
-        key, value = self.rows
+        key, value = self.rows if rows is None else rows
         self.impl.do_kv_cache_update(None, key, value, self.cache, self.SLOTS)
         return self.impl.forward(None, None, key, value, self.cache, None, "attended")
 
@@ -119,6 +124,30 @@ def test_a_failure_that_is_raised_leaves_no_draft(where):
     assert torch.equal(lending.cache, lending.expected(written))
 
 
+@pytest.mark.parametrize("on_error", ["fallback", "raise"])
+@pytest.mark.parametrize("attended", [True, False])
+def test_a_layer_that_writes_twice(on_error, attended):
+    """Whether it has attended or not: the cache has the last rows as in stock, or no draft."""
+    lending = Lending(on_error=on_error)
+    first, lending.rows = lending.rows, torch.randn(2, 3, 1, 2)
+    if attended:
+        lending.attend(first)
+    else:
+        lending.impl.do_kv_cache_update(None, *first, lending.cache, lending.SLOTS)
+    if on_error == "raise":
+        with pytest.raises(LayerError, match="writes twice"):
+            lending.attend()
+        lending.steps.abandon()
+        lending.rows = first
+        assert torch.equal(lending.cache, lending.expected([0]))
+        return
+    lending.attend()
+    assert torch.equal(lending.impl.seen, lending.expected([0, 1, 2]))
+    lending.steps.commit(lambda: torch.tensor([[7, 7, -1]]))
+    assert torch.equal(lending.cache, lending.expected([0, 1, 2]))
+    assert lending.manager.snapshot()["kvtxn_fallbacks_total_stage"] == 1
+
+
 def interrupted_at(number, run):
     """Interrupt a function at its line of that number within kvtxn; tell whether there was one."""
     left = [number]
@@ -150,6 +179,18 @@ def test_an_interrupt_at_any_line_leaves_no_draft():
         lending.steps.abandon()
         settled = [lending.expected([]), lending.expected([0])]
         assert any(torch.equal(lending.cache, each) for each in settled), number
+        if ended:
+            break
+    assert 50 < number < 1999
+
+
+def test_after_an_interrupt_at_any_line_the_next_step_has_a_window():
+    """Whether it came as a step ended, or as the next one began."""
+    for number in range(1, 2000):
+        lending = Lending()
+        ended = not interrupted_at(number, lending.begin)
+        lending.begin()
+        assert lending.steps.window is not None, number
         if ended:
             break
     assert 50 < number < 1999
