@@ -77,7 +77,7 @@ class AuditedEngines:
         self._events = self._folder / "events.jsonl"
         self._events.touch()
         self._read = 0
-        self._late = ""
+        self._late: list[str] = []
         self._watched = self._violations = 0
         self._unwatched: Counter[str] = Counter()
         self._counters: dict[str, dict[str, float]] = {}  # by worker, the last ones
@@ -109,7 +109,7 @@ class AuditedEngines:
         A process of pytest-xdist's that ran tests gives what it has counted and found to the
         process that started it.
         """
-        self._late += self._found()
+        self._late += filter(None, [self._found()])
         if self._late and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         output = getattr(session.config, "workeroutput", None)
@@ -141,8 +141,8 @@ class AuditedEngines:
         terminalreporter.line(found if self._watched else "no engine was watched")
         if self._watched:
             terminalreporter.line(self._what_was_read())
-        if self._late:
-            terminalreporter.line(f"after the last test {self._late}")
+        for found in self._late:
+            terminalreporter.line(f"after the last test {found}")
         for why, number in self._unwatched.most_common():
             terminalreporter.line(f"not watched, or in part: {number}, because {why}")
 

@@ -194,7 +194,7 @@ class PagedSequences:
         self._check_room(count)
         if self._window is not None:
             self.settle()
-        self._check_seen(self.length, 0, 0)  # a failed forward may have written over rows
+        self._check_seen("update", self.length, 0, 0)  # a failed forward may have written over rows
         assert self.manager is not None
         slots = {
             region.group: region.slots(batch, self.length, count)
@@ -234,7 +234,7 @@ class PagedSequences:
         window, count, kept = self._window, self._count, self._count - rejected
         assert window is not None
         written = count if self._writes_through() else kept
-        self._check_seen(self.length + kept, count, written)
+        self._check_seen("crop", self.length + kept, count, written)
         try:
             window.commit([kept] * self.batch)
         except BaseException:
@@ -289,22 +289,22 @@ class PagedSequences:
             )
         deeper = max(0, remove - self.pending)
         if deeper:
-            self._check_seen(self.length - deeper, 0, 0)
+            self._check_seen("crop", self.length - deeper, 0, 0)
         self.settle(remove - deeper)
         self.length -= deeper
 
-    def _check_seen(self, length: int, count: int, written: int) -> None:
+    def _check_seen(self, operation: str, length: int, count: int, written: int) -> None:
         """Raise CapacityError if the token after ``length`` tokens would see overwritten rows."""
         for region in self.regions.values():
             oldest = region.oldest_after(self.length, count, written)
             if region.first_seen(length) < oldest:
                 raise CapacityError(
-                    "crop",
+                    operation,
                     f"a window of {region.window} tokens would reach rows that are overwritten",
                     expected=f"a length of at least {oldest + (region.window or 1) - 1}",
                     got=length,
-                    hint="nothing has changed; make the cache with max_drafts of at least the "
-                    "number of tokens to remove at once",
+                    hint="nothing has changed; compute the sequences again after reset(), or make "
+                    "the cache with max_drafts of at least the tokens that are removed at once",
                 )
 
     def reset(self) -> None:

@@ -180,8 +180,8 @@ TIME_RULES: Final[tuple[Rule, ...]] = (
         "time on CPUs",
         "auto",
         lambda f: f.device == "cpu" and f.recurrent is None,
-        "on a CPU 'undo' moves fewer rows than drafts that wait; name 'deferred' to let them wait "
-        "all the same",
+        "on a CPU 'undo' keeps the same rows and leaves the attention alone; name 'deferred' to "
+        "let drafts wait all the same",
         {},
     ),
 )

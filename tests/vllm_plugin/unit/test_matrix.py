@@ -75,7 +75,7 @@ def test_rows_say_it_in_a_line():
     )
     plain = next(line for line in lines if line.startswith("Llama"))
     assert " on CPU_ATTN | float32, bfloat16, fp8 | one worker: undo, deferred by name (" in plain
-    assert "on a CPU 'undo' moves fewer rows than drafts that wait; name 'deferred'" in plain
+    assert "on a CPU 'undo' keeps the same rows and leaves the attention alone; name" in plain
 
 
 def test_what_was_seen_is_in_its_line():

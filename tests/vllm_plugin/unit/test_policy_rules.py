@@ -27,7 +27,7 @@ from kvtxn.errors import BackendUnavailableError, KVTxnError
     [("auto", "undo"), ("deferred", "deferred"), ("undo", "undo"), ("direct", "direct")],
 )
 def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
-    """On a CPU "auto" takes what moves the fewest rows."""
+    """On a CPU "auto" takes what leaves the attention alone."""
     assert decide(asked, EngineFacts()).policy == policy
 
 
