@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -139,6 +140,7 @@ def main(path: Path, names: list[str], count: int) -> int:
     """Run some servers at once, or those for so many GPUs; returns 1 if one did not serve."""
     names = names or [name for name in SERVERS if gpus(name) <= count]
     found: dict[str, Any] = {}
+    writing = threading.Lock()
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
     def one(name: str) -> None:
@@ -149,8 +151,9 @@ def main(path: Path, names: list[str], count: int) -> int:
                 log = Path(folder, "log")
                 last = log.read_text(errors="replace")[-4000:] if log.exists() else ""
                 found[name] = {"error": traceback.format_exc()[-2000:], "log": last}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(name, found[name], flush=True)
+        with writing:  # a thread that was overtaken would write what it knew before
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(name, found[name], flush=True)
 
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(one, names))
