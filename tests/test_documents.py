@@ -184,7 +184,7 @@ def test_every_setting_of_the_plug_in_is_named():
 
 
 def test_every_event_of_the_log_is_named():
-    """The page of settings lists those that vLLM's log has, and that are above debug level."""
+    """The page of settings names every event that kvtxn writes above debug level to vLLM's log."""
     texts = [
         path.read_text()
         for folder in ("kvtxn", "backends", "integrations/serving", "integrations/vllm_plugin")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupts import interrupted_at
 from small_caches import HEAD_SIZE, HEADS, make_layers
 
 from kvtxn import (
@@ -232,26 +233,6 @@ def test_an_interrupt_promises_nothing(at):
         window.commit_sampled(rig.counts())
     assert window.state is WindowState.FAILED
     assert not rig.states.waits
-
-
-def interrupted_at(number: int, run) -> bool:
-    """Interrupt a function at its call of that number within kvtxn; tell whether there was one."""
-    left = [number]
-
-    def interrupt(frame, event, _) -> None:
-        if event == "call" and frame.f_globals["__name__"].startswith("kvtxn."):
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-
-    sys.setprofile(interrupt)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 @pytest.mark.parametrize("falls_back", [False, True])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from unittest import mock
 
 import pytest
 import torch
+from interrupts import interrupted_at
 from kvtxn.integrations.serving import eager_steps
 from kvtxn.integrations.serving.eager_steps import EagerSteps
 from kvtxn.integrations.vllm_plugin.cpu import attention
@@ -148,34 +148,11 @@ def test_a_layer_that_writes_twice(on_error, attended):
     assert lending.manager.snapshot()["kvtxn_fallbacks_total_stage"] == 1
 
 
-def interrupted_at(number, run):
-    """Interrupt a function at its line of that number within kvtxn; tell whether there was one."""
-    left = [number]
-
-    def interrupt(frame, event, _):
-        if not frame.f_globals["__name__"].startswith("kvtxn."):
-            return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-        return interrupt
-
-    sys.settrace(interrupt)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def test_an_interrupt_at_any_line_leaves_no_draft():
     """What vLLM's writer has written of settled rows stays."""
     for number in range(1, 2000):
         lending = Lending()
-        ended = not interrupted_at(number, lending.attend)
+        ended = not interrupted_at(number, lending.attend, "line")
         lending.steps.abandon()
         settled = [lending.expected([]), lending.expected([0])]
         assert any(torch.equal(lending.cache, each) for each in settled), number
@@ -188,7 +165,7 @@ def test_after_an_interrupt_at_any_line_the_next_step_has_a_window():
     """Whether it came as a step ended, or as the next one began."""
     for number in range(1, 2000):
         lending = Lending()
-        ended = not interrupted_at(number, lending.begin)
+        ended = not interrupted_at(number, lending.begin, "line")
         lending.begin()
         assert lending.steps.window is not None, number
         if ended:
