@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted_at
 from kvtxn.backends.torch_executor import TorchExecutor
 from small_caches import changed_slots, copies, make_layers, noise, rows
 
@@ -422,21 +423,6 @@ def test_an_interrupt_at_the_end_leaves_nothing_stuck(layers, monkeypatch, end):
     assert after.state is WindowState.COMMITTED
 
 
-class _InterruptAt:
-    """A trace function that raises KeyboardInterrupt at the n-th line that a module runs."""
-
-    def __init__(self, module: str, number: int) -> None:
-        self.path, self.left = sys.modules[module].__file__, number
-
-    def __call__(self, frame, event, _):
-        if frame.f_code.co_filename != self.path:
-            return None
-        self.left -= event == "line"
-        if event == "line" and self.left == 0:
-            raise KeyboardInterrupt
-        return self
-
-
 @pytest.mark.parametrize("end", ["commit", "abort"])
 def test_an_interrupt_at_any_line_of_an_end_leaves_the_manager_usable(end):
     """Also where the window lets go of what it held while hooks are called."""
@@ -445,15 +431,8 @@ def test_an_interrupt_at_any_line_of_an_end_leaves_the_manager_usable(end):
         manager = TransactionManager(layers, TxnConfig(policy="deferred"))
         w = manager.window(2, SLOTS)
         stage_all(w, layers)
-        trace, interrupt_at = sys.gettrace(), _InterruptAt("kvtxn.lifecycle", number)
-        sys.settrace(interrupt_at)
-        try:
-            w.commit(2) if end == "commit" else w.abort()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(trace)
-        if interrupt_at.left > 0:
+        ending = partial(w.commit, 2) if end == "commit" else w.abort
+        if not interrupted_at(number, ending, "line", "kvtxn.lifecycle"):
             break
         if manager.current is not None:
             manager.current.abort()
