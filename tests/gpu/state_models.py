@@ -298,10 +298,14 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
 #: Graphs of few sizes, so that engines start sooner.
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
 _FULL: Final = {**_SIZES, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+#: Inductor chooses by time how a kernel runs that joins reductions with other work, also where it
+#: is told to be deterministic (``pointwise_with_reduction`` of PyTorch 2.11): engines of stock then
+#: differ in their last bits. So no kernels are joined.
+_APART: Final = {"combo_kernels": False, "benchmark_combo_kernel": False}
 #: "full" compiles nothing, and captures whole verify steps alone: such engines start soonest.
 #: "pieces" captures the pieces of other steps, too, without Inductor.
 _MODES: Final = {
-    "graphs": {"compilation_config": _SIZES},
+    "graphs": {"compilation_config": {**_SIZES, "inductor_compile_config": _APART}},
     "eager": {"enforce_eager": True},
     "full": {"compilation_config": _FULL},
     "pieces": {"compilation_config": {**_SIZES, "backend": "eager"}},
