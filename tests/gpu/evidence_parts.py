@@ -196,7 +196,7 @@ def _bench(what: str, name: str, seconds: int, *words: str, engine: str = "") ->
 
 
 _KERNELS: Final = (
-    Part("graph-bounds", _script("graph_bounds"), seconds=80, engine=""),
+    Part("graph-bounds", _script("graph_bounds"), seconds=40, engine=""),
     _bench("kernels", "kernels", 180, engine="vllm"),
     _bench(
         *("kernels", "models", 150, "--models", "llama3-70b-tp8", "qwen3-32b-tp2", "llama3-1b"),
@@ -230,7 +230,7 @@ _KERNELS: Final = (
     ),
     *(
         _bench(
-            *("host", f"host-{backend}", 60, "--policies", "deferred", "--backend", backend),
+            *("host", f"host-{backend}", 20, "--policies", "deferred", "--backend", backend),
             *("--requests", "1", "16"),
         )
         for backend in ("triton", "cudagraph")
