@@ -1,7 +1,8 @@
 """Everything that a page quotes of GPUs, of one commit: ``python tests/gpu/evidence.py FOLDER``.
 
-Each part (``evidence_parts.PARTS``) is a command of minutes; one runs at a time on each GPU, with
-its own share of the processor's cores. FOLDER/PART gets what a part writes, and ``output.log``;
+Each part (``evidence_parts.PARTS``) is a command of minutes. Parts that measure times run alone on
+their GPU, of the others two at a time, as the processor keeps them waiting; a GPU's parts have its
+share of the processor's cores. FOLDER/PART gets what a part writes, and ``output.log``;
 FOLDER/evidence.json says which parts have ended, and how. A later call goes on where this one
 stopped: a part that was cut off begins again. Another commit needs another folder.
 
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ HERE: Final = Path(__file__).resolve().parent
 for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/audit"):
     sys.path.insert(0, str(HERE / _folder))
 
-from evidence_parts import PARTS, Part  # noqa: E402
+from evidence_parts import PARTS, PLACES, Part  # noqa: E402
 from kvtxn.benchmarks.common.machine import commit_of, describe  # noqa: E402
 
 #: Seconds that a part has for its last words once it is told to end.
@@ -155,48 +156,60 @@ def conduct(
 ) -> list[str]:
     """Run parts until none is left that would end in time; returns the names of those cut off."""
     deadline, waiting = time.monotonic() + seconds, evidence.left(parts)
-    #: By the first GPU of each: what runs, and on how many.
-    lanes: dict[int, Running] = {}
+    running: list[tuple[Running, Sequence[int]]] = []
     cut: list[str] = []
-    busy: set[int] = set()
-    while waiting or lanes:
-        for lane in list(lanes):
-            running = lanes[lane]
-            code = running.process.poll()
+    #: Free places of each GPU.
+    places = [PLACES] * len(machine.gpus)
+    while waiting or running:
+        for one, mine in list(running):
+            code = one.process.poll()
             if code is None:
                 if time.monotonic() > deadline:
-                    running.end()
+                    one.end()
                 continue
-            del lanes[lane]
-            busy -= set(range(lane, lane + running.part.lanes))
-            evidence.note(running, code)
-            cut += [running.part.name] * (running.told is not None)
-            print(said(evidence, running), flush=True)
-        free = [lane for lane in range(len(machine.gpus)) if lane not in busy]
-        for part in fitting(waiting, free, deadline - time.monotonic()):
-            mine, free = free[: part.lanes], free[part.lanes :]
+            running.remove((one, mine))
+            for gpu in mine:
+                places[gpu] += one.part.places
+            evidence.note(one, code)
+            cut += [one.part.name] * (one.told is not None)
+            print(said(evidence, one), flush=True)
+        for part, mine in fitting(waiting, places, deadline - time.monotonic()):
             waiting.remove(part)
-            gpus = [machine.gpus[lane] for lane in mine]
+            gpus = [machine.gpus[gpu] for gpu in mine]
             paths = machine.paths.get(part.engine, "")
-            lanes[mine[0]] = start(part, evidence, gpus, machine.share(mine), paths)
-            busy |= set(mine)
-        if not lanes:
+            running.append((start(part, evidence, gpus, machine.share(mine), paths), mine))
+        if not running:
             break
         time.sleep(0.1)
     return cut
 
 
-def fitting(waiting: Sequence[Part], free: Sequence[int], seconds: float) -> Iterator[Part]:
-    """Choose parts that may begin now: GPUs are free for them, and they would end in time.
+def fitting(
+    waiting: Sequence[Part], places: list[int], seconds: float
+) -> list[tuple[Part, list[int]]]:
+    """Choose parts that may begin now, and take their places: GPUs have room, and the time will do.
 
     A part that needs several GPUs waits for the first of them only while nothing runs, so such
     parts come first.
+
+    Args:
+        waiting: parts.
+        places: free ones of each GPU; those that are taken are subtracted.
+        seconds: that are left.
+
+    Returns:
+        Parts, and the numbers of the GPUs that each takes.
     """
-    room = len(free)
+    found = []
     for part in sorted(waiting, key=lambda part: -part.gpus):
-        if part.lanes <= room and part.seconds <= seconds:
-            room -= part.lanes
-            yield part
+        room = [gpu for gpu, free in enumerate(places) if free >= part.places]
+        room.sort(key=lambda gpu: -places[gpu])
+        if part.lanes <= len(room) and part.seconds <= seconds:
+            mine = sorted(room[: part.lanes])
+            for gpu in mine:
+                places[gpu] -= part.places
+            found.append((part, mine))
+    return found
 
 
 def said(evidence: Evidence, running: Running) -> str:

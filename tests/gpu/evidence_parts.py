@@ -12,6 +12,9 @@ from typing import Any, Final
 
 import attrs
 
+#: Parts that share a GPU at most. The processor is what they wait for: more gain nothing.
+PLACES: Final = 2
+
 
 @attrs.frozen
 class Part:
@@ -25,6 +28,8 @@ class Part:
             the part's folder.
         gpus: how many it needs; 0: a machine without any.
         engine: ``"vllm"``, ``"vllm-0.32.0"``, ``"sglang"``, or nothing.
+        shares: it measures no times and takes little memory, so another such part may run on its
+            GPU at the same time.
         environment: more variables.
     """
 
@@ -34,12 +39,18 @@ class Part:
     kept: Sequence[tuple[str, str]] = ()
     gpus: int = 1
     engine: str = "vllm"
+    shares: bool = False
     environment: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def lanes(self) -> int:
         """How many of a machine's lanes it takes, one for each GPU."""
         return max(1, self.gpus)
+
+    @property
+    def places(self) -> int:
+        """How many of a GPU's places it takes, of ``PLACES``."""
+        return 1 if self.shares else PLACES
 
 
 _PYTHON: Final = ("{python}",)
@@ -74,6 +85,7 @@ def _kit() -> Iterator[Part]:
             seconds=360,
             kept=[("kit", ".")],
             engine="",
+            shares=True,
         )
 
 
@@ -96,6 +108,7 @@ def _grid() -> Iterator[Part]:
             kept=[("grid", "grid.json")],
             gpus=2 if names is several else 1,
             engine="vllm-0.32.0" if names is _CORE else "vllm",
+            shares=True,
         )
 
 
@@ -113,6 +126,7 @@ def _states() -> Iterator[Part]:
             _script("try_states", "--out", "{out}", "--jobs", "16", "--only", *only),
             seconds=250,
             kept=[("states", "reports.json"), ("fast", "reports.json")],
+            shares=True,
         )
 
 
@@ -130,6 +144,7 @@ def _audits() -> Iterator[Part]:
             seconds=300 if part in found else 150,
             kept=[("audit", ".")],
             gpus=2 if names is several else 1,
+            shares=part in found,
         )
 
 
@@ -142,12 +157,14 @@ _CONNECTORS: Final = (
         ),
         seconds=300,
         kept=[("connectors", "reports.json")],
+        shares=True,
     ),
     Part(
         "identities",
         _script("gpu_identities", "--out", "{out}"),
         seconds=420,
         kept=[("identities", ".")],
+        shares=True,
     ),
 )
 _RANKS: Final = (
@@ -164,6 +181,7 @@ _RANKS: Final = (
         _script("gpu_serve", "{out}/servers.json"),
         seconds=240,
         kept=[("servers", "servers.json")],
+        shares=True,
     ),
 )
 
@@ -181,6 +199,7 @@ def _sanitizer() -> Iterator[Part]:
             seconds=300,
             kept=[("bench", "h200-sanitizer.json")],
             engine="",
+            shares=True,
         )
 
 
@@ -350,6 +369,7 @@ def _sglang() -> Iterator[Part]:
             seconds=560,
             kept=[("sglang", "engines.json")],
             engine="sglang",
+            shares=True,
         )
     for name, seconds, words in (
         ("canary", 560, ()),
@@ -364,8 +384,15 @@ def _sglang() -> Iterator[Part]:
             seconds,
             kept=[(f"sglang_{name}", f"{name}.json")],
             engine="sglang",
+            shares=name in ("canary", "known"),
         )
-    yield Part("sglang-audit", _script("sglang_audit", "{out}"), seconds=560, engine="sglang")
+    yield Part(
+        "sglang-audit",
+        _script("sglang_audit", "{out}"),
+        seconds=560,
+        engine="sglang",
+        shares=True,
+    )
 
 
 # -- a machine without a GPU -----------------------------------------------------------------------

@@ -64,6 +64,35 @@ def test_one_part_at_a_time_on_each_gpu(folder, machine):
     assert {name: each["rc"] for name, each in folder.ended.items()} == dict.fromkeys(found, 0)
 
 
+def test_two_parts_share_a_gpu_if_they_may(folder, machine):
+    """Each waits until the other runs; nothing runs beside what may not share."""
+    one = evidence.Machine(["3"], machine.cores, {})
+    parts = [part("a", beside="b", shares=True), part("alone"), part("b", beside="a", shares=True)]
+    parts += [part("c", shares=True)]
+    assert evidence.conduct(folder, parts, one, 120.0) == []
+    found = {each.name: seen(folder, each.name) for each in parts}
+    assert {found[name]["gpus"] for name in found} == {"3"}
+    assert found["a"]["cores"] == found["b"]["cores"] == [*machine.cores]
+    alone = found.pop("alone")
+    for each in found.values():
+        assert each["ended"] <= alone["begun"] or alone["ended"] <= each["begun"]
+
+
+def test_what_measures_times_shares_no_gpu():
+    """By the names of parts: those of speeds, of costs, and of long lives."""
+    timed = (
+        "bench-",
+        "turns-",
+        "soak-",
+        "graph-bounds",
+        "sglang-cost",
+        "sglang-rings",
+        "sglang-mamba",
+    )
+    assert not [each.name for each in PARTS if each.name.startswith(timed) and each.shares]
+    assert not [each.name for each in PARTS if each.gpus == 0 and each.shares]
+
+
 def test_what_has_ended_is_not_run_again(folder, machine):
     parts = [part("a"), part("bad", code=4)]
     evidence.conduct(folder, parts[:1], machine, 120.0)
