@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 import attrs
 import torch
@@ -30,7 +30,6 @@ from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, Staged
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..row_io import LayerRows
-from .launching.graph_launch import Graph, replay_of
 from .move_rows.acceptance import acceptance_arg
 from .move_rows.launch import MovePlan
 from .triton_executor import TritonExecutor
@@ -40,6 +39,13 @@ _MAX_IN_PLACE: Final = 4
 
 #: Rows of the smallest bucket, and entries of the smallest one of acceptances.
 _MIN_BUCKET: Final = 8
+
+
+class Graph(Protocol):
+    """A captured launch: a ``torch.cuda.CUDAGraph``, or a stand-in of one without a GPU."""
+
+    def replay(self) -> None:
+        """Launch the captured graph; its kernels read and write the buffers of the capture."""
 
 
 @attrs.define(eq=False)
@@ -220,7 +226,7 @@ class CudaGraphExecutor(Executor):
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted
-        replay = self.graphs.add(lambda: replay_of(self.capture(run)), dropped)
+        replay = self.graphs.add(lambda: self.capture(run).replay, dropped)
         return None if replay is None else _Captured(replay, layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:

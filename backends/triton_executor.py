@@ -152,12 +152,12 @@ class TritonExecutor(Executor):
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch.
 
-        Under ``direct`` it only counts; a window without rows launches nothing. Along the path of a
-        tree rows move under every policy: under ``undo`` one launch puts back what their places
-        held, and a second one writes and counts.
+        Under ``direct`` it only counts; a window without rows launches nothing. In a tree kept rows
+        are written under every policy: under ``undo`` one launch puts back what their places held,
+        and a second one writes and counts.
         """
-        if isinstance(accepted, Tensor) and accepted.ndim == 2:
-            self._commit_path(txn, accepted)
+        if txn.layout.tree is not None:
+            self._commit_tree(txn, accepted)
         else:
             self._launch(self.plan_commit(txn), txn, accepted)
 
@@ -334,17 +334,16 @@ class TritonExecutor(Executor):
         parts = [part for ref in self.layers for part in txn.saved[ref.name]]
         return self._planner.plan("all", self.layers, parts, Select.REJECTED, known)
 
-    def _commit_path(self, txn: Txn, path: Tensor) -> None:
-        """Commit along the accepted path of each draft tree, int ``[num_requests, columns]``.
+    def _commit_tree(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
+        """Write the kept rows of draft trees to their places, and count.
 
-        It counts, too. Under ``undo`` a first launch puts back all saved rows that the path does
-        not fill.
+        Under ``undo`` a first launch puts back all saved rows that no kept row fills.
         """
         known = self._own_all_slots(txn)
         if txn.policy == "undo":
-            self._launch(self._plan_restore(txn, known), txn, path, count=False)
+            self._launch(self._plan_restore(txn, known), txn, accepted, count=False)
         plan = self._plan_staged(txn, known) if self.moved else self._plan_count(known)
-        self._launch(plan, txn, path)
+        self._launch(plan, txn, accepted)
 
     def _move(self, txn: Txn, plan: MovePlan) -> None:
         """Launch a move that needs no acceptance; it counts nothing."""

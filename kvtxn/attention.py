@@ -126,14 +126,18 @@ def _check_ring(
         writes = (
             "settled rows of this window" if waiting else "rows of this window, drafts included,"
         )
+        if window > (ref.window or window):
+            hint = f"pass the layer's own sliding_window, {ref.window}, or make the ring larger"
+        elif waiting:
+            hint = "make the ring larger"
+        else:
+            hint = "use policy='deferred', where draft rows wait outside the ring"
         raise LayerError(
             "attend",
             f"the {writes} evict rows of {ref.name!r} that its first query sees",
             expected=f"ring_size >= window + rows - 1 = {needed}",
             got=size,
-            hint="make the ring larger"
-            if waiting
-            else "use policy='deferred', where draft rows wait outside the ring",
+            hint=hint,
         )
     if slots < size:
         raise LayerError(

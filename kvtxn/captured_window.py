@@ -111,6 +111,11 @@ class CapturedWindow(Window):
         return self._life.state if state is None else state
 
     @property
+    def fallback_reason(self) -> str | None:
+        """The operation whose failure made the window DIRECT, or None."""
+        return self._life.fallback_reason if self._state is None else None
+
+    @property
     def layout(self) -> RowLayout:
         """The layout; the window's rows are the first rows of the batch."""
         return self.plan.layout
@@ -212,7 +217,7 @@ class CapturedWindow(Window):
         """Say that the forward comes now, if ``begin`` left the saving of old rows to it.
 
         Until then an abort puts nothing back, as nothing was overwritten. Does nothing to a window
-        whose rows were saved when it began.
+        whose rows were saved when it began, that fell back, or that is over.
 
         Args:
             saves: the forward begins with ``CapturedWindows.save_in_forward``, for as many rows as
@@ -221,13 +226,16 @@ class CapturedWindow(Window):
         Raises:
             Exception: what saving raised, under ``on_error="raise"``.
         """
-        if not self._unsaved or self._state is None:
+        if not self._unsaved or self.state is not STAGED:
             return
         self._unsaved = False
-        if saves:
-            return
         try:
-            self.save()
+            if not saves:
+                self.save()
+            if self._state is None:  # the lifecycle was made before, without old rows
+                txn = self._life.txn
+                assert txn is not None
+                self._shared.fill(txn, saved=True)
         except Exception as error:
             self.save_failed(error)
         except BaseException:
@@ -273,6 +281,7 @@ class CapturedWindow(Window):
                 restored, or, once states were in, after all accepted rows were; or a hook's error.
         """
         if self._unsaved:
+            self._check(sampled)
             self._miss_saving("commit_sampled")
         try:
             if self._shared.supplier is not None:
@@ -448,10 +457,12 @@ class CapturedWindow(Window):
                 got="the accepted drafts of the window's requests",
                 hint="call commit_sampled",
             )
+        opens = self._noted is None and self.state is OPEN
+        if self._unsaved or opens:
+            accepted = as_accepted(accepted, self.layout, self._context.device)
         if self._unsaved:
             self._miss_saving("commit")
-        if self._noted is None and self.state is OPEN:
-            accepted = as_accepted(accepted, self.layout, self._context.device)
+        if opens:
             self._take_the_rest()
         super().commit(accepted)
 
@@ -505,8 +516,6 @@ class CapturedWindow(Window):
     def fall_back(self, operation: str, error: Exception, *, replayed: bool | None = None) -> None:
         """Give the window up because the caller's own code failed; see ``Window.fall_back``.
 
-        The rows of rings that the forward will write over are saved for the window's end.
-
         Args:
             operation: see ``Window.fall_back``.
             error: see ``Window.fall_back``.
@@ -521,9 +530,6 @@ class CapturedWindow(Window):
         if whole and self.state is OPEN:
             self._take_the_rest()
         super().fall_back(operation, error)
-        txn = self._life.txn
-        assert txn is not None
-        self._life.or_fail(lambda: recovery.save_rings(self._context, txn))
 
     @never_compiled
     def abort(self, *, replayed: bool | None = None) -> None:

@@ -115,9 +115,12 @@ class Lifecycle:
         context, txn = self.context, self.txn
         assert txn is not None  # the executor acts on windows with slots only
         layers = (*txn.staged.values(), *layers)
-        self.or_fail(
-            lambda: self.follow(recovery.go_direct(context, txn, operation, error, layers))
-        )
+        try:
+            self.or_fail(
+                lambda: self.follow(recovery.go_direct(context, txn, operation, error, layers))
+            )
+        finally:  # as in ``follow``
+            del error
 
     def follow(self, failure: recovery.Failure | None) -> None:
         """Take the state that a failure leads to; None changes nothing.
@@ -132,7 +135,10 @@ class Lifecycle:
             return
         if failure.event is not Event.FALL_BACK:
             self.finish(failure.event)
-            raise failure.error
+            try:
+                raise failure.error
+            finally:  # the error's traceback has this frame, which would keep the step's tensors
+                del failure
         self.go(Event.FALL_BACK)
         self.fallback_reason, self._late_error = failure.operation, failure.error
 

@@ -90,8 +90,9 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
         None if the executor committed; else the failure, after its repair.
     """
     before: LayerRows = txn.saved
-    counted = txn.counters.clone() if context.may_stop_halfway else None
+    counted = None
     try:
+        counted = txn.counters.clone() if context.may_stop_halfway else None
         if isinstance(accepted, SampledIds):
             ids = context.executor.capabilities.takes_ids
             accepted = context.acceptance.counted(accepted, txn.layout, takes_ids=ids)
@@ -296,12 +297,14 @@ def save_evicted(context: WindowContext, txn: Txn, group: str) -> None:
 def save_rings(context: WindowContext, txn: Txn) -> None:
     """Save the rows of rings that a forward will write over, drafts included.
 
-    Leaves out layers that are saved already, or whose rows wait; under ``direct`` it saves none.
+    Leaves out layers that are saved already, whose rows wait, or whose slots are not known; under
+    ``direct`` it saves none.
     """
     if context.policy == "direct":
         return
     known = {**txn.saved, **txn.staged}
-    refs = [ref for ref in txn.layers if ref.kind.name == "ring" and ref.name not in known]
+    rings = [ref for ref in txn.layers if ref.kind.name == "ring" and ref.group in txn.slots]
+    refs = [ref for ref in rings if ref.name not in known]
     txn.saved.update(read_layers(refs, txn.slots))
 
 

@@ -433,7 +433,7 @@ class Window:
         life.surface()
 
     def __enter__(self) -> Self:
-        if self._life.state.is_final:
+        if self.state.is_final:
             self._life.refuse("with", Event.ABORT)
         return self
 
@@ -444,7 +444,7 @@ class Window:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._life.state.is_final:
+        if self.state.is_final:
             return
         if error is not None:
             try:
@@ -452,7 +452,7 @@ class Window:
             except Exception as failure:  # the body's exception always wins
                 error.add_note(f"kvtxn: abort raised as well: {failure!r}")
             return
-        state = self._life.state.name
+        state = self.state.name
         ended = UnresolvedWindowError(
             "with",
             f"the block ended in state {state} without commit or abort",
@@ -465,8 +465,11 @@ class Window:
             self.abort()
         except Exception as failure:
             ended.add_note(f"kvtxn: abort raised as well: {failure!r}")
-            raise ended from failure
-        raise ended
+            ended.__cause__ = failure
+        try:
+            raise ended
+        finally:  # its traceback has this frame, which would keep the step's tensors
+            del ended
 
     # -- failures and the end ------------------------------------------------------
 
@@ -474,7 +477,8 @@ class Window:
         """Make the window DIRECT because the caller's own code failed; write staged rows now.
 
         From here on the caller writes the rows of layers that are not staged, and commit only
-        counts. Not for windows with a draft tree, whose commit has to move staged rows.
+        counts; of rings it also puts back what rejected drafts evicted, so call this before you
+        write. Not for windows with a draft tree, whose commit has to move staged rows.
 
         Args:
             operation: the operation that failed: ``fallback_reason`` and a label of the metrics.
@@ -499,3 +503,4 @@ class Window:
         life.go_direct(operation, error)
         life.missing.clear()
         self._written_by = "caller"
+        life.or_fail(lambda: recovery.save_rings(self._context, txn))

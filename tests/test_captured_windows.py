@@ -81,6 +81,18 @@ def forward(request):
 # -- sampled ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["sampled", "counts"])
+def test_what_does_not_fit_is_refused_before_the_forward_too(form):
+    """The window stays as it is, though a commit before a forward that saves would fall back."""
+    forward = Forward(policy="undo")
+    window = forward.begin(3)
+    window._unsaved = True  # as where the forward is to save
+    with pytest.raises(AcceptanceError):
+        window.commit_sampled("nonsense") if form == "sampled" else window.commit("nonsense")
+    assert window.state is WindowState.STAGED
+    window.abort()
+
+
 @pytest.mark.parametrize(
     "sampled",
     [

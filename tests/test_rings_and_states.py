@@ -192,6 +192,31 @@ def test_an_aborted_chunk_evicts_what_its_repetition_reads_from_a_small_ring(chu
     assert torch.equal(ring.key_cache.flatten(0, 1)[before[-3:] % 8], seen) is stays
 
 
+@pytest.mark.parametrize("end", ["commit", "abort"])
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_window_that_the_caller_gives_up_keeps_the_live_rows_of_its_ring(policy, end):
+    """The caller writes the rows after that; the end puts back what rejected drafts evicted."""
+    ring = make_ring(4)
+    for cache in (ring.key_cache, ring.value_cache):
+        cache.view(-1, 2)[:4] = torch.arange(100.0, 104.0).view(4, 1)
+    with manager(ring, policy=policy).window(3, [2, 3, 0, 1]) as window:
+        window.fall_back("attend", RuntimeError("the engine's kernel failed"))
+        for cache in (ring.key_cache, ring.value_cache):
+            cache.view(-1, 2)[[2, 3, 0, 1]] = torch.arange(4.0).view(4, 1)
+        window.commit(1) if end == "commit" else window.abort()
+    assert held(ring)[:4] == [100, 101, 0, 1 if end == "commit" else 103]
+
+
+def test_attention_wider_than_the_rings_window_is_named():
+    ring = make_ring(4, window=3)
+    with manager(ring).window(1, [0, 1]) as window:
+        stage(window, ring)
+        query, table, lengths = torch.zeros(2, 1, 2), torch.tensor([[0]]), torch.tensor([2])
+        with pytest.raises(LayerError, match="pass the layer's own sliding_window, 3"):
+            window.attend(ring, query, table, lengths, sliding_window=5)
+        window.abort()
+
+
 def test_attention_wants_the_whole_ring_in_the_table():
     ring = make_ring(6, 3)
     with manager(ring).window(1, [0, 1]) as window:

@@ -405,6 +405,20 @@ def test_a_step_without_rows_has_a_window_for_its_states(way, policy):
     assert rig.count("windows_total_committed") == rig.count("windows_total_fell_back") == 1
 
 
+@each_policy
+@each_way
+def test_a_window_for_states_that_was_looked_at_ends_as_any(way, policy):
+    rig = Rig(way, policy, on_error="raise")
+    rig.begin().abort()
+    rig.states.begin([1, 3], [1, 4], replayed=True)
+    expected = rig.states.expected([1, 2])
+    with rig.windows.begin_states() as window:
+        assert (window.fallback_reason, window.missing) == (None, ())
+        assert window.commit_sampled(torch.tensor([1, 2], dtype=torch.int32)) is COMMITTED
+    rig.check(expected, set())
+    assert rig.count("fallbacks_total") == 0
+
+
 def test_states_of_more_requests_than_the_window():
     """Requests with drafts are apart from others in the batch; each takes its own count in."""
     rig = Rig()

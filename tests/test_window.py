@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from small_caches import changed_slots, copies, make_layers, rows
@@ -150,3 +153,31 @@ def test_repr_says_where_it_stands(layers):
     assert repr(w) == "<Window 0 OPEN, 3 layers missing>"
     w.abort()
     assert repr(w) == "<Window 0 ABORTED, 3 layers missing>"
+
+
+@pytest.mark.parametrize("how", ["unresolved", "commit", "stage"])
+def test_an_error_keeps_no_tensor_of_the_failed_step(how, monkeypatch):
+    """The caller's tensors are gone with the error: a retry may need their memory at once."""
+    (ref,) = one = make_layers(1)
+    manager, seen = manager_of(one, "undo", on_error="raise"), []
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the executor failed")
+
+    def step() -> None:
+        own = torch.zeros(1)
+        seen.append(weakref.ref(own))
+        with manager.window(1, [0, 1]) as window:
+            if how != "unresolved":
+                monkeypatch.setattr(manager.executor, how, broken)
+                window.stage(ref, *rows(2))
+                window.commit(1)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((UnresolvedWindowError, RuntimeError)):
+            step()
+        assert seen[0]() is None
+    finally:
+        gc.enable()

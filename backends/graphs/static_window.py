@@ -23,7 +23,6 @@ from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
 from ...state_supplier import Capture
-from ..launching.graph_launch import replay_of
 from ..launching.kernel_call import KernelCall
 from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
 from ..move_rows.launch import CachedLaunch, MovePlan
@@ -163,7 +162,7 @@ class StaticLaunches(CapturedLaunches):
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         try:
-            return replay_of(capture(launch))
+            return capture(launch).replay
         except RuntimeError as error:  # the plain launch still works
             log.debug("static_window.not_captured", error=repr(error))
             return None

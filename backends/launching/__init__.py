@@ -2,7 +2,6 @@
 
 - ``kernel_call``: a launch with all of its arguments.
 - ``repeated_launch``: the same again by CUDA's driver, its arguments packed once.
-- ``graph_launch``: a captured CUDA graph by CUDA's driver.
 
 Outside of this package nothing in the backends uses ``ctypes``.
 """

@@ -64,7 +64,7 @@ def count_ages(books: Books, line: Tensor, age: Tensor, *, states: bool = False)
 BY_AGE: Final = (
     Family(
         "kvtxn_audit_rows_read_by_age",
-        "Rows that were read and compared, by the changes of weights since they were computed.",
+        "Rows that were compared, by the changes of weights since they were computed.",
         "age",
         per_rank=True,
     ),

@@ -25,7 +25,11 @@ AUDIT_FAMILIES: Final = (
         per_rank=True,
     ),
     Family("kvtxn_audit_steps_total", "Forward passes that were watched.", per_rank=True),
-    Family("kvtxn_audit_rows_checked_total", "Rows that were read and compared.", per_rank=True),
+    Family(
+        "kvtxn_audit_rows_checked_total",
+        "Rows that were compared: read, published or exported.",
+        per_rank=True,
+    ),
     Family(
         "kvtxn_audit_states_checked_total", "States that were read and compared.", per_rank=True
     ),

@@ -23,7 +23,9 @@ class RequestTable:
         self._max = max_requests
         self._lines: dict[str, tuple[int, int]] = {}
         self._free = list(range(max_requests - 1, -1, -1))
-        self._names: OrderedDict[int, str] = OrderedDict()
+        #: The names of admitted requests, and those of released ones, by serial number.
+        self._names: dict[int, str] = {}
+        self._released: OrderedDict[int, str] = OrderedDict()
         self._seeds: dict[int, int] = {}  # by serial number, none that is 0
         self._next_serial = 0
 
@@ -38,8 +40,6 @@ class RequestTable:
     def admit(self, requests: Sequence[str]) -> list[tuple[int, int]]:
         """Return the line and the serial number of each request; give it new ones if it has none.
 
-        Beyond ``REMEMBERED`` released requests, the oldest names are forgotten.
-
         Args:
             requests: names, none of them twice.
 
@@ -53,8 +53,6 @@ class RequestTable:
             self._lines[request] = self._free.pop(), self._next_serial
             self._names[self._next_serial] = request
             self._next_serial += 1
-        while len(self._names) > REMEMBERED + self._max:
-            self._seeds.pop(self._names.popitem(last=False)[0], None)
         return [self._lines[request] for request in requests]
 
     def require_room(self, requests: Sequence[str], leaving: Sequence[str] = ()) -> None:
@@ -114,12 +112,19 @@ class RequestTable:
             ) from None  # fmt: skip
 
     def release(self, request: str) -> int | None:
-        """Free the line of a request, and return it; None for an unknown name."""
+        """Free the line of a request, and return it; None for an unknown name.
+
+        Beyond ``REMEMBERED`` released requests, the name that was released first is forgotten.
+        """
         entry = self._lines.pop(request, None)
         if entry is None:
             return None
-        self._free.append(entry[0])
-        return entry[0]
+        line, serial = entry
+        self._free.append(line)
+        self._released[serial] = self._names.pop(serial)
+        if len(self._released) > REMEMBERED:
+            self._seeds.pop(self._released.popitem(last=False)[0], None)
+        return line
 
     def clear(self) -> None:
         """Free all lines; the names of the requests stay known."""
@@ -133,8 +138,8 @@ class RequestTable:
 
     def seed(self, serial: int) -> int | None:
         """Return the digest of a request's extras, 0 for none; None if it is forgotten."""
-        return self._seeds.get(serial, 0) if serial in self._names else None
+        return self._seeds.get(serial, 0) if self.name(serial) is not None else None
 
     def name(self, serial: int) -> str | None:
         """Return the name of the request with a serial number; None if it is forgotten."""
-        return self._names.get(serial)
+        return self._names.get(serial) or self._released.get(serial)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 import pytest
+import torch
 
-from ..errors import WindowStateError
+from ..captured_window import CapturedWindow
+from ..errors import LayerError, WindowStateError
 from ..window_transitions import WindowState
 from .batches import SHAPES, random_counts
 from .captured_forward import COUNTS, SHAPE, CapturedForward, exact_steps
@@ -72,6 +74,35 @@ class SavingForwards(MixedKit):
         rig.check("aborted before the forward")
         if forward.leaves_saving:
             assert not offloader.seen(), "a hook was told of rows that nobody wrote"
+        forward.next_step()
+
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    @pytest.mark.parametrize("saver", [*SAVERS, "begin"])
+    def test_a_window_that_was_looked_at(
+        self, kit: Kit, layers: Layers, saver: str, end: str
+    ) -> None:
+        """A window in a ``with`` block ends as any, whatever was read of it before its forward."""
+        rig = kit.rig("undo", layers("undo"))
+        forward = CapturedForward(rig) if saver == "begin" else saving(rig, saver)
+        forward.step(rig.batch(SHAPE), COUNTS)
+        for refused in (False, True):
+            batch = rig.batch(SHAPE)
+            with forward.begin(batch) as window:
+                look_at(window)
+                if refused:
+                    with pytest.raises(LayerError):
+                        window.attend(None, *[torch.zeros(1)] * 3)  # type: ignore[arg-type]
+                forward.run()
+                look_at(window)
+                rig.expect_staged(batch)
+                if end == "commit":
+                    assert window.commit_sampled(forward.sampled(COUNTS)) is WindowState.COMMITTED
+                    rig.expect_committed(batch, batch.kept(COUNTS))
+                else:
+                    window.abort()
+                    rig.expect_aborted(batch)
+            look_at(window)
+            rig.check(f"{end} of a window that was looked at")
         forward.next_step()
 
     @pytest.mark.parametrize("filled", [False, True])
@@ -156,6 +187,14 @@ class SavingForwards(MixedKit):
             rig.check("as stock leaves them")
             assert window.state is WindowState.FELL_BACK
         forward.next_step()
+
+
+def look_at(window: CapturedWindow) -> None:
+    """Read everything that a window shows of itself."""
+    repr(window)
+    for name in dir(type(window)):
+        if not name.startswith("_"):
+            getattr(window, name)
 
 
 def saving(rig: Rig, saver: str) -> CapturedForward:

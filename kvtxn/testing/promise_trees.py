@@ -162,6 +162,19 @@ class Trees(MixedKit):
             rig.expect_committed(batch, mask)
             rig.check(repr(accepted))
 
+    @pytest.mark.parametrize("accepted", [0, 1, 3])
+    def test_chains_that_lap_a_ring(self, kit: Kit, lapping: Rig, accepted: int) -> None:
+        """Kept rows are written under every policy, also where a rejected row lies in their slot.
+
+        Counts, masks and paths have one meaning.
+        """
+        kit.need("trees")
+        chain, path = [range(-1, 5)], [[*range(accepted)]]
+        mask = torch.tensor([False, *(node < accepted for node in range(6))])
+        for form in (torch.tensor([accepted]), mask, padded(path, CPU)):
+            batch = lapping.batch(lengths((1,), chain))
+            run_tree(lapping, batch, chain, path, form.to(lapping.device))
+
     def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
         """Counts, masks and host paths that leave the tree raise AcceptanceError.
 

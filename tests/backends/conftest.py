@@ -32,10 +32,17 @@ def kernel_tree_settings(kernel_program_settings: Any) -> Any:
     return hypothesis.settings(kernel_program_settings, max_examples=1000 if ON_GPU else 4)
 
 
+#: Tests of the kit of which every case runs: random programs, and what most cases would not show.
+WHOLE = (
+    *("test_random_trees", "test_random_histories"),
+    *("test_a_window_that_was_looked_at", "test_chains_that_lap_a_ring"),
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take some cases of each test where they are interpreted, but all random programs.
+    """Take some cases of each test where they are interpreted, but all of those in ``WHOLE``.
 
     Graphs that are pretended make the Triton executor's launches again: fewer cases show that.
     """
     kits = {"TestTriton": 20, "TestPretendedGraphs": 60}
-    take_some(config, items, kits, whole=("test_random_trees", "test_random_histories"))
+    take_some(config, items, kits, whole=WHOLE)

@@ -5,7 +5,7 @@
 Prints JSON and ends with 1 if something does not hold. Takes less than a minute.
 
 ``host_function``: the queue of launches is filled while a host function that needs Python's lock
-waits in the stream. Both torch's replay and kvtxn's have to finish. ``memory``: commits of many
+waits in the stream; the launches have to finish. ``memory``: commits of many
 layouts are captured; memory outside of torch has to stay near the bound, graphs that had to go are
 captured again when their layout recurs, and every commit is right, graphs or not, also of graphs
 that are dropped while they are on the device.
@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy
 import torch
-from kvtxn.backends.launching.graph_launch import replay_of
 from kvtxn.integrations.serving.graph_steps import GraphSteps
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
@@ -39,30 +38,29 @@ DRAFTS, ROWS, LAYOUTS, PLACES = 4, 64, 250, 4
 SMALL = 16 << 20
 
 
-def fill_the_queue(which: str) -> None:
+def fill_the_queue() -> None:
     """Launch a graph more often than the queue takes, behind a host function in Python."""
     x = torch.zeros(1, device="cuda")
     x.add_(1)
     graph = capture(lambda: x.add_(1))
-    run = replay_of(graph) if which == "kvtxn" else graph.replay
     cuda = ctypes.CDLL("libcuda.so.1")
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.2))
-    run()
+    graph.replay()
     torch.cuda.synchronize()
     torch.cuda._sleep(int(2e9))  # the queue fills before the function begins
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert cuda.cuLaunchHostFunc(stream, function, None) == 0
     for _ in range(LAUNCHES):
-        run()
+        graph.replay()
     torch.cuda.synchronize()
     assert float(x) == LAUNCHES + 2, float(x)
 
 
-def finishes(which: str) -> bool:
+def finishes() -> bool:
     """Tell whether ``fill_the_queue`` ends, in a process of its own."""
     try:
         done = subprocess.run(
-            [sys.executable, __file__, which], timeout=LIMIT, capture_output=True, text=True
+            [sys.executable, __file__, "child"], timeout=LIMIT, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
         return False
@@ -76,18 +74,6 @@ def outside_torch() -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
-
-
-def microseconds(run: Any, times: int = 2000) -> float:
-    """Return the host's time of a launch; the queue is emptied often enough not to fill."""
-    spent = 0.0
-    for _ in range(times // 100):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(100):
-            run()
-        spent += time.perf_counter() - begin
-    return round(1e6 * spent / times, 2)
 
 
 class Runner:
@@ -176,19 +162,14 @@ def memory(most_bytes: int) -> dict[str, object]:
 
 def main() -> int:
     """Print what was found; return 1 if something does not hold."""
-    function = {which: finishes(which) for which in ("torch", "kvtxn")}
+    function = finishes()
     with torch.inference_mode():
         memories = {"small": memory(SMALL), "default": memory(MOST_BYTES)}
-        x = torch.zeros(1, device="cuda")
-        x.add_(1)
-        graph = capture(lambda: x.add_(1))
-        times = {"torch": microseconds(graph.replay), "kvtxn": microseconds(replay_of(graph))}
-    holds = all(function.values()) and all(each["holds"] for each in memories.values())
+    holds = function and all(each["holds"] for each in memories.values())
     found = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "host_function_finishes": function,
-        "launch_us": times,
         "memory": memories,
         "holds": holds,
     }
@@ -198,6 +179,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        fill_the_queue(sys.argv[1])
+        fill_the_queue()
     else:
         sys.exit(main())

@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from ....backends.launching.graph_launch import replay_of
 from ....cuda_graphs import GraphCache, capture
 from ....state_supplier import Capture
 from ..policy.engine_facts import GATED_DELTA, MAMBA2, OLMO_DELTA
@@ -366,7 +365,7 @@ def captures() -> Capture:
     All graphs that one such function captures share one pool of memory.
     """
     pool = torch.cuda.graph_pool_handle()
-    return lambda run: replay_of(capture(run, pool))
+    return lambda run: capture(run, pool).replay
 
 
 def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
