@@ -190,12 +190,9 @@ class CapturedWindow(Window):
     def save(self) -> None:
         """Copy the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
         self._shared.save(self.plan.launches)
-        if self.plan.launches is not None:
-            return
-        txn = self._life.txn
-        assert txn is not None
-        for group in self._context.groups:
-            self._context.save(txn, group)
+        if self.plan.launches is None:
+            for group in self._context.groups:
+                self._context.save(self._txn, group)
 
     def save_failed(self, error: Exception) -> None:
         """Go DIRECT, since no old row is there to be put back; or abort and raise ``error``.
@@ -206,8 +203,7 @@ class CapturedWindow(Window):
         life, self._unsaved = self._life, False
         life.go_direct("begin", error)
         life.missing.clear()  # the forward writes every row, and no state
-        txn = life.txn
-        assert txn is not None
+        txn = self._txn
         if self._context.policy == "deferred":
             stored = self._shared.stored(txn.layout.num_rows)
             txn.staged.update({name: row for name, row in stored.items() if row.ref.states})
@@ -233,9 +229,7 @@ class CapturedWindow(Window):
             if not saves:
                 self.save()
             if self._state is None:  # the lifecycle was made before, without old rows
-                txn = self._life.txn
-                assert txn is not None
-                self._shared.fill(txn, saved=True)
+                self._shared.fill(self._txn, saved=True)
         except Exception as error:
             self.save_failed(error)
         except BaseException:
@@ -353,8 +347,7 @@ class CapturedWindow(Window):
             self._life.fail()
             raise
         if self._state is None:
-            assert self._life.txn is not None
-            self._life.txn.states_in = self._states_in
+            self._txn.states_in = self._states_in
         if error is not None and self.state is not WindowState.DIRECT:
             counts = self._counts(sampled)
             self._end_by(
@@ -431,12 +424,10 @@ class CapturedWindow(Window):
         """End the window by a repair of its commit, or restore the caches and raise."""
         self._take_the_rest()
         life = self._life
-        txn = life.txn
-        assert txn is not None
 
         def finish() -> None:
             """Repair the commit, and end the window as the repair says."""
-            life.follow(repair(txn))
+            life.follow(repair(self._txn))
             life.finish(Event.COMMIT, counts)
 
         life.or_fail(finish)
@@ -581,15 +572,18 @@ class CapturedWindow(Window):
             self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())
         return life
 
+    @property
+    def _txn(self) -> Txn:
+        """The lifecycle's ``Txn``: such a window has slots from the start."""
+        assert self._life.txn is not None
+        return self._life.txn
+
     def _take(self, refs: Iterable[LayerRef]) -> None:
         """Move layers whose drafts wait from ``missing`` to the lifecycle's ``Txn``; count them.
 
         With the last missing layer an OPEN window is STAGED.
         """
-        life = self._life
-        txn = life.txn
-        assert txn is not None
-        shared = self._shared
+        life, txn, shared = self._life, self._txn, self._shared
         for ref in refs:
             if txn.waits or (ref.states and shared.context.policy == "deferred"):
                 stored = shared.stored(self.num_rows)

@@ -115,10 +115,13 @@ class Lifecycle:
         context, txn = self.context, self.txn
         assert txn is not None  # the executor acts on windows with slots only
         layers = (*txn.staged.values(), *layers)
+
+        def repair() -> None:
+            """Write on, or restore the caches and raise ``error``."""
+            self.follow(recovery.go_direct(context, txn, operation, error, layers))  # noqa: F821
+
         try:
-            self.or_fail(
-                lambda: self.follow(recovery.go_direct(context, txn, operation, error, layers))
-            )
+            self.or_fail(repair)
         finally:  # as in ``follow``
             del error
 
