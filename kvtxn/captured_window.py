@@ -2,9 +2,8 @@
 
 It is a ``Window``. The usual course of a step is written a second time here, because its host
 time is counted in tenths of microseconds: ``commit_sampled`` makes one prepared launch and takes
-the label from the state table. In every other case (a failure, an abort, hooks, debug events, an
-executor without prepared launches) the window first makes its ``Lifecycle``, then calls the code
-that all windows share.
+the label from the state table. In every other case (a failure, an abort, hooks, debug events, no
+prepared launches) the window first makes its ``Lifecycle``, then calls the code of all windows.
 """
 
 from __future__ import annotations
@@ -275,7 +274,7 @@ class CapturedWindow(Window):
                 restored, or, once states were in, after all accepted rows were; or a hook's error.
         """
         if self._unsaved:
-            self._check(sampled)
+            self._check(sampled, batch)
             self._miss_saving("commit_sampled")
         try:
             if self._shared.supplier is not None:
@@ -318,9 +317,7 @@ class CapturedWindow(Window):
         """
         plan, launches, state = self.plan, self.plan.launches, self._state
         ends = state is STAGED or (state is OPEN and not self._noted)  # as after a replay
-        self._check(sampled)
-        if batch is not None:
-            self._check(batch)
+        self._check(sampled, batch)
         if not ends:
             self._check_staged()
         states = None
@@ -483,8 +480,10 @@ class CapturedWindow(Window):
         if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
             life.refuse_commit("commit_sampled", self._to_stage)
 
-    def _check(self, sampled: object) -> None:
+    def _check(self, sampled: object, batch: object = None) -> None:
         """Refuse, with an AcceptanceError, what ``commit_sampled`` does not take."""
+        if batch is not None:
+            self._check(batch)
         if (
             isinstance(sampled, Tensor)
             and sampled.dtype in SIGNED
@@ -559,16 +558,17 @@ class CapturedWindow(Window):
         """The window's lifecycle, with its slots and the rows that wait or were saved."""
         assert self._state is not None
         life = Lifecycle(self._context, self.number)
-        life.txn = self._context.new_txn(self.plan.layout, self.number)
+        ended = self._state.is_final
+        life.txn = self._context.new_txn(self.plan.layout, self.number, ended=ended)
         life.txn.drafts_alone, life.txn.states_in = True, self._states_in
         life.state = self._state
         if self._state is not OPEN:
             life.missing.clear()
-        if not self._state.is_final:
+        if not ended:
             self._shared.fill(life.txn, saved=not self._unsaved)
             self._context.metrics.layer_calls += self.num_rows * self._shared.num_supplied
         self.__dict__["_life"], self._state = life, None
-        if not life.state.is_final:
+        if not ended:
             self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())
         return life
 

@@ -87,15 +87,17 @@ class WindowContext:
         """Return the name of every layer, in order, with None."""
         return dict.fromkeys(self.layers)
 
-    def new_txn(self, layout: RowLayout, number: int | None = None) -> Txn:
+    def new_txn(self, layout: RowLayout, number: int | None = None, *, ended: bool = False) -> Txn:
         """Return the executor's side of a new window, and make the stager ready for its rows.
 
         Args:
             layout: the window's rows.
             number: the window's number, for messages; None for rows that belong to no window.
+            ended: the window is over, and another one may be open: the stager is that one's.
         """
         txn = Txn(self.policy, self.refs, layout, self.metrics.under_policy, number=number)
-        self.stager.begin(layout.num_rows, holds=txn.holds_rows)
+        if not ended:
+            self.stager.begin(layout.num_rows, holds=txn.holds_rows)
         return txn
 
     def save(self, txn: Txn, group: str) -> None:

@@ -268,7 +268,7 @@ class Executor(abc.ABC):
         config: the manager's settings; ``max_rows`` sizes fixed buffers.
 
     Attributes:
-        graphs: the captured commits of all windows of the manager, and of what an integration
+        graphs: the captured commits of all windows of this executor, and of what an integration
             commits with them.
     """
 

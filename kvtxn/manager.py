@@ -20,6 +20,7 @@ from .config import TxnConfig
 from .context import WindowContext
 from .draft_tree import Parents, as_parents, check_fit, per_request
 from .errors import BackendUnavailableError, ConfigError, ManagerCopyError, WindowStateError
+from .executor import Executor
 from .hooks import Callback, Hook, Hooks
 from .layer_set import CacheMemory, by_name, limits_of
 from .layers import LayerRef, SlotKind
@@ -89,8 +90,8 @@ class TransactionManager:
             kinds,
             latent=any(ref.is_latent for ref in refs),
         )
-        with torch.inference_mode(False):  # its buffers outlive the mode they are made in
-            self.executor = registry.build(backend, refs, self.config)
+        self._backend = backend
+        self.executor = self._new_executor()
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.hooks = Hooks()
@@ -101,7 +102,7 @@ class TransactionManager:
         undone = self.config.debug or self.config.on_error == "raise"
         self.context = WindowContext(
             executor=self.executor,
-            stager=Stager(self.config, refs, deferred=self.policy == "deferred"),
+            stager=self._new_stager(),
             metrics=self.metrics,
             hooks=self.hooks,
             acceptance=self.acceptance,
@@ -281,10 +282,21 @@ class TransactionManager:
                     hint="leave states out, or see kvtxn.state_supplier",
                 )
             context = attrs.evolve(context, supplier=states)
-        if beside:
-            turn = Turn()
-            context = attrs.evolve(context, on_end=turn.end)
+        if beside:  # slots and rows of a window wait in its executor and its stager
+            turn = Turn(beside=turn)
+            executor, stager = self._new_executor(), self._new_stager()
+            context = attrs.evolve(context, on_end=turn.end, executor=executor, stager=stager)
         return CapturedWindows(context, turn, slots, rows, position, slots_stay=beside)
+
+    def _new_executor(self) -> Executor:
+        """Build an executor over the layers."""
+        with torch.inference_mode(False):  # its buffers outlive the mode they are made in
+            return registry.build(self._backend, tuple(self.layers.values()), self.config)
+
+    def _new_stager(self) -> Stager:
+        """Make what takes the rows of a window in."""
+        layers = tuple(self.layers.values())
+        return Stager(self.config, layers, deferred=self.policy == "deferred")
 
     def _check_writer(self, written_by: object) -> None:
         """Refuse, with a ConfigError, a ``written_by`` that does not go with the policy."""

@@ -305,6 +305,8 @@ def save_rings(context: WindowContext, txn: Txn) -> None:
     known = {**txn.saved, **txn.staged}
     rings = [ref for ref in txn.layers if ref.kind.name == "ring" and ref.group in txn.slots]
     refs = [ref for ref in rings if ref.name not in known]
+    if refs:  # they come back into these slots, whatever the next step fills in before
+        txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}
     txn.saved.update(read_layers(refs, txn.slots))
 
 

@@ -6,7 +6,7 @@ ends in it, and every other executor must leave the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import attrs
@@ -93,6 +93,25 @@ def read(plane: Plane, slots: Tensor, known: Places | None = None) -> Tensor:
         if known is not None:
             known[plane.layout] = places
     return _read(plane, places)
+
+
+def from_cache(
+    ref: LayerRef, rows: Sequence[Tensor], slots: Mapping[str, Tensor], mask: Tensor
+) -> tuple[Tensor, ...]:
+    """Return a layer's rows, but those under a mask as the cache has them, unless they are padding.
+
+    Args:
+        ref: the layer.
+        rows: ``[num_rows, *row_shape]`` for each plane.
+        slots: int64 ``[num_rows]`` by group.
+        mask: bool ``[num_rows]``.
+    """
+    own = slots[ref.group]
+    cached, found = mask & (own >= 0), []
+    for plane, row in zip(ref.planes, rows, strict=True):
+        chosen = cached.view(-1, *[1] * (row.ndim - 1))
+        found.append(torch.where(chosen, words(read(plane, own)), words(row)).view(row.dtype))
+    return tuple(found)
 
 
 def _read(plane: Plane, places: tuple[Tensor, ...]) -> Tensor:

@@ -50,6 +50,10 @@ class Marks:
 class Turn:
     """The open window of one manager; shared by everything that begins the manager's windows.
 
+    Args:
+        beside: the manager's own turn, beside whose windows those of this one may be open; both
+            know the same marks. None for a turn of its own.
+
     Attributes:
         window: the last window that was begun; None if it has let the next one begin.
         begun: number of windows begun so far, which is also the number of the next window.
@@ -57,10 +61,12 @@ class Turn:
 
     __slots__ = ("_marks", "begun", "window")
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Turn | None = None) -> None:
         self.window: Window | None = None
         self.begun = 0
-        self._marks: WeakValueDictionary[int, Marks] = WeakValueDictionary()
+        self._marks: WeakValueDictionary[int, Marks] = (
+            WeakValueDictionary() if beside is None else beside._marks
+        )
 
     def current(self) -> Window | None:
         """Return the window that is open, or whose hooks are being called; None without one."""

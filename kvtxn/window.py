@@ -28,6 +28,7 @@ from .errors import (
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
+from .row_io import from_cache
 from .slots import OneMapping, SlotMappings, Slots
 from .stage_checks import check_parts, check_ref
 from .window_transitions import TRANSITIONS, Event, WindowState, allowed
@@ -327,14 +328,24 @@ class Window:
         args = attention.arguments(
             ref, txn.layout, *tensors, *scores, waiting=waiting, evicting=evicting
         )
-        layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
+        layer = self._attended(txn, ref)
         try:
             if life.state is not WindowState.DIRECT:
                 return context.executor.attend(txn, layer, query, args)
         except Exception as error:
             life.go_direct("attend", error)
-        layer = txn.staged.get(ref.name, layer)
+            layer = self._attended(txn, ref)
         return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
+
+    def _attended(self, txn: Txn, ref: LayerRef) -> StagedLayer:
+        """Return the layer with the rows that attention reads in place of the cache's.
+
+        A captured forward writes its settled rows to the cache alone: they are read there.
+        """
+        layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
+        if not (txn.drafts_alone and layer.rows):
+            return layer
+        return StagedLayer(ref, from_cache(ref, layer.rows, txn.slots, ~txn.layout.is_draft))
 
     def _evicting(self, group: str, txn: Txn) -> Sequence[int]:
         """Count the rows of each request whose writes evict others from its ring.

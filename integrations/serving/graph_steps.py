@@ -308,6 +308,7 @@ class GraphSteps:
         states = self.states
         if (
             launch is None
+            or batch is not None
             or states is None
             or states.replays != self._recurring
             or sampled.dtype is not torch.int32  # all of the window's checks would take long here

@@ -70,10 +70,11 @@ KEPT: Final = 3
 #: was reported, whichever position it was at.
 OUTSIDE: Final = 4
 #: Steps do not compare positions before this one: wrong rows among them were reported to this
-#: request. A wrong row's word stays, so that each request that reads it is told, once, and whoever
-#: publishes or exports it. -1: nothing was reported. From an import of rows, or from a window that
-#: aborts, until the request's next step it is ``IMPORTED``: what ``TELLING`` says then is of the
-#: imported rows, or of the same ones, and holds for a step that goes back to them as well.
+#: request, not by exports alone. A wrong row's word stays, so that each request that reads it is
+#: told, once, and whoever publishes or exports it. -1: nothing was reported. From an import of
+#: rows, or from a window that aborts, until the request's next step it is ``IMPORTED``: what
+#: ``TELLING`` says then is of the imported rows, or of the same ones, and holds for a step that
+#: goes back to them as well.
 TOLD: Final = 5
 IMPORTED: Final = MAX_POSITION
 #: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.

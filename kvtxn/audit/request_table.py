@@ -142,4 +142,4 @@ class RequestTable:
 
     def name(self, serial: int) -> str | None:
         """Return the name of the request with a serial number; None if it is forgotten."""
-        return self._names.get(serial) or self._released.get(serial)
+        return self._names.get(serial, self._released.get(serial))

@@ -152,3 +152,34 @@ def test_digests_mean_nothing_under_another_key(ledger):
         assert (found(other) == []) == right
         other.import_rows("a", "full", [5], 0, 4)
         assert found(other) == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_who_exports_a_wrong_row_is_compared_as_before(backend):
+    """The request goes on, whatever a connector stored in its name; what it reads is told, once."""
+    ledger = Ledger([RowGroup("full", 4, 16)], max_requests=4, max_length=32, backend=backend)
+
+    def step(request, first, tokens, table):
+        places = range(first, first + len(tokens))
+        one = Step(
+            lines=torch.tensor([ledger.line(request)]),
+            starts=torch.tensor([0, len(tokens)]),
+            first=torch.tensor([first]),
+            tokens=torch.tensor(tokens),
+            slots={"full": torch.tensor([4 * table[at // 4] + at % 4 for at in places])},
+            tables={"full": torch.tensor([table])},
+        )
+        ledger.write(one)
+        ledger.check(one)
+        return [(v.kind, v.request, v.position) for v in ledger.violations()]
+
+    ledger.admit("a", list(range(10, 20)))
+    ledger.hand_out("full", [1, 2, 3])
+    assert step("a", 0, list(range(10, 20)), [1, 2, 3]) == []
+    ledger.export("a", "full", [1, 7, 3], 0, 8)  # block 7 is not the request's
+    assert [(v.kind, v.position) for v in ledger.violations()] == [("exported", 4)]
+    ledger.admit("b", [30, 31, 32, 33])
+    ledger.hand_out("full", [1])  # while "a" still has it
+    assert step("b", 0, [30, 31, 32, 33], [1]) == []
+    assert step("a", 10, [5], [1, 2, 3]) == [("foreign", "a", 0)]
+    assert step("a", 11, [6], [1, 2, 3]) == []

@@ -62,3 +62,11 @@ def test_a_request_that_comes_again_has_a_new_number(few):
     ((_, second),) = table.admit(["a"])
     assert second != first
     assert table.name(first) == table.name(second) == "a"
+
+
+def test_a_request_without_a_name_is_one_too():
+    table = request_table.RequestTable(2)
+    ((_, serial),) = table.admit([""])
+    assert table.name(serial) == ""
+    table.release("")
+    assert table.name(serial) == ""

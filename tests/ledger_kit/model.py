@@ -373,7 +373,7 @@ class LedgerModel:
                 request.outside |= {name} if slot is None and kind is None else set()
                 self._find(kind or found, request, name, position, slot, word, found, age)
             before = found
-            if found not in (None, "draft"):
+            if found is not None and kind != "exported":
                 request.telling = max(request.telling, end)
 
     def _find(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from recurring_rig import (  # noqa: F401
     COUNTS,
+    DEVICE,
     DRAFTS,
     LENGTHS,
     Recurring,
@@ -190,3 +191,16 @@ def test_counters_begin_anew_after_a_warm_up(rig):
     rig.step(COUNTS[2])
     assert rig.count("windows_total_committed") == 1
     assert rig.count("stage_operations_total") == 8 * (2 + 2)
+
+
+def test_states_take_the_counts_of_the_batch_in_a_step_that_recurs_too(monkeypatch):
+    """Counts of the whole batch, where the window's requests are not its first ones."""
+    rig = after_a_step(monkeypatch)
+    rig.step(COUNTS[1])
+    rig.begins()
+    states = rig.states.expected([3, 1])
+    rig.forward()
+    rig.counts.copy_(torch.tensor([2, 4]))
+    rig.steps.commit(rig.counts, torch.tensor([3, 1], dtype=torch.int32, device=DEVICE))
+    assert all(map(torch.equal, rig.states.memory, states))
+    rig.step(COUNTS[2])
