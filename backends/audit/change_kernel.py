@@ -38,6 +38,8 @@ DURABLE = tl.constexpr(book.DURABLE)
 OUTSIDE = tl.constexpr(book.OUTSIDE)
 TOLD = tl.constexpr(book.TOLD)
 TELLING = tl.constexpr(book.TELLING)
+TOLD_STALE = tl.constexpr(book.TOLD_STALE)
+TELLING_STALE = tl.constexpr(book.TELLING_STALE)
 KEPT = tl.constexpr(book.KEPT)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 NOBODY = tl.constexpr(violation.NOBODY)
@@ -84,6 +86,8 @@ def begin_request(
     tl.store(fact + OUTSIDE * num_lines, count * 0)
     tl.store(fact + TOLD * num_lines, count * 0 - 1)
     tl.store(fact + TELLING * num_lines, count * 0 - 1)
+    tl.store(fact + TOLD_STALE * num_lines, count * 0 - 1)
+    tl.store(fact + TELLING_STALE * num_lines, count * 0 - 1)
 
 
 @triton.jit

@@ -63,6 +63,8 @@ KEPT = tl.constexpr(book.KEPT)
 OUTSIDE = tl.constexpr(book.OUTSIDE)
 TOLD = tl.constexpr(book.TOLD)
 TELLING = tl.constexpr(book.TELLING)
+TOLD_STALE = tl.constexpr(book.TOLD_STALE)
+TELLING_STALE = tl.constexpr(book.TELLING_STALE)
 RUN = tl.constexpr(passes.RUN)
 
 BASE = tl.constexpr(group_lines.BASE)
@@ -215,6 +217,7 @@ def judge_ages(
     apart: tl.tensor,
     position: tl.tensor,
     durable: tl.tensor,
+    told: tl.tensor,
     group: tl.tensor,
     counters: tl.tensor,
     STEPPING: tl.constexpr,
@@ -226,6 +229,7 @@ def judge_ages(
         apart: of ``judge``, int64 ``[RUN]``.
         position: int64 ``[RUN]``.
         durable: positions from here on count as drafts.
+        told: the request's ``TOLD_STALE``; unread unless ``STEPPING``.
         group: the group's line of the plan.
         counters: of the books.
         STEPPING: a step reads the rows.
@@ -238,6 +242,7 @@ def judge_ages(
     right = tl.where(position >= durable, IS_DRAFT, -1)
     stale = age & tl.load(group + AGED_BY)
     if STEPPING:
+        stale = tl.where(position < told, 0, stale)
         right = tl.where((stale > 0) & (tl.load(counters + ALARM) != 0), IS_STALE, right)
     return tl.where(age > 0, right, code), stale
 
@@ -325,6 +330,9 @@ def compare_rows(
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
     end = tl.where(admitted & is_read, end, 0)
     digests = own + line * own_stride
+    told = line * 0 - 1
+    if STEPPING:
+        told = tl.load(facts + TOLD_STALE * num_lines + line)
     durable = own_stride + 0
     if EXPORTED:
         durable = tl.load(facts + DURABLE * num_lines + line)
@@ -337,7 +345,7 @@ def compare_rows(
         )
         age = position * 0
         if tl.max(code, axis=0) >= 0:
-            code, age = judge_ages(code, apart, position, durable, group, counters, STEPPING)
+            code, age = judge_ages(code, apart, position, durable, told, group, counters, STEPPING)
             if STEPPING:
                 left_to_count = age
                 while tl.max(left_to_count, axis=0) > 0:
@@ -354,7 +362,9 @@ def compare_rows(
             before, _, apart = judge(
                 position - 1, inner, table, width, block_map, length, group, digests, words, durable
             )
-            before, _ = judge_ages(before, apart, position - 1, durable, group, counters, STEPPING)
+            before, _ = judge_ages(
+                before, apart, position - 1, durable, told, group, counters, STEPPING
+            )
             heads = ((code >= 0) & ((inner & (before == code)) == 0)).to(tl.int32)
             left = tl.sum(heads, axis=0)
             while left > 0:
@@ -384,7 +394,10 @@ def compare_rows(
                 heads = tl.where(lane, 0, heads)
                 left -= 1
             if not EXPORTED:  # who exports a wrong row may go on, and is compared as before
-                tl.atomic_max(facts + TELLING * num_lines + line, end)
+                if tl.max(tl.where(code == IS_STALE, -1, code), axis=0) >= 0:
+                    tl.atomic_max(facts + TELLING * num_lines + line, end)
+                if tl.max(tl.where(code == IS_STALE, code, -1), axis=0) >= 0:
+                    tl.atomic_max(facts + TELLING_STALE * num_lines + line, end)
     mine = tl.maximum(end - first, 0)
     if tl.program_id(2) == 0:
         tl.atomic_add(counters + ROWS_CHECKED, mine)

@@ -45,6 +45,8 @@ DURABLE = tl.constexpr(book.DURABLE)
 TOLD = tl.constexpr(book.TOLD)
 IMPORTED = tl.constexpr(book.IMPORTED)
 TELLING = tl.constexpr(book.TELLING)
+TOLD_STALE = tl.constexpr(book.TOLD_STALE)
+TELLING_STALE = tl.constexpr(book.TELLING_STALE)
 KEPT = tl.constexpr(book.KEPT)
 ENTRY_STEP = tl.constexpr(book.JOURNAL_STEP)
 ENTRY_SERIAL = tl.constexpr(book.JOURNAL_SERIAL)
@@ -356,12 +358,17 @@ def write_rows(
         tl.atomic_add(counters + REFUSED, 1)
     if count > 0:
         settled += first
-        told = tl.minimum(tl.load(fact + TELLING * num_lines), first)
         # A request that goes back begins anew: other blocks may hold its rows now.
         back = first < tl.load(fact + DURABLE * num_lines)
-        told = tl.where(back & (tl.load(fact + TOLD * num_lines) != IMPORTED), -1, told)
+        back = back & (tl.load(fact + TOLD * num_lines) != IMPORTED)
+        told = tl.minimum(tl.load(fact + TELLING * num_lines), first)
+        told = tl.where(back, -1, told)
         tl.store(fact + TOLD * num_lines, told)
         tl.store(fact + TELLING * num_lines, told)
+        told = tl.minimum(tl.load(fact + TELLING_STALE * num_lines), first)
+        told = tl.where(back, -1, told)
+        tl.store(fact + TOLD_STALE * num_lines, told)
+        tl.store(fact + TELLING_STALE * num_lines, told)
         known = tl.maximum(known, settled)
         if TREES:  # the drafts' digests have taken the place of own ones
             known = tl.where(taken > 0, settled, known)

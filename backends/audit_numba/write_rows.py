@@ -30,6 +30,7 @@ from .words import EMBEDDED, PLAIN, as_word, term, token_of
 SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
 KEPT: Final = book.KEPT
 TOLD, TELLING, IMPORTED = book.TOLD, book.TELLING, book.IMPORTED
+TOLD_STALE, TELLING_STALE = book.TOLD_STALE, book.TELLING_STALE
 STEP, JOURNALLED, REFUSED = book.STEP, book.JOURNALLED, book.REFUSED
 OPEN, UNRESOLVED = book.OPEN, book.UNRESOLVED
 AT_STEP, AT_SERIAL, AT_POSITION = book.JOURNAL_STEP, book.JOURNAL_SERIAL, book.JOURNAL_POSITION
@@ -148,6 +149,8 @@ def write_rows(
         goes_on = facts[TOLD, line] == IMPORTED or at >= facts[DURABLE, line]
         told = min(facts[TELLING, line], at) if goes_on else -1
         facts[TOLD, line], facts[TELLING, line] = told, told
+        told = min(facts[TELLING_STALE, line], at) if goes_on else -1
+        facts[TOLD_STALE, line], facts[TELLING_STALE, line] = told, told
         replaced = len(parents) and taken  # by the digests of drafts
         facts[KNOWN, line] = settled if replaced else max(known, settled)
         facts[DURABLE, line] = settled

@@ -79,7 +79,12 @@ TOLD: Final = 5
 IMPORTED: Final = MAX_POSITION
 #: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.
 TELLING: Final = 6
-NUM_FACTS: Final = 7
+#: Of rows before this position a step neither reports nor counts that they are of earlier weights,
+#: as that was reported to this request; other faults of theirs are. -1: nothing was reported.
+TOLD_STALE: Final = 7
+#: What ``TOLD_STALE`` becomes with the request's next step.
+TELLING_STALE: Final = 8
+NUM_FACTS: Final = 9
 
 #: Indices into the second dimension of ``Books.ages``: what is counted by age.
 ROWS: Final = 0
@@ -156,7 +161,7 @@ class Books:
             if any request may read the state.
         own: int64 ``[max_requests, max_length + 1]``: digests of each request's own tokens;
             ``[r, n]`` is the digest of the first n tokens of line r.
-        facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``TELLING`` are the first indices.
+        facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``TELLING_STALE`` are the indices.
         first: int64 ``[max_requests]``, the position of each request's first row, for steps without
             ``Step.first``. It is filled when a step begins, since an engine may write the next
             step's positions over the step's own before the step is resolved.

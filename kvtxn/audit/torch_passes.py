@@ -38,6 +38,8 @@ from .violation_record import record_violation
 
 _FOREIGN = FOUND_NUMBER["foreign"]
 _STALE = FOUND_NUMBER["stale"]  # the kind's number as well
+#: Facts of a request that hold for a step, and what they become with the next one.
+_TOLD = ((book.TOLD, book.TELLING), (book.TOLD_STALE, book.TELLING_STALE))
 
 
 class TorchPasses(Passes):
@@ -200,8 +202,9 @@ class TorchPasses(Passes):
         # A request that goes back begins anew: other blocks may hold its rows now.
         imported = facts[book.TOLD][line] == book.IMPORTED
         goes_on = imported | (first >= facts[book.DURABLE][line])
-        told = torch.where(goes_on, facts[book.TELLING][line].minimum(first), -1)
-        facts[book.TOLD][line] = facts[book.TELLING][line] = told
+        for before, telling in _TOLD:
+            told = torch.where(goes_on, facts[telling][line].minimum(first), -1)
+            facts[before][line] = facts[telling][line] = told
         known = facts[book.KNOWN][line].maximum(settled)
         if step.parents is not None:  # the drafts' digests have taken the place of own ones
             known = torch.where(drafts > 0, settled, known)
@@ -352,9 +355,12 @@ class TorchPasses(Passes):
         found[wrong] = _FOREIGN
         found[wrong & (word == REJECTED)] = FOUND_NUMBER["rejected"]
         found[wrong & (word == UNWRITTEN)] = FOUND_NUMBER["unwritten"]
-        if kind is None and bool(books.counters[book.ALARM]):
-            found[age_in(place, age) > 0] = _STALE
-        return found, age_in(place, age)
+        age = age_in(place, age)
+        if kind is None:
+            age[position < books.facts[book.TOLD_STALE][line]] = 0
+            if bool(books.counters[book.ALARM]):
+                found[age > 0] = _STALE
+        return found, age
 
     def _report_rows(
         self,
@@ -385,10 +391,13 @@ class TorchPasses(Passes):
             at, word = int(position[head]), int(where[head])
             aged = int(age[head]) if code == _STALE else NOBODY
             record_violation(self.books, number, line, place, at, word, code, aged)
-        # Who exports a wrong row may go on, and what it reads is compared as before.
-        if kind != "exported" and bool(wrong.any()):
-            telling = self.books.facts[book.TELLING]
-            telling[line] = telling[line].maximum(position[-1] + 1)
+        if kind == "exported":
+            return  # who exports a wrong row may go on, and what it reads is compared as before
+        stale = found == _STALE
+        for fact, told in ((book.TELLING, wrong & ~stale), (book.TELLING_STALE, stale)):
+            if bool(told.any()):
+                telling = self.books.facts[fact]
+                telling[line] = telling[line].maximum(position[-1] + 1)
 
     def _is_new_outside(self, place: Place, line: Tensor) -> bool:
         """Tell whether a request reads outside a group for the first time, and remember it."""

@@ -229,3 +229,23 @@ def test_wrong_arguments_are_refused():
         ledger_of().new_epoch("draft")
     with pytest.raises(ConfigError, match="weights are unknown"):
         ledger_of().new_epoch(3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_rows_of_which_it_was_told_that_they_are_stale_are_compared_as_before(backend):
+    """A request goes on with stale rows, told once; another one takes its block, which is found."""
+    ledger = computed(stale="alarm", backend=backend)
+    ledger.new_epoch()
+    run(ledger, "a", 8, [19], [1, 2, 3])
+    assert {each.kind for each in ledger.violations()} == {"stale"}
+    run(ledger, "a", 9, [20], [1, 2, 3])
+    assert ledger.violations() == []
+    assert ledger.counters()[f"{ROWS}_1"] == len(PROMPT)
+    ledger.admit("b", [30, 31])
+    ledger.hand_out("full", [1])
+    run(ledger, "b", 0, [30, 31], [1])
+    run(ledger, "a", 10, [21], [1, 2, 3])
+    found = [(each.kind, each.request, each.position) for each in ledger.violations()]
+    assert found == [("foreign", "a", 0), ("unwritten", "a", 2)]
+    run(ledger, "a", 11, [22], [1, 2, 3])
+    assert ledger.violations() == []

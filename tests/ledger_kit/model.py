@@ -70,6 +70,8 @@ class _Request:
     expected: int = 0
     told: int = -1
     telling: int = -1
+    told_stale: int = -1
+    telling_stale: int = -1
     imported: bool = False
 
 
@@ -180,6 +182,8 @@ class LedgerModel:
             goes_on = request.imported or first >= request.expected
             request.imported = False
             request.told = request.telling = min(request.telling, first) if goes_on else -1
+            told = min(request.telling_stale, first) if goes_on else -1
+            request.told_stale = request.telling_stale = told
             request.durable = request.expected = settled
             request.kept = -1 if drafts else 0
         for name in step.slots:
@@ -361,7 +365,7 @@ class LedgerModel:
             prefix = tuple(request.own[: position + 2])
             found = self._judge(word, name, prefix)
             age = None
-            if found is None and kind is None:
+            if found is None and kind is None and position >= request.told_stale:
                 age = self._count_age(word, request, "rows", name)
                 found = "stale" if self._alarms and age is not None else None
             if kind == "exported" and found is None and position >= request.durable:
@@ -373,7 +377,9 @@ class LedgerModel:
                 request.outside |= {name} if slot is None and kind is None else set()
                 self._find(kind or found, request, name, position, slot, word, found, age)
             before = found
-            if found is not None and kind != "exported":
+            if found == "stale":
+                request.telling_stale = max(request.telling_stale, end)
+            elif found is not None and kind != "exported":
                 request.telling = max(request.telling, end)
 
     def _find(
