@@ -194,7 +194,7 @@ def fitting(
 
     Args:
         waiting: parts.
-        places: free ones of each GPU; those that are taken are subtracted.
+        places: how many parts each GPU has room for; lowered here by what the chosen ones take.
         seconds: that are left.
 
     Returns:

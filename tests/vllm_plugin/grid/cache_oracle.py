@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: How this process's engine packs rows on a CPU, set by ``oracle_install``.
+packings: set[str] = set()
+
 
 def words(cache: Tensor) -> Tensor:
     """The same memory as integers: bytes count, not numbers."""
@@ -23,15 +26,26 @@ def words(cache: Tensor) -> Tensor:
 
 
 def planes(cache: Tensor) -> tuple[Tensor, ...]:
-    """The parts of a cache's rows as ``[blocks, block_size, ...]`` integers.
+    """The parts of a cache's rows as integers, ``[blocks, block_size, ...]``; see ``place``.
 
     A latent cache has plain rows; else K and V lie in one tensor,
-    ``[blocks, heads, size, 2 * head_size]``.
+    ``[blocks, heads, size, 2 * head_size]``. With AMX it is ``[blocks, tiles, rows, ...]``.
     """
     cache = words(cache)
     if cache.ndim == 3:
         return (cache,)
-    return gpu_planes(cache) if cache.is_cuda else x86_planes(cache)
+    if cache.is_cuda:
+        return gpu_planes(cache)
+    return amx_planes(cache) if "amx" in packings else x86_planes(cache)
+
+
+def place(plane: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """The index of rows in a plane: block and row, with AMX block, tile and row."""
+    if plane.ndim < 6:
+        return slots // plane.shape[1], slots % plane.shape[1]
+    rows = plane.shape[2]
+    size = plane.shape[1] * rows
+    return slots // size, slots % size // rows, slots % rows
 
 
 def gpu_planes(cache: Tensor) -> tuple[Tensor, ...]:
@@ -48,6 +62,15 @@ def x86_planes(cache: Tensor) -> tuple[Tensor, ...]:
     return key, value
 
 
+def amx_planes(cache: Tensor) -> tuple[Tensor, ...]:
+    """The same with AMX: keys in tiles of 16 rows, values of 16 numbers, by pairs."""
+    blocks, heads, size, both = cache.shape
+    halves = cache.view(blocks, heads, 2, size * both // 2)
+    key = halves[:, :, 0].view(blocks, heads, size // 16, both // 4, 16, 2)
+    value = halves[:, :, 1].view(blocks, heads, both // 32, size // 2, 16, 2)
+    return key.permute(0, 2, 4, 1, 3, 5), value.permute(0, 3, 5, 1, 2, 4)
+
+
 def mark(caches: dict[str, Tensor], slots: dict[str, Tensor], rows: list[int]) -> None:
     """Put tiny numbers into these rows, which are about to be written; others in every row.
 
@@ -58,11 +81,11 @@ def mark(caches: dict[str, Tensor], slots: dict[str, Tensor], rows: list[int]) -
         slot = slots[name][rows]
         slot = slot[slot >= 0]
         for plane in planes(cache):
-            shape = plane.shape[2:]
+            where = place(plane, slot)
+            shape = plane.shape[len(where) :]
             places = torch.arange(shape.numel(), device=slot.device).view(shape) + 7 * number
             numbers = slot.view(-1, *[1] * len(shape)) + places
-            size = plane.shape[1]
-            plane[slot // size, slot % size] = (1 + numbers % 100).to(plane.dtype)
+            plane[where] = (1 + numbers % 100).to(plane.dtype)
 
 
 def drafted(drafts: list[int], ends: list[int]) -> list[int]:
@@ -148,9 +171,8 @@ class Step:
             cache = own if copies is None else copies[name]
             before = self.before[own.data_ptr()].view(own.shape)
             for now, then in zip(planes(cache), planes(before), strict=True):
-                size = now.shape[1]
-                block, offset = slot // size, slot % size
-                found.append((now[block, offset] != then[block, offset]).flatten(1).any(1))
+                where = place(now, slot)
+                found.append((now[where] != then[where]).flatten(1).any(1))
         differ = torch.stack(found)
         return int((differ.all(0) if everywhere else differ.any(0)).sum())
 
@@ -161,8 +183,8 @@ class Step:
             slot = self.slots[name][allowed]
             wanted = expected[cache.data_ptr()].view(cache.shape)  # groups may share memory
             for now, then in zip(planes(cache), planes(wanted), strict=True):
-                size = now.shape[1]
-                then[slot // size, slot % size] = now[slot // size, slot % size]
+                where = place(now, slot)
+                then[where] = now[where]
         return sum(
             not torch.equal(words(cache), words(expected[cache.data_ptr()].view(cache.shape)))
             for cache in self.caches.values()
@@ -178,11 +200,12 @@ class CacheOracle:
         found = runner.compilation_config.static_forward_context
         groups = groups_of(runner)
         names = list(groups)
-        packings = {
+        packings.clear()
+        packings.update(
             getattr(found[name], "isa", getattr(found[name].impl, "isa", "latent"))
             for name in names
-        }
-        assert packings <= {"vec", "vec16", "latent"}, "another packing"
+        )
+        assert packings == {"amx"} or packings <= {"vec", "vec16", "latent"}, "another packing"
         self.oracle_counts = Counter[str]()
         self.oracle_names, self.oracle_layers = names, found
         counts, plan, step = self.oracle_counts, [], []

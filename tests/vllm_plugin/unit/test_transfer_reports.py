@@ -58,7 +58,7 @@ def test_a_wrong_block_that_leaves_hides_none_after_it(strange):
     strange.watch._export([Handed("group.0", [1, 2], 0, "a")])
     assert told(strange) == [("exported", 0, 1)]
     strange.ledger.write_and_check(step_of(strange, "a", 8, [TOKENS[8]], [1, 9, 3]))
-    assert told(strange) == [("foreign", 4, 9)]
+    assert told(strange) == [("foreign", 0, 1), ("foreign", 4, 9)]
 
 
 def test_each_wrong_block_is_told_of(strange):
